@@ -1,0 +1,239 @@
+"""The seam that every layer stands on: a Backend moves contiguous tensors between ranks.
+
+Strategy. `isend` and `irecv` return at once with a `Work`. Whoever waits on a Work drives the backend until that Work is
+done; only when nobody waits does a background thread of the backend drive it. A wait ends in one of four ways: the result,
+the error of the operation, `PeerFailed` as soon as the peer is known to be gone, or `Timeout`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from echelon.errors import Closed, InvalidRank, InvalidWorldSize, SelfSend, Timeout
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds that a blocking call waits unless told otherwise."""
+
+
+class Tag(NamedTuple):
+    """What a message is for. Two messages meet only if all three numbers are equal.
+
+    context: the group, 0 for a backend used directly (64 bits). sequence: the operation within the group, 0 for point to
+    point (64 bits). step: the user's tag, or the step of a collective (32 bits).
+    """
+
+    context: int = 0
+    sequence: int = 0
+    step: int = 0
+
+    @classmethod
+    def of(cls, tag: int | Tag) -> Tag:
+        """Returns `tag` itself, or the point-to-point tag of that number."""
+        return tag if isinstance(tag, Tag) else cls(step=tag)
+
+    def __str__(self) -> str:
+        if self.context == 0 and self.sequence == 0:
+            return f"tag {self.step}"
+        return f"tag {self.step} of operation {self.sequence} in context {self.context:x}"
+
+
+class Driver(Protocol):
+    """What makes a Work progress while somebody waits on it."""
+
+    def drive(self, work: Work[object], timeout: float | None) -> bool:
+        """Blocks until `work` is completed; returns False if `timeout` seconds (None: for ever) pass first."""
+        ...
+
+
+class Work(Generic[T]):
+    """One operation under way. Completed once, by the backend, with a result or an error."""
+
+    __slots__ = ("_callbacks", "_completed", "_driver", "_error", "_result", "_timeout", "description")
+
+    def __init__(self, driver: Driver, description: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.description = description
+        self._driver = driver
+        self._timeout = timeout
+        self._completed = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def is_completed(self) -> bool:
+        """Says whether the operation has ended, with a result or an error. Never blocks."""
+        return self._completed
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the operation ends and returns its result.
+
+        Args:
+            timeout: seconds; None means the default of the group or backend that made this Work.
+
+        Raises:
+            Timeout: it did not end in time. The operation goes on; wait again if you like.
+            EchelonError: the operation failed.
+        """
+        if not self._completed:
+            seconds = self._timeout if timeout is None else timeout
+            if not self._driver.drive(self, seconds):  # type: ignore[arg-type]
+                raise Timeout(f"{self.description}: not done after {seconds:.1f} s")
+        return self.result()
+
+    def result(self) -> T:
+        """Returns the result of a completed operation; raises its error, or Timeout if it is still under way."""
+        if not self._completed:
+            raise Timeout(f"{self.description}: still under way; call wait() first")
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a completed operation, None if it succeeded or is still under way."""
+        return self._error
+
+    def complete(self, result: T | None = None, error: BaseException | None = None) -> None:
+        """Ends the operation; for backends. A second call does nothing: the first cause wins."""
+        if self._completed:
+            return
+        self._result, self._error, self._completed = result, error, True
+        for callback in self._callbacks:
+            callback()
+        self._callbacks.clear()
+
+    def on_completion(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the operation ends; for backends, which call this and `complete` under one lock."""
+        if self._completed:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self._completed else "failed" if self._error else "done"
+        return f"<Work {self.description}: {state}>"
+
+
+class Backend(ABC):
+    """Moves contiguous CPU tensors between the ranks of one world, tagged and asynchronously.
+
+    Messages of one sender with one tag arrive in the order they were sent; messages with different tags never mix. A send
+    to a rank that is not receiving yet completes or stays under way, but never keeps this rank from doing something else.
+    """
+
+    devices: frozenset[str] = frozenset({"cpu"})
+    """The device types whose tensors this backend can move."""
+
+    def __init__(self, rank: int, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> None:
+        if world_size < 1:
+            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank")
+        if not 0 <= rank < world_size:
+            raise InvalidRank(rank, world_size)
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name that users select this backend by, such as "tcp"."""
+
+    @abstractmethod
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:
+        """Starts to send `tensor` to rank `dst`. The tensor must not change until the Work is done.
+
+        Args:
+            tensor: contiguous, on one of `devices`; its shape and dtype travel along.
+            dst: a rank other than this one.
+            tag: what the message is for.
+            note: what this rank believes it is doing, at most 1024 bytes of UTF-8; compared with the receiver's.
+
+        Raises:
+            InvalidRank, SelfSend, Closed, UnsupportedOp: at once. Everything else comes from `Work.wait`.
+        """
+
+    @abstractmethod
+    def irecv(
+        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str = ""
+    ) -> Work[torch.Tensor]:
+        """Starts to receive a tensor from rank `src`; the Work's result is the tensor.
+
+        Args:
+            src: a rank other than this one.
+            tag: what the message is for.
+            out: contiguous tensor that is written and returned; None: a new tensor of the shape and dtype that were sent.
+            note: as in `isend`.
+
+        Raises:
+            InvalidRank, SelfSend, Closed, UnsupportedOp: at once. From `Work.wait`: SizeMismatch if the message does not
+            fit `out`, CollectiveMismatch if the notes differ (in both cases the message is dropped and the connection
+            stays usable), PeerFailed, Timeout.
+        """
+
+    @abstractmethod
+    def cancel(self, work: Work[torch.Tensor]) -> None:
+        """Withdraws a receive that is still under way: its tensor will not be written any more."""
+
+    @abstractmethod
+    def start(self, function: Callable[[], T], description: str) -> Work[T]:
+        """Runs `function` beside the caller (asynchronous collectives use this); the Work carries what it returns."""
+
+    @abstractmethod
+    def close(self, timeout: float | None = None) -> None:
+        """Finishes what was sent, tells the peers and frees everything. May be called twice."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Tells every peer that this rank gives up, then closes without waiting. Peers get PeerFailed with `reason`."""
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, timeout: float | None = None) -> None:
+        """Sends and waits until `tensor` may be changed again (not: until it was received)."""
+        self.isend(tensor, dst, tag).wait(timeout)
+
+    def recv(
+        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Receives and waits. After a Timeout the receive is withdrawn: `out` will not be written later."""
+        work = self.irecv(src, tag, out=out)
+        try:
+            return work.wait(timeout)
+        except Timeout:
+            self.cancel(work)
+            raise
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Waits until every rank has called it, in ceil(log2(world_size)) rounds of empty messages (dissemination)."""
+        token = torch.empty(0, dtype=torch.uint8)
+        distance, step = 1, 0
+        while distance < self.world_size:
+            dst = (self.rank + distance) % self.world_size
+            src = (self.rank - distance) % self.world_size
+            tag = Tag(context=0, sequence=1, step=step)
+            sent = self.isend(token, dst, tag)
+            self.recv(src, tag, timeout=timeout)
+            sent.wait(timeout)
+            distance, step = distance * 2, step + 1
+
+    def check_peer(self, peer: int, what: str) -> None:
+        """Raises InvalidRank or SelfSend unless `peer` is another rank of this world."""
+        if not isinstance(peer, int) or not 0 <= peer < self.world_size:
+            raise InvalidRank(peer, self.world_size, what)
+        if peer == self.rank:
+            raise SelfSend(self.rank)
+
+    def closed_error(self) -> Closed:
+        """Makes the error for a call after `close`."""
+        return Closed(f"the {self.name} backend of rank {self.rank} is closed: make a new one")
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(f"{type(error).__name__}: {error}")

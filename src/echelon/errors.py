@@ -1,0 +1,122 @@
+"""The exceptions that Echelon raises.
+
+The type says who is to blame, the fields say where, the message says what happened and what to do:
+
+    EchelonError
+    ├── InvalidRank          (ValueError)          you: a rank outside the group
+    ├── InvalidWorldSize     (ValueError)          you: a world that cannot be
+    ├── SelfSend             (ValueError)          you: a message to yourself
+    ├── SizeMismatch         (ValueError)          you: the message does not fit where it is received
+    ├── CollectiveMismatch   (RuntimeError)        you: ranks called different operations
+    ├── Closed               (RuntimeError)        you: used after close()
+    ├── UnsupportedOp        (NotImplementedError) you: not on this backend, dtype or device
+    ├── ScheduleError        (ValueError)          you: a pipeline schedule that cannot run
+    ├── PartitionError       (ValueError)          you: a model that cannot be cut that way
+    ├── DeadlockError        (RuntimeError)        the program: every rank waits for another
+    ├── PeerFailed           (ConnectionError)     the world: another rank died or gave up
+    ├── ConnectError         (ConnectionError)     the world: a rank never came
+    ├── AuthenticationError  (ConnectionError)     the world: a peer without the secret
+    ├── ProtocolError        (ConnectionError)     the world: a peer that speaks something else
+    └── Timeout              (TimeoutError)        the world or you: it took too long
+
+Each is also the nearest builtin, so `except TimeoutError` and `except ValueError` work.
+"""
+
+from __future__ import annotations
+
+
+class EchelonError(Exception):
+    """The base of every exception that Echelon raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default would call the class again with the finished message alone.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[EchelonError], args: tuple[object, ...], state: dict[str, object]) -> EchelonError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidRank(EchelonError, ValueError):
+    """A rank that is not in the group."""
+
+    def __init__(self, rank: object, world_size: int, what: str = "rank") -> None:
+        self.rank = rank
+        self.world_size = world_size
+        super().__init__(
+            f"{what}={rank!r} is not a rank of this group of {world_size}: use 0 to {world_size - 1}"
+        )
+
+
+class InvalidWorldSize(EchelonError, ValueError):
+    """A number of ranks that cannot be, or that does not match the layout asked for."""
+
+
+class SelfSend(EchelonError, ValueError):
+    """A message that a rank addressed to itself."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} cannot send to itself or receive from itself: keep the tensor instead")
+
+
+class SizeMismatch(EchelonError, ValueError):
+    """A tensor that does not fit the place it is meant for. The connection stays usable."""
+
+    def __init__(self, expected: object, got: object, what: str = "") -> None:
+        self.expected = expected
+        self.got = got
+        where = f"{what}: " if what else ""
+        super().__init__(f"{where}expected {expected}, got {got}: make both sides agree on shape and dtype")
+
+
+class CollectiveMismatch(EchelonError, RuntimeError):
+    """Ranks that called different collectives, or the same one with different arguments."""
+
+
+class Closed(EchelonError, RuntimeError):
+    """A group or backend that this rank has closed or aborted."""
+
+
+class UnsupportedOp(EchelonError, NotImplementedError):
+    """An operation that this backend cannot do with this dtype or device."""
+
+
+class ScheduleError(EchelonError, ValueError):
+    """A pipeline schedule that cannot run. Lists every problem found."""
+
+
+class PartitionError(EchelonError, ValueError):
+    """A model that cannot be cut into the stages asked for."""
+
+
+class DeadlockError(EchelonError, RuntimeError):
+    """Every rank waits for another one."""
+
+
+class PeerFailed(EchelonError, ConnectionError):
+    """Another rank died, closed its connections or left with an exception."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank = rank
+        self.reason = reason
+        super().__init__(f"rank {rank} failed: {reason}")
+
+
+class ConnectError(EchelonError, ConnectionError):
+    """The ranks did not all find each other in time."""
+
+
+class AuthenticationError(EchelonError, ConnectionError):
+    """A peer that could not prove that it knows the secret of this job."""
+
+
+class ProtocolError(EchelonError, ConnectionError):
+    """A peer that sent what Echelon does not send: another version, or something else altogether."""
+
+
+class Timeout(EchelonError, TimeoutError):
+    """An operation that did not finish in the time it was given."""
