@@ -12,6 +12,7 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── UnsupportedOp        (NotImplementedError) you: not on this backend, dtype or device
     ├── ScheduleError        (ValueError)          you: a pipeline schedule that cannot run
     ├── PartitionError       (ValueError)          you: a model that cannot be cut that way
+    ├── LaunchError          (ValueError)          you: a job that cannot be started that way
     ├── DeadlockError        (RuntimeError)        the program: every rank waits for another
     ├── PeerFailed           (ConnectionError)     the world: another rank died or gave up
     ├── ConnectError         (ConnectionError)     the world: a rank never came
@@ -91,6 +92,10 @@ class ScheduleError(EchelonError, ValueError):
 
 class PartitionError(EchelonError, ValueError):
     """A model that cannot be cut into the stages asked for."""
+
+
+class LaunchError(EchelonError, ValueError):
+    """A job that cannot be started as asked: environment variables, a script, a function or a backend's name."""
 
 
 class DeadlockError(EchelonError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Starts ranks, and tells a rank where the others are."""

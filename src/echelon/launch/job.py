@@ -1,0 +1,126 @@
+"""Runs one function on a set of workers and gathers what it returns.
+
+Strategy. The parent waits for all workers at once. After the first failure the others get a few seconds to report,
+because the first that is noticed need not be the cause. Then the exception of the first cause is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
+
+from echelon.errors import InvalidWorldSize, LaunchError, PeerFailed, Timeout
+from echelon.launch.failure import first_cause
+from echelon.launch.resources import ReservedPort, threads_per_rank
+from echelon.launch.worker import Job, Outcome, Worker
+
+GRACE = 3.0
+"""Seconds that ranks get to report after the first failure."""
+
+
+def check_world_size(world_size: int) -> None:
+    """Raises InvalidWorldSize unless `world_size` is a number of ranks."""
+    if not isinstance(world_size, int) or world_size < 1:
+        raise InvalidWorldSize(f"world_size={world_size!r}: a world has at least 1 rank")
+
+
+def pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:
+    """Returns (function, args) as bytes that another process can load.
+
+    Raises:
+        LaunchError: the other process could not find the function by its name, or an argument cannot be pickled.
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if "<" in name:
+        raise LaunchError(f"fn={name} cannot be found by name in another process: def it at the top level of a module")
+    if getattr(function, "__module__", None) == "__main__" and not _main_has_a_file():
+        raise LaunchError(f"fn={name} was typed in, so no other process can import it: put it in a file")
+    try:
+        return pickle.dumps((function, tuple(args)))
+    except Exception as error:  # an argument's class may do anything here
+        raise LaunchError(
+            f"fn={name} and its arguments cannot be pickled ({error}): pass functions of a module and plain values"
+        ) from error
+
+
+def _main_has_a_file() -> bool:
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path is not None and os.path.exists(path)
+
+
+def run_job(workers: Sequence[Worker], call: bytes, *, timeout: float, deadline: float | None = None) -> list[Any]:
+    """Runs `call` on `workers`, as ranks 0, 1, ..., and returns their results in rank order.
+
+    Args:
+        workers: one per rank; all idle.
+        call: from `pickle_call`; the function gets the group, then the arguments.
+        timeout: of the group, seconds.
+        deadline: seconds after which the job is given up; None: never.
+
+    Raises:
+        Exception: whatever the first failing rank raised, with a note that names the rank; PeerFailed if it died.
+        Timeout: the deadline passed. Workers that have not reported are still running.
+    """
+    world_size = len(workers)
+    with ReservedPort() as port:
+        job = Job(
+            call=call,
+            rank=0,
+            world_size=world_size,
+            address=port.address,
+            secret=secrets.token_hex(32).encode(),
+            run_id=secrets.token_hex(4),
+            timeout=timeout,
+            num_threads=None if "OMP_NUM_THREADS" in os.environ else threads_per_rank(world_size),
+        )
+        for rank, worker in enumerate(workers):
+            worker.submit(job._replace(rank=rank))
+        outcomes = _gather(workers, deadline)
+    if any(outcome.failure for outcome in outcomes.values()):
+        _raise_first(outcomes)
+    missing = [str(rank) for rank in range(world_size) if rank not in outcomes]
+    if missing:
+        raise Timeout(
+            f"rank {', '.join(missing)} of {world_size} did not return within {deadline:g} s: "
+            "see where it waits, or give it more time"
+        )
+    return [pickle.loads(outcomes[rank].result or b"") for rank in range(world_size)]
+
+
+def _gather(workers: Sequence[Worker], deadline: float | None) -> dict[int, Outcome]:
+    """Collects outcomes until all are there, the grace after a failure is over, or the deadline has passed."""
+    until = None if deadline is None else time.monotonic() + deadline
+    failed = False
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(workers):
+        open_ranks = [rank for rank in range(len(workers)) if rank not in outcomes]
+        sources = [source for rank in open_ranks for source in (workers[rank].connection, workers[rank].pidfd)]
+        ready = wait(sources, None if until is None else max(0.0, until - time.monotonic()))
+        for rank in open_ranks:
+            outcome = workers[rank].outcome(rank)
+            if outcome is not None:
+                outcomes[rank] = outcome
+                if outcome.failure and not failed:
+                    failed, until = True, min(until or float("inf"), time.monotonic() + GRACE)
+        if not ready:
+            break
+    return outcomes
+
+
+def _raise_first(outcomes: dict[int, Outcome]) -> NoReturn:
+    failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
+    cause = first_cause(failures)
+    pickled = outcomes[cause.rank].error
+    error: BaseException = pickle.loads(pickled) if pickled else PeerFailed(cause.rank, f"it {cause.summary}")
+    there = f"; there:\n{cause.traceback.rstrip()}" if cause.traceback else ""
+    error.add_note(f"rank {cause.rank} failed first{there}")
+    for failure in failures:
+        if failure is not cause:
+            error.add_note(f"then {failure}")
+    raise error

@@ -1,0 +1,105 @@
+"""Tells the launcher of this rank how it failed.
+
+`echelon run` gives each rank a file name in ECHELON_ERROR_FILE. A rank that leaves with an uncaught exception
+writes it there instead of printing it, so that the launcher can print the first cause first and the consequences
+after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from types import TracebackType
+from typing import Protocol
+
+from echelon.launch.failure import RankFailure, blamed_rank
+
+ERROR_FILE = "ECHELON_ERROR_FILE"
+
+_FOREIGN = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+    sysconfig.get_path("purelib") + os.sep,
+    "<",
+)
+"""Where a line is not the user's own: this package, the standard library, installed packages, frozen modules."""
+
+
+class Abortable(Protocol):
+    """The part of a ProcessGroup that is needed here."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Tells every peer that this rank gives up."""
+        ...
+
+
+def describe(rank: int, error: BaseException) -> RankFailure:
+    """Returns the record of `error`, raised on this rank just now."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)]
+    return RankFailure(
+        rank=rank,
+        at=time.monotonic(),
+        summary=f"raised {summarize(error)}",
+        traceback="".join(traceback.format_exception(error)),
+        where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
+        blames=blamed_rank(error),
+    )
+
+
+def summarize(error: BaseException) -> str:
+    """Returns the type of `error` and the first line of its message."""
+    message = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def write(path: str, failure: RankFailure) -> bool:
+    """Writes `failure` to `path`; says whether that worked. The reader never sees half of it."""
+    partial = f"{path}.{os.getpid()}"
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(failure), file)
+        os.replace(partial, path)
+    except OSError:
+        return False
+    return True
+
+
+def read(path: str) -> RankFailure | None:
+    """Returns what a rank wrote to `path`, None if it wrote nothing."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return RankFailure(**json.load(file))
+    except FileNotFoundError:
+        return None
+
+
+def report_uncaught(group: Abortable) -> None:
+    """Makes an uncaught exception of this process abort `group` and reach the launcher.
+
+    The peers then fail with the reason, instead of a connection that ended. Without a launcher the exception is
+    printed as ever; an excepthook that somebody installed before is called in any case.
+    """
+    previous = sys.excepthook
+    pid = os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        written = False
+        if os.getpid() == pid:  # not in a child that was forked later
+            path = os.environ.get(ERROR_FILE)
+            written = path is not None and write(path, describe(group.rank, error))
+            group.abort(summarize(error))
+        if not written or previous is not sys.__excepthook__:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook

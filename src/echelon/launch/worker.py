@@ -1,0 +1,174 @@
+"""A local process that is one rank at a time: it runs the functions that it is sent.
+
+Strategy. The main thread of a worker runs jobs, one after another. A second thread only reads the connection to the
+parent; when that ends without a farewell, the parent is gone, and the thread ends the process at once, whatever the
+main thread is doing. The parent learns of the death of a worker from its pidfd, not from the end of the connection,
+which a child of the worker (a DataLoader's, say) may keep open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+from echelon.backends.tcp import TcpBackend
+from echelon.group import ProcessGroup
+from echelon.launch import report
+from echelon.launch.failure import RankFailure, describe_exit, exit_status
+from echelon.launch.init import CONNECT_TIMEOUT, provide
+
+_FAREWELL = b""
+
+
+class Job(NamedTuple):
+    """What one worker is asked to do: to be `rank` of `world_size` at `address` while it runs the pickled `call`.
+
+    call: (function, arguments). num_threads: for torch's operations, None to leave that alone. timeout: of the
+    group, seconds.
+    """
+
+    call: bytes
+    rank: int
+    world_size: int
+    address: str
+    secret: bytes
+    run_id: str
+    timeout: float
+    num_threads: int | None
+
+
+class Outcome(NamedTuple):
+    """What became of a job: the pickled result, or a failure and, if it can be pickled, its exception."""
+
+    result: bytes | None
+    failure: RankFailure | None = None
+    error: bytes | None = None
+
+
+class Worker:
+    """The parent's end of one worker process.
+
+    is_fresh: it has had no job yet, and may still be importing torch. is_busy: it has a job that has not been
+    reported.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), name="echelon rank")
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid or 0
+        self.pidfd = os.pidfd_open(self.pid)
+        self.is_fresh = True
+        self.is_busy = False
+
+    def submit(self, job: Job) -> None:
+        """Sends `job`; a worker that is dead already is noticed later, when its outcome is asked for."""
+        self.is_fresh, self.is_busy = False, True
+        try:
+            self.connection.send_bytes(pickle.dumps(job))
+        except OSError:
+            assert self.is_dead()
+
+    def outcome(self, rank: int) -> Outcome | None:
+        """Returns what became of the job of `rank`, None while it is under way. Never blocks on a running job."""
+        dead = self.is_dead()  # asked first: what it sent before its death is still there afterwards
+        try:
+            if self.connection.poll():
+                outcome: Outcome = pickle.loads(self.connection.recv_bytes())
+                self.is_busy = False
+                return outcome
+        except (EOFError, OSError):
+            dead = True
+        return Outcome(None, self._death(rank)) if dead else None
+
+    def is_dead(self) -> bool:
+        """Says whether the process has ended."""
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def dismiss(self) -> None:
+        """Asks an idle worker to leave; does not wait for it."""
+        with contextlib.suppress(OSError):  # it may be gone already
+            self.connection.send_bytes(_FAREWELL)
+
+    def end(self, patience: float = 0.0) -> None:
+        """Waits up to `patience` seconds for the process to leave, then kills it. May be called once."""
+        self._process.join(patience)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.connection.close()
+        os.close(self.pidfd)
+
+    def _death(self, rank: int) -> RankFailure:
+        self._process.join()
+        code = self._process.exitcode or 0
+        return RankFailure(
+            rank=rank,
+            at=time.monotonic(),
+            summary=f"{describe_exit(code)} before it returned",
+            status=exit_status(code) or 1,
+        )
+
+
+def _serve(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
+    while message := messages.get():
+        connection.send_bytes(pickle.dumps(_perform(pickle.loads(message))))
+
+
+def _read(connection: Connection, messages: queue.SimpleQueue[bytes]) -> None:
+    message = None
+    while message != _FAREWELL:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+        messages.put(message)
+
+
+def _perform(job: Job) -> Outcome:
+    if job.num_threads is not None:
+        torch.set_num_threads(job.num_threads)
+    try:
+        function, args = pickle.loads(job.call)
+        backend = TcpBackend(
+            job.rank,
+            job.world_size,
+            job.address,
+            timeout=job.timeout,
+            secret=job.secret,
+            run_id=job.run_id,
+            connect_timeout=CONNECT_TIMEOUT,
+        )
+        with ProcessGroup(backend) as group, provide(group):
+            result = function(group, *args)
+        return Outcome(pickle.dumps(result))
+    except BaseException as error:
+        return Outcome(None, report.describe(job.rank, error), _pickled(error))
+    finally:
+        sys.stdout.flush()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # an exception's class may do anything here
+        return None
+    return pickled

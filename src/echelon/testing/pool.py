@@ -1,0 +1,96 @@
+"""Real processes as ranks for tests, kept from one test to the next: importing torch costs seconds per process."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+from echelon.errors import LaunchError
+from echelon.launch.job import check_world_size, pickle_call, run_job
+from echelon.launch.worker import Worker
+
+_STARTUP = 60.0
+"""Seconds that new workers get in addition, until they have imported torch."""
+
+_PATIENCE = 2.0
+"""Seconds that a worker gets to leave by itself when the pool closes."""
+
+
+class RankPool:
+    """Worker processes that run one function after another, each time as the ranks of a new group.
+
+    Workers are started when they are first needed. One that dies, or that has not returned when its job is given
+    up, is replaced at the next call. Use it from one thread; make it a fixture of the whole session:
+
+        @pytest.fixture(scope="session")
+        def pool():
+            with RankPool() as pool:
+                yield pool
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._closed = False
+        atexit.register(self.close)
+
+    def run(self, fn: Callable[..., object], world_size: int, *args: object, timeout: float = 30.0) -> list[Any]:
+        """Runs `fn(group, *args)` on `world_size` processes and returns the results in rank order.
+
+        Args:
+            fn: a function at the top level of a module that the workers can import.
+            world_size: the number of ranks; rank r is the same process each time, while it lives.
+            args: what `fn` gets after the group; pickled.
+            timeout: seconds, for every blocking call of the group and for the whole of `fn`.
+
+        Raises:
+            InvalidWorldSize, LaunchError: what was asked for cannot be, or the pool is closed.
+            Timeout: not all ranks returned in time; they are named.
+            PeerFailed: a process died; it is named.
+            Exception: what the first failing rank raised, with a note that names the rank.
+        """
+        check_world_size(world_size)
+        call = pickle_call(fn, args)
+        workers = self._take(world_size)
+        fresh = any(worker.is_fresh for worker in workers)
+        try:
+            return run_job(workers, call, timeout=timeout, deadline=timeout + fresh * _STARTUP)
+        finally:
+            self._give_back(workers)
+
+    def close(self) -> None:
+        """Ends all workers. May be called twice; at the end of the program it is called for you."""
+        self._closed = True
+        atexit.unregister(self.close)
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.dismiss()
+        for worker in workers:
+            worker.end(_PATIENCE)
+
+    def _take(self, count: int) -> list[Worker]:
+        """Removes `count` workers from the pool, made now as far as there are too few."""
+        if self._closed:
+            raise LaunchError("this RankPool is closed: make a new one")
+        while len(self._workers) < count:
+            self._workers.append(Worker())
+        taken = self._workers[:count]
+        del self._workers[:count]
+        return taken
+
+    def _give_back(self, workers: list[Worker]) -> None:
+        """Puts those of `workers` in front again that can do another job, and ends the others."""
+        usable = [worker for worker in workers if not worker.is_busy and not worker.is_dead()]
+        for worker in workers:
+            if worker not in usable:
+                worker.end()
+        self._workers[:0] = usable
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RankPool: {'closed' if self._closed else f'{len(self._workers)} idle workers'}>"
