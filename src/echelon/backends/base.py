@@ -1,19 +1,20 @@
 """The seam that every layer stands on: a Backend moves contiguous tensors between ranks.
 
-Strategy. `isend` and `irecv` return at once with a `Work`. Whoever waits on a Work drives the backend until that Work is
-done; only when nobody waits does a background thread of the backend drive it. A wait ends in one of four ways: the result,
-the error of the operation, `PeerFailed` as soon as the peer is known to be gone, or `Timeout`.
+Strategy. `isend` and `irecv` return at once with a `Work`. Whoever waits on a Work drives the backend until that Work
+is done; only when nobody waits does a background thread of the backend drive it. A wait ends in one of four ways: the
+result, the error of the operation, `PeerFailed` as soon as the peer is known to be gone, or `Timeout`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from echelon.errors import Closed, InvalidRank, InvalidWorldSize, SelfSend, Timeout
+from echelon.errors import Closed, InvalidRank, InvalidWorldSize, PeerFailed, SelfSend, Timeout
 
 T = TypeVar("T")
 
@@ -24,8 +25,8 @@ DEFAULT_TIMEOUT = 600.0
 class Tag(NamedTuple):
     """What a message is for. Two messages meet only if all three numbers are equal.
 
-    context: the group, 0 for a backend used directly (64 bits). sequence: the operation within the group, 0 for point to
-    point (64 bits). step: the user's tag, or the step of a collective (32 bits).
+    context: the group, 0 for a backend used directly (64 bits). sequence: the operation within the group, 0 for point
+    to point (64 bits). step: the user's tag, or the step of a collective (32 bits).
     """
 
     context: int = 0
@@ -121,8 +122,9 @@ class Work(Generic[T]):
 class Backend(ABC):
     """Moves contiguous CPU tensors between the ranks of one world, tagged and asynchronously.
 
-    Messages of one sender with one tag arrive in the order they were sent; messages with different tags never mix. A send
-    to a rank that is not receiving yet completes or stays under way, but never keeps this rank from doing something else.
+    Messages of one sender with one tag arrive in the order they were sent; messages with different tags never mix. A
+    send to a rank that is not receiving yet completes or stays under way, but never keeps this rank from doing
+    something else.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -165,13 +167,13 @@ class Backend(ABC):
         Args:
             src: a rank other than this one.
             tag: what the message is for.
-            out: contiguous tensor that is written and returned; None: a new tensor of the shape and dtype that were sent.
-            note: as in `isend`.
+            out: contiguous tensor that is written and returned; None: a new tensor of the shape and dtype that were
+            sent. note: as in `isend`.
 
         Raises:
-            InvalidRank, SelfSend, Closed, UnsupportedOp: at once. From `Work.wait`: SizeMismatch if the message does not
-            fit `out`, CollectiveMismatch if the notes differ (in both cases the message is dropped and the connection
-            stays usable), PeerFailed, Timeout.
+            InvalidRank, SelfSend, Closed, UnsupportedOp: at once. From `Work.wait`: SizeMismatch if the message does
+            not fit `out`, CollectiveMismatch if the notes differ (in both cases the message is dropped and the
+            connection stays usable), PeerFailed, Timeout.
         """
 
     @abstractmethod
@@ -179,31 +181,50 @@ class Backend(ABC):
         """Withdraws a receive that is still under way: its tensor will not be written any more."""
 
     @abstractmethod
-    def start(self, function: Callable[[], T], description: str) -> Work[T]:
-        """Runs `function` beside the caller (asynchronous collectives use this); the Work carries what it returns."""
+    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:
+        """Runs `function` beside the caller, for a Work of what it returns. A lane runs in order; lanes overlap."""
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:
         """Finishes what was sent, tells the peers and frees everything. May be called twice."""
 
     @abstractmethod
-    def abort(self, reason: str) -> None:
-        """Tells every peer that this rank gives up, then closes without waiting. Peers get PeerFailed with `reason`."""
+    def abort(self, reason: str, origin: int | None = None) -> None:
+        """Tells every peer that this rank gives up, then closes without waiting. Peers get PeerFailed with `reason`.
+
+        Args:
+            reason: what happened, in one line.
+            origin: the rank that it began with; None: this one.
+        """
+
+    @abstractmethod
+    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> None:
+        """Ends all collectives of `context`, here and on its other `ranks`, now and later, with `failure`.
+
+        A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone; they are
+        told the first cause instead of waiting for their timeout.
+        """
+
+    def attend(self) -> AbstractContextManager[object]:
+        """Says that the calling thread itself waits for all it starts inside, so no other thread need drive it."""
+        return nullcontext()
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, timeout: float | None = None) -> None:
         """Sends and waits until `tensor` may be changed again (not: until it was received)."""
-        self.isend(tensor, dst, tag).wait(timeout)
+        with self.attend():
+            self.isend(tensor, dst, tag).wait(timeout)
 
     def recv(
         self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, timeout: float | None = None
     ) -> torch.Tensor:
         """Receives and waits. After a Timeout the receive is withdrawn: `out` will not be written later."""
-        work = self.irecv(src, tag, out=out)
-        try:
-            return work.wait(timeout)
-        except Timeout:
-            self.cancel(work)
-            raise
+        with self.attend():
+            work = self.irecv(src, tag, out=out)
+            try:
+                return work.wait(timeout)
+            except Timeout:
+                self.cancel(work)
+                raise
 
     def barrier(self, timeout: float | None = None) -> None:
         """Waits until every rank has called it, in ceil(log2(world_size)) rounds of empty messages (dissemination)."""
@@ -213,9 +234,10 @@ class Backend(ABC):
             dst = (self.rank + distance) % self.world_size
             src = (self.rank - distance) % self.world_size
             tag = Tag(context=0, sequence=1, step=step)
-            sent = self.isend(token, dst, tag)
-            self.recv(src, tag, timeout=timeout)
-            sent.wait(timeout)
+            with self.attend():
+                sent = self.isend(token, dst, tag)
+                self.recv(src, tag, timeout=timeout)
+                sent.wait(timeout)
             distance, step = distance * 2, step + 1
 
     def check_peer(self, peer: int, what: str) -> None:

@@ -1,0 +1,174 @@
+"""One socket to one peer: a queue of frames to write, and a parser of the frames that arrive.
+
+Neither direction ever waits: each call moves what the kernel takes or gives at once, and the two directions know
+nothing of each other. Not locked: the backend calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import termios
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from echelon.backends import wire
+from echelon.backends.base import Work
+from echelon.backends.matching import Delivery
+from echelon.errors import EchelonError
+
+_BUFFER_BYTES = 1 << 16
+_READS_AT_ONCE = 64
+"""How many reads one peer may have before the others get their turn."""
+
+
+class _Outgoing(NamedTuple):
+    parts: list[memoryview]
+    work: Work[None] | None
+
+
+class Connection:
+    """The two directions of a socket to `rank`."""
+
+    def __init__(self, rank: int, sock: socket.socket, max_message_bytes: int) -> None:
+        self.rank = rank
+        self.sock = sock
+        self.delivery: Delivery | None = None
+        """The message whose payload is arriving."""
+        self._outgoing: deque[_Outgoing] = deque()
+        self._max_message_bytes = max_message_bytes
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._payload_left = 0
+        self._payload_size = 0
+        sock.setblocking(False)
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether something is still queued."""
+        return bool(self._outgoing)
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """How many bytes the kernel holds that the peer's kernel has not confirmed."""
+        return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4))[0])
+
+    def enqueue(self, head: bytes, payload: memoryview | None = None, work: Work[None] | None = None) -> None:
+        """Adds a frame; `work` is completed when the kernel has taken all of it."""
+        parts = [memoryview(head)]
+        if payload is not None and payload.nbytes:
+            parts.append(payload)
+        self._outgoing.append(_Outgoing(parts, work))
+
+    def flush(self) -> None:
+        """Writes what the kernel takes now. Raises OSError if the connection is broken."""
+        while self._outgoing:
+            parts, work = self._outgoing[0]
+            try:
+                sent = self.sock.sendmsg(parts)
+            except BlockingIOError:
+                return
+            while parts and sent >= parts[0].nbytes:
+                sent -= parts.pop(0).nbytes
+            if parts:
+                parts[0] = parts[0][sent:]
+                continue
+            self._outgoing.popleft()
+            if work is not None:
+                work.complete()
+
+    def fail(self, error: EchelonError) -> None:
+        """Ends everything that was under way, and closes the socket."""
+        for _, work in self._outgoing:
+            if work is not None:
+                work.complete(error=error)
+        self._outgoing.clear()
+        if self.delivery is not None:
+            self.delivery.fail(error)
+            self.delivery = None
+        self.sock.close()
+
+    def pump(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> bool:
+        """Reads what has arrived; returns False at the end of the stream.
+
+        Args:
+            on_frame: called with every frame's head; for data it returns the delivery that takes the payload.
+
+        Raises:
+            ProtocolError: the peer sent what cannot be a frame.
+            OSError: the connection is broken.
+        """
+        for _ in range(_READS_AT_ONCE):
+            self._parse(on_frame)
+            target = self._target()
+            try:
+                size = self.sock.recv_into(target)
+            except BlockingIOError:
+                return True
+            if size == 0:
+                return False
+            if self._payload_left and self._start == self._end:
+                self._advance(size)
+            else:
+                self._end += size
+            if size < target.nbytes:
+                break
+        self._parse(on_frame)
+        return True
+
+    def _target(self) -> memoryview:
+        """Returns where the next bytes are to be read to: the payload's own place, or the buffer."""
+        if self._payload_left:
+            memory = self.delivery.memory if self.delivery is not None else None
+            if memory is not None:
+                return memory[self._payload_size - self._payload_left :]
+            return self._view[: self._payload_left]  # dropped
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start > _BUFFER_BYTES // 2:
+            left = self._end - self._start
+            self._buffer[:left] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, left
+        return self._view[self._end :]
+
+    def _parse(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> None:
+        """Takes every complete frame out of the buffer, and of the payload what the buffer has."""
+        while True:
+            if self._payload_left:
+                self._take_payload()
+                if self._payload_left:
+                    return
+            body = self._start + wire.HEADER_BYTES
+            if body > self._end:
+                return
+            header = self._view[self._start : body]
+            payload = body + wire.extra_bytes(header)
+            if payload > self._end:
+                return
+            frame = wire.decode(header, self._view[body:payload], self._max_message_bytes)
+            self._start = payload
+            self.delivery = on_frame(frame)
+            self._payload_left = self._payload_size = frame.payload_bytes
+            if self._payload_left == 0:
+                self._advance(0)
+
+    def _take_payload(self) -> None:
+        size = min(self._payload_left, self._end - self._start)
+        if size == 0:
+            return
+        memory = self.delivery.memory if self.delivery is not None else None
+        if memory is not None:
+            done = self._payload_size - self._payload_left
+            memory[done : done + size] = self._view[self._start : self._start + size]
+        self._start += size
+        self._advance(size)
+
+    def _advance(self, size: int) -> None:
+        """Counts payload bytes that have arrived, and ends the delivery after the last."""
+        self._payload_left -= size
+        if self._payload_left == 0 and self.delivery is not None:
+            delivery, self.delivery = self.delivery, None
+            delivery.finish()

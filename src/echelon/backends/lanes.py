@@ -1,0 +1,72 @@
+"""Threads that run asynchronous operations of a backend: one per lane, started when first needed.
+
+Strategy. Operations of one lane run in the order they were started, lanes run beside each other. A group uses one lane,
+so two groups never wait for each other. Whoever waits on such a Work sleeps on a condition; the lane's thread wakes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+from echelon.backends.base import Work
+
+T = TypeVar("T")
+
+
+class Lanes:
+    """The lanes of one backend."""
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self._name = name
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._queues: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self, function: Callable[[], T], description: str, lane: int) -> Work[T]:
+        """Queues `function` on a lane; the Work is completed with what it returns or raises."""
+        work: Work[T] = Work(self, description, self._timeout)
+
+        def run() -> None:
+            try:
+                result, error = function(), None
+            except BaseException as raised:
+                result, error = None, raised
+            with self._changed:
+                work.complete(result, error)
+                self._changed.notify_all()
+
+        self._queue(lane).put(run)
+        return work
+
+    def drive(self, work: Work[object], timeout: float | None) -> bool:
+        """Waits for a Work of one of these lanes."""
+        with self._changed:
+            return self._changed.wait_for(work.is_completed, timeout)
+
+    def close(self, timeout: float) -> None:
+        """Ends the threads once they have run what is queued; waits at most `timeout` seconds for each."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout)
+
+    def _queue(self, lane: int) -> SimpleQueue[Callable[[], None] | None]:
+        with self._changed:
+            queue = self._queues.get(lane)
+            if queue is None:
+                queue = self._queues[lane] = SimpleQueue()
+                name = f"{self._name}, lane {len(self._queues)}"
+                thread = threading.Thread(target=_run, args=(queue,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            return queue
+
+
+def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := queue.get()) is not None:
+        job()

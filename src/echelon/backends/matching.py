@@ -1,0 +1,184 @@
+"""Pairs arriving messages with the receives that were posted for them.
+
+Not locked: a backend calls it under its own lock. A message that nobody asked for yet is kept; its receive, when
+posted, gets it. A receive that the message does not fit fails alone, the bytes are dropped, and the stream stays in
+step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from echelon.backends.base import Tag, Work
+from echelon.backends.memory import bytes_of, describe
+from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch
+
+
+class Receive:
+    """A receive that was posted."""
+
+    __slots__ = ("note", "out", "src", "tag", "work")
+
+    def __init__(self, work: Work[torch.Tensor], src: int, tag: Tag, out: torch.Tensor | None, note: str) -> None:
+        self.work = work
+        self.src = src
+        self.tag = tag
+        self.out = out
+        self.note = note
+
+    def refusal(self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> EchelonError | None:
+        """Returns why a message with this head cannot be the one waited for; None if it can."""
+        if note != self.note:
+            return CollectiveMismatch(
+                f"rank {src} is in {note or 'send'}, this rank in {self.note or 'recv'}: "
+                "every rank must call the same operations in the same order with the same arguments"
+            )
+        if self.out is not None and (tuple(self.out.shape) != tuple(shape) or self.out.dtype != dtype):
+            return SizeMismatch(
+                describe(self.out.shape, self.out.dtype),
+                describe(shape, dtype),
+                f"receive from rank {src}, {self.tag}",
+            )
+        return None
+
+
+class Delivery:
+    """A message on its way: where its bytes go, and what happens when they are there."""
+
+    __slots__ = ("_arrived", "_head", "_receive", "memory", "tensor")
+
+    def __init__(
+        self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str, receive: Receive | None
+    ) -> None:
+        self._head = (src, shape, dtype, note)
+        self._arrived = False
+        self._receive = receive
+        self.tensor: torch.Tensor | None = None
+        self.memory: memoryview | None = None
+        """Where the bytes are to be written; None: drop them."""
+        if receive is not None and (error := receive.refusal(*self._head)):
+            receive.work.complete(error=error)
+            self._receive = None
+        elif receive is not None and receive.out is not None:
+            self.tensor = receive.out
+        else:
+            self.tensor = torch.empty(shape, dtype=dtype)
+        if self.tensor is not None:
+            self.memory = bytes_of(self.tensor)
+
+    def finish(self) -> None:
+        """Says that every byte has arrived."""
+        self._arrived = True
+        if self._receive is not None:
+            self._hand_over(self._receive)
+
+    def attach(self, receive: Receive) -> None:
+        """Gives a message that came unasked to the receive that now asks for it."""
+        if error := receive.refusal(*self._head):
+            receive.work.complete(error=error)
+            return
+        self._receive = receive
+        if self._arrived:
+            self._hand_over(receive)
+
+    def withdraw(self, work: Work[torch.Tensor]) -> None:
+        """Drops the rest of the bytes if they are for the receive of `work`, which was cancelled."""
+        if self._receive is not None and self._receive.work is work:
+            self._receive = None
+            self.tensor = None
+            self.memory = None
+
+    def fail(self, error: BaseException) -> None:
+        """Ends a delivery that will never be complete."""
+        if self._receive is not None:
+            self._receive.work.complete(error=error)
+
+    def _hand_over(self, receive: Receive) -> None:
+        assert self.tensor is not None
+        if receive.out is not None and receive.out is not self.tensor:
+            receive.out.copy_(self.tensor)
+            self.tensor = receive.out
+        receive.work.complete(self.tensor)
+
+
+class Mailbox:
+    """Posted receives and unclaimed messages of one rank."""
+
+    def __init__(self) -> None:
+        self.num_posted = 0
+        """The number of receives that wait for the head of their message."""
+        self._posted: dict[tuple[int, Tag], deque[Receive]] = {}
+        self._unclaimed: dict[tuple[int, Tag], deque[Delivery]] = {}
+        self._failed_peers: dict[int, EchelonError] = {}
+        self._failed_contexts: dict[int, EchelonError] = {}
+
+    def post(self, receive: Receive) -> None:
+        """Adds a receive; gives it the oldest unclaimed message of its source and tag, if there is one."""
+        key = (receive.src, receive.tag)
+        unclaimed = self._unclaimed.get(key)
+        if unclaimed:
+            delivery = unclaimed.popleft()
+            if not unclaimed:
+                del self._unclaimed[key]
+            delivery.attach(receive)
+        elif error := self._failure(receive):
+            receive.work.complete(error=error)
+        else:
+            self._posted.setdefault(key, deque()).append(receive)
+            self.num_posted += 1
+
+    def arrive(self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> Delivery:
+        """Opens the delivery of a message whose head has arrived."""
+        key = (src, tag)
+        posted = self._posted.get(key)
+        if posted:
+            receive = posted.popleft()
+            self.num_posted -= 1
+            if not posted:
+                del self._posted[key]
+            return Delivery(src, shape, dtype, note, receive)
+        delivery = Delivery(src, shape, dtype, note, None)
+        self._unclaimed.setdefault(key, deque()).append(delivery)
+        return delivery
+
+    def withdraw(self, work: Work[torch.Tensor], error: EchelonError) -> bool:
+        """Ends the posted receive of `work` with `error`; returns False if its message is already on its way."""
+        return self._end(error, lambda receive: receive.work is work) > 0
+
+    def fail_peer(self, rank: int, error: EchelonError) -> None:
+        """Ends every receive from `rank`, now and later, except of messages that have arrived."""
+        self._failed_peers.setdefault(rank, error)
+        self._end(error, lambda receive: receive.src == rank)
+
+    def fail_context(self, context: int, error: EchelonError) -> None:
+        """Ends every receive of a collective of that context, now and later."""
+        self._failed_contexts.setdefault(context, error)
+        self._end(error, lambda receive: receive.tag.context == context and receive.tag.sequence > 0)
+
+    def fail_all(self, error: EchelonError) -> None:
+        """Ends every posted receive."""
+        self._end(error, lambda _: True)
+
+    def peer_error(self, rank: int) -> EchelonError | None:
+        """Returns why nothing can be exchanged with `rank` any more."""
+        return self._failed_peers.get(rank)
+
+    def _failure(self, receive: Receive) -> EchelonError | None:
+        if receive.tag.sequence > 0 and (error := self._failed_contexts.get(receive.tag.context)):
+            return error
+        return self._failed_peers.get(receive.src)
+
+    def _end(self, error: EchelonError, concerns: Callable[[Receive], bool]) -> int:
+        """Ends the posted receives that `concerns` picks, and returns how many there were."""
+        ended = [receive for receives in self._posted.values() for receive in receives if concerns(receive)]
+        for receive in ended:
+            key = (receive.src, receive.tag)
+            self._posted[key].remove(receive)
+            if not self._posted[key]:
+                del self._posted[key]
+            receive.work.complete(error=error)
+        self.num_posted -= len(ended)
+        return len(ended)

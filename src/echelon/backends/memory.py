@@ -1,0 +1,59 @@
+"""The bytes of a tensor, and its dtype as a code on the wire."""
+
+from __future__ import annotations
+
+import torch
+
+from echelon.backends.wire import DTYPES
+from echelon.errors import UnsupportedOp
+
+_DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name, _ in DTYPES)
+_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Returns the code of a dtype on the wire.
+
+    Raises:
+        UnsupportedOp: tensors of this dtype cannot be sent.
+    """
+    code = _CODES.get(dtype)
+    if code is None:
+        raise UnsupportedOp(f"tensors of dtype {dtype} cannot be sent: convert them first")
+    return code
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Returns the dtype of a code.
+
+    Raises:
+        UnsupportedOp: this torch does not have that dtype.
+    """
+    dtype = _DTYPES[code]
+    if dtype is None:
+        raise UnsupportedOp(f"this torch has no dtype {DTYPES[code][0]}, which a peer sent: use one version everywhere")
+    return dtype
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous CPU tensor, writable, as bytes. The view keeps the tensor alive."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return flat.view(torch.uint8).numpy().data
+
+
+def describe(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
+    """Returns shape and dtype in few characters, such as "float32[2, 3]"."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def check_tensor(tensor: torch.Tensor, devices: frozenset[str], what: str) -> None:
+    """Raises UnsupportedOp unless `tensor` is a contiguous dense tensor on one of `devices`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}")
+    if tensor.device.type not in devices:
+        known = ", ".join(sorted(devices))
+        raise UnsupportedOp(f"{what}: a tensor on {tensor.device}, but this backend can only move tensors on {known}")
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedOp(f"{what} takes a contiguous dense tensor: call .contiguous() (or .resolve_conj()) first")

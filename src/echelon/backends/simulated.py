@@ -1,0 +1,135 @@
+"""Ranks in one process: each is a thread of the caller's, messages are copies in memory.
+
+Strategy. Every rank has a mailbox under a lock of its own. A send takes the receiver's lock, copies the tensor in and
+wakes the receiver; it never waits, and no thread ever holds two locks. The threads run freely, as the interpreter
+schedules them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Tag, Work
+from echelon.backends.lanes import Lanes
+from echelon.backends.matching import Mailbox, Receive
+from echelon.backends.memory import check_tensor
+from echelon.errors import InvalidWorldSize, PeerFailed, Timeout
+
+T = TypeVar("T")
+
+
+class SimulatedBackend(Backend):
+    """One of several ranks in this process; `create_group` makes them."""
+
+    def __init__(self, rank: int, world: list[SimulatedBackend], world_size: int, timeout: float) -> None:
+        super().__init__(rank, world_size, timeout)
+        self._world = world
+        self._mailbox = Mailbox()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._lanes = Lanes(f"simulated rank {rank}", timeout)
+
+    @classmethod
+    def create_group(cls, world_size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[SimulatedBackend]:
+        """Makes all ranks of one world, to be used by one thread each.
+
+        Raises:
+            InvalidWorldSize: `world_size` is below 1.
+        """
+        if world_size < 1:
+            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank")
+        world: list[SimulatedBackend] = []
+        world.extend(cls(rank, world, world_size, timeout) for rank in range(world_size))
+        return world
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return "simulated"
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
+        self.check_peer(dst, "dst")
+        check_tensor(tensor, self.devices, "send")
+        if self._closed:
+            raise self.closed_error()
+        tag = Tag.of(tag)
+        work: Work[None] = Work(self, f"send to rank {dst}, {tag}", self.timeout)
+        error = self._mailbox.peer_error(dst)
+        if error is None:
+            self._world[dst]._deliver(self.rank, tag, tensor.detach(), note)
+        work.complete(error=error)
+        return work
+
+    def irecv(  # noqa: D102
+        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str = ""
+    ) -> Work[torch.Tensor]:
+        self.check_peer(src, "src")
+        if out is not None:
+            check_tensor(out, self.devices, "recv(out=)")
+        tag = Tag.of(tag)
+        work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
+        with self._changed:
+            if self._closed:
+                raise self.closed_error()
+            self._mailbox.post(Receive(work, src, tag, out, note))
+        return work
+
+    def cancel(self, work: Work[torch.Tensor]) -> None:  # noqa: D102
+        with self._changed:
+            self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
+
+    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
+        if self._closed:
+            raise self.closed_error()
+        return self._lanes.start(function, description, lane)
+
+    def drive(self, work: Work[object], timeout: float | None) -> bool:
+        """Sleeps until another rank's thread has completed `work`; returns False when the time is up."""
+        with self._changed:
+            return self._changed.wait_for(work.is_completed, timeout)
+
+    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> None:  # noqa: D102
+        for rank in {self.rank, *ranks}:
+            told = failure if rank == self.rank else _told(failure, self.rank)
+            self._world[rank]._hear(lambda mailbox, error=told: mailbox.fail_context(context, error))  # type: ignore[misc]
+
+    def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
+        failure = PeerFailed(self.rank if origin is None else origin, reason)
+        self._leave(failure if failure.rank == self.rank else _told(failure, self.rank))
+
+    def close(self, timeout: float | None = None) -> None:  # noqa: D102
+        self._leave(PeerFailed(self.rank, "it has closed its group"), timeout)
+
+    def _leave(self, failure: PeerFailed, timeout: float | None = 0.5) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._mailbox.fail_all(self.closed_error())
+            self._changed.notify_all()
+        for peer in self._world:
+            if peer is not self:
+                peer._hear(lambda mailbox: mailbox.fail_peer(self.rank, failure))
+        self._lanes.close(self.timeout if timeout is None else timeout)
+
+    def _deliver(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
+        """Takes a message in; called by the sender's thread."""
+        with self._changed:
+            delivery = self._mailbox.arrive(src, tag, tuple(tensor.shape), tensor.dtype, note)
+            if delivery.tensor is not None:
+                delivery.tensor.copy_(tensor)
+            delivery.finish()
+            self._changed.notify_all()
+
+    def _hear(self, tell: Callable[[Mailbox], None]) -> None:
+        """Takes bad news in; called by another rank's thread."""
+        with self._changed:
+            tell(self._mailbox)
+            self._changed.notify_all()
+
+
+def _told(failure: PeerFailed, by: int) -> PeerFailed:
+    return PeerFailed(failure.rank, f"{failure.reason} (told by rank {by})")

@@ -1,0 +1,151 @@
+"""Frames as data: what crosses a connection between two ranks. No sockets and no tensors in here.
+
+A frame is a fixed header, then the shape and the note, then the payload:
+
+    0        1      2     3      4       6      8         16         24      28      32        40
+    | kind u8 | dtype | ndim | zero | note u16 | zero | context u64 | sequence u64 | step u32 | zero | payload u64 |
+    | shape: ndim x u64 | note: UTF-8 | payload bytes ...
+
+All numbers are little-endian. Every length is checked against its limit, and the payload against shape and dtype,
+before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from echelon.errors import ProtocolError
+
+MAX_NOTE_BYTES = 1024
+MAX_DIMS = 64
+MAX_MESSAGE_BYTES = 1 << 36
+"""The largest payload that is believed: 64 GiB, unless the backend is given a lower limit."""
+
+_HEADER = struct.Struct("<BBBxHxxQQIxxxxQ")
+HEADER_BYTES = _HEADER.size
+
+DTYPES: tuple[tuple[str, int], ...] = (
+    ("uint8", 1),
+    ("int8", 1),
+    ("int16", 2),
+    ("int32", 4),
+    ("int64", 8),
+    ("float16", 2),
+    ("bfloat16", 2),
+    ("float32", 4),
+    ("float64", 8),
+    ("bool", 1),
+    ("complex64", 8),
+    ("complex128", 16),
+    ("uint16", 2),
+    ("uint32", 4),
+    ("uint64", 8),
+    ("complex32", 4),
+    ("float8_e4m3fn", 1),
+    ("float8_e5m2", 1),
+    ("float8_e4m3fnuz", 1),
+    ("float8_e5m2fnuz", 1),
+    ("float8_e8m0fnu", 1),
+)
+"""Name and item size in bytes of every dtype, at the place that is its code on the wire. Only append."""
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    DATA = 1
+    """A tensor."""
+    GOODBYE = 2
+    """The sender has closed; nothing follows."""
+    FAILED = 3
+    """Operations of `context` (0: all) cannot finish, because of rank `step`; the note says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame without its payload. `step`, `sequence` and `context` are the tag of the message."""
+
+    kind: FrameKind
+    context: int = 0
+    sequence: int = 0
+    step: int = 0
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
+    note: str = ""
+    payload_bytes: int = 0
+
+    def encode(self) -> bytes:
+        """Returns header, shape and note as bytes; the payload is to follow."""
+        note = encode_note(self.note)
+        return b"".join(
+            (
+                _HEADER.pack(
+                    self.kind,
+                    self.dtype,
+                    len(self.shape),
+                    len(note),
+                    self.context,
+                    self.sequence,
+                    self.step,
+                    self.payload_bytes,
+                ),
+                struct.pack(f"<{len(self.shape)}Q", *self.shape),
+                note,
+            )
+        )
+
+
+def encode_note(note: str) -> bytes:
+    """Returns the note as UTF-8, cut to the limit at a character."""
+    data = note.encode()
+    if len(data) > MAX_NOTE_BYTES:
+        data = data[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
+    return data
+
+
+def extra_bytes(header: bytes | memoryview) -> int:
+    """Returns how many bytes of shape and note follow a header of HEADER_BYTES bytes.
+
+    Raises:
+        ProtocolError: the header is not one of ours.
+    """
+    kind, _, num_dims, note_bytes, *_ = _HEADER.unpack(header)
+    if kind not in _KINDS:
+        raise ProtocolError(f"frame of unknown kind {kind}: the peer does not speak this protocol")
+    if num_dims > MAX_DIMS or note_bytes > MAX_NOTE_BYTES:
+        raise ProtocolError(
+            f"frame with {num_dims} dimensions and a note of {note_bytes} bytes: "
+            f"at most {MAX_DIMS} and {MAX_NOTE_BYTES} are allowed"
+        )
+    return int(num_dims * 8 + note_bytes)
+
+
+def decode(header: bytes | memoryview, extra: bytes | memoryview, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Frame:
+    """Returns the frame that a header and the `extra_bytes(header)` bytes after it stand for.
+
+    Raises:
+        ProtocolError: a limit is passed, or payload, shape and dtype contradict each other.
+    """
+    kind, dtype, num_dims, _, context, sequence, step, payload_bytes = _HEADER.unpack(header)
+    shape = struct.unpack_from(f"<{num_dims}Q", extra)
+    if dtype >= len(DTYPES):
+        raise ProtocolError(f"frame with unknown dtype code {dtype}: the peer is of another version")
+    expected = math.prod(shape) * DTYPES[dtype][1] if kind == FrameKind.DATA else 0
+    if payload_bytes != expected:
+        raise ProtocolError(f"frame with a payload of {payload_bytes} bytes, but its shape needs {expected}")
+    if payload_bytes > max_message_bytes:
+        raise ProtocolError(
+            f"message of {payload_bytes} bytes is over the limit of {max_message_bytes}: "
+            "send it in parts, or raise max_message_bytes"
+        )
+    try:
+        note = bytes(extra[num_dims * 8 :]).decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError("frame with a note that is not UTF-8") from error
+    return Frame(_KINDS[kind], context, sequence, step, dtype, shape, note, payload_bytes)
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}

@@ -1,0 +1,400 @@
+"""The contract that every backend keeps, as a check that can be run against any of them, a user's own too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from echelon.backends.base import Backend, Tag
+from echelon.errors import (
+    Closed,
+    CollectiveMismatch,
+    InvalidRank,
+    PeerFailed,
+    SelfSend,
+    SizeMismatch,
+    Timeout,
+    UnsupportedOp,
+)
+
+MakeWorld = Callable[[int], Sequence[Backend]]
+"""Given a number of ranks, makes a fresh world and returns its backends by rank, all in this process."""
+
+_SECONDS = 20.0
+
+
+class ContractError(AssertionError):
+    """A backend that breaks the contract; the message says which clause, and how."""
+
+
+def check_backend(make_world: MakeWorld, clauses: Sequence[str] | None = None) -> list[str]:
+    """Checks that a backend keeps every clause of the contract, each on fresh worlds of 1 to 4 ranks.
+
+    Args:
+        make_world: makes a world; called with a number of ranks, perhaps from this thread only.
+        clauses: names of the clauses to check; None: all of `clause_names()`.
+
+    Returns:
+        The names of the clauses checked.
+
+    Raises:
+        ContractError: the first clause that is broken.
+    """
+    names = list(clause_names() if clauses is None else clauses)
+    for name in names:
+        try:
+            _CLAUSES[name](make_world)
+        except ContractError as error:
+            raise ContractError(f"{name}: {error}") from error
+        except Exception as error:
+            raise ContractError(f"{name}: {type(error).__name__}: {error}") from error
+    return names
+
+
+def clause_names() -> tuple[str, ...]:
+    """Returns the names of all clauses, in the order they are checked."""
+    return tuple(_CLAUSES)
+
+
+def _on_every_rank(world: Sequence[Backend], act: Callable[[Backend], object]) -> list[object]:
+    """Runs `act` on all ranks at once, closes them, and returns the results; the first error is raised."""
+    results: list[object] = [None] * len(world)
+    errors: list[BaseException] = []
+
+    def run(backend: Backend) -> None:
+        try:
+            results[backend.rank] = act(backend)
+            backend.close()
+        except BaseException as error:
+            errors.append(error)
+            backend.abort(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(backend,), daemon=True) for backend in world]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_SECONDS)
+    if errors:
+        raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise ContractError(f"a rank still blocks after {_SECONDS:.0f} s")
+    return results
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise ContractError(message)
+
+
+def _expect_error(kind: type[BaseException], act: Callable[[], object], when: str) -> BaseException:
+    try:
+        act()
+    except kind as error:
+        return error
+    except Exception as error:
+        raise ContractError(f"{when}: {kind.__name__} expected, got {type(error).__name__}: {error}") from error
+    raise ContractError(f"{when}: {kind.__name__} expected, nothing was raised")
+
+
+def _names_itself(make_world: MakeWorld) -> None:
+    for world_size in (1, 2, 3):
+        world = make_world(world_size)
+        places = [(backend.rank, backend.world_size) for backend in world]
+        _expect(places == [(rank, world_size) for rank in range(world_size)], f"ranks and sizes are {places}")
+        _on_every_rank(world, lambda backend: backend.barrier(_SECONDS))
+
+
+def _every_pair_talks(make_world: MakeWorld) -> None:
+    def act(backend: Backend) -> None:
+        others = [rank for rank in range(backend.world_size) if rank != backend.rank]
+        sends = [backend.isend(torch.tensor([backend.rank, dst]), dst) for dst in others]
+        for src in others:
+            got = backend.recv(src, timeout=_SECONDS).tolist()
+            _expect(got == [src, backend.rank], f"rank {backend.rank} received {got} from rank {src}")
+        for send in sends:
+            send.wait(_SECONDS)
+
+    _on_every_rank(make_world(4), act)
+
+
+def _shape_and_dtype_travel(make_world: MakeWorld) -> None:
+    tensors = [
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.empty(0, 3, dtype=torch.int16),
+        torch.arange(6, dtype=torch.bfloat16).reshape(1, 2, 3),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j], dtype=torch.complex64),
+        torch.arange(5, dtype=torch.uint8),
+        torch.randn(70_000, generator=torch.Generator().manual_seed(0)).half(),
+    ]
+
+    def act(backend: Backend) -> None:
+        for index, tensor in enumerate(tensors):
+            if backend.rank == 0:
+                backend.send(tensor, 1, index, timeout=_SECONDS)
+            else:
+                got = backend.recv(0, index, timeout=_SECONDS)
+                same = got.dtype == tensor.dtype and got.shape == tensor.shape and torch.equal(got, tensor)
+                _expect(same, f"sent {tensor.dtype} {list(tensor.shape)}, received {got.dtype} {list(got.shape)}")
+
+    _on_every_rank(make_world(2), act)
+
+
+def _writes_where_told(make_world: MakeWorld) -> None:
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            for tag in (0, 1):
+                backend.send(torch.full((4,), 7.0), 1, tag, timeout=_SECONDS)
+            backend.send(torch.ones(1), 1, 2, timeout=_SECONDS)
+            return
+        place = torch.zeros(6)
+        got = backend.recv(0, 0, out=place[1:5], timeout=_SECONDS)
+        _expect(place.tolist() == [0, 7, 7, 7, 7, 0], f"out= was filled as {place.tolist()}")
+        _expect(got.data_ptr() == place[1:].data_ptr(), "recv(out=) returned another tensor")
+        backend.recv(0, 2, timeout=_SECONDS)  # tag 1 has arrived before it, unclaimed
+        late = torch.zeros(4)
+        backend.recv(0, 1, out=late, timeout=_SECONDS)
+        _expect(late.tolist() == [7.0] * 4, f"out= of a message that came early was filled as {late.tolist()}")
+
+    _on_every_rank(make_world(2), act)
+
+
+def _tags_never_mix(make_world: MakeWorld) -> None:
+    tags: list[int | Tag] = [0, 5, Tag(1, 0, 5), Tag(1, 1, 5), Tag(2**63, 2**63, 2**31)]
+
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            for index, tag in enumerate(tags):
+                backend.send(torch.tensor([index]), 1, tag, timeout=_SECONDS)
+            return
+        for index, tag in reversed(list(enumerate(tags))):
+            got = backend.recv(0, tag, timeout=_SECONDS).item()
+            _expect(got == index, f"tag {tag} brought message {got} instead of {index}")
+
+    _on_every_rank(make_world(2), act)
+
+
+def _order_is_kept(make_world: MakeWorld) -> None:
+    count = 50
+
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            sends = [backend.isend(torch.full((index * 37 % 4000,), index), 1) for index in range(1, count)]
+            for send in sends:
+                send.wait(_SECONDS)
+            return
+        works = [backend.irecv(0) for _ in range(1, count)]
+        for index, work in enumerate(works, 1):
+            got = work.wait(_SECONDS)
+            _expect(bool((got == index).all()), f"message {index} of one tag brought {got[:1].tolist()}")
+
+    _on_every_rank(make_world(2), act)
+
+
+def _send_does_not_wait_for_the_receiver(make_world: MakeWorld) -> None:
+    """Both ranks send first; a large message too, since both directions are independent."""
+
+    def act(backend: Backend) -> None:
+        for numel in (1, 3_000_000):
+            other = 1 - backend.rank
+            backend.send(torch.full((numel,), float(backend.rank)), other, timeout=_SECONDS)
+            got = backend.recv(other, timeout=_SECONDS)
+            _expect(bool((got == other).all()) and got.numel() == numel, f"{numel} elements did not arrive whole")
+
+    _on_every_rank(make_world(2), act)
+
+
+def _nothing_arrives_before_it_is_sent(make_world: MakeWorld) -> None:
+    world = make_world(2)
+    work = world[1].irecv(0)
+    _expect(not work.is_completed(), "a receive is done before anything was sent")
+    _expect_error(Timeout, lambda: work.wait(0.05), "waiting for a message that nobody sends")
+    _expect_error(Timeout, work.result, "result() of an operation under way")
+
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            backend.send(torch.tensor([4]), 1, timeout=_SECONDS)
+        else:
+            _expect(work.wait(_SECONDS).item() == 4, "the message after a timeout is another")
+            _expect(work.is_completed() and work.exception() is None, "a finished Work does not say so")
+
+    _on_every_rank(world, act)
+
+
+def _a_timeout_withdraws_the_receive(make_world: MakeWorld) -> None:
+    world = make_world(2)
+    place = torch.zeros(2)
+    _expect_error(Timeout, lambda: world[1].recv(0, out=place, timeout=0.05), "recv with a timeout")
+
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            backend.send(torch.ones(2), 1, timeout=_SECONDS)
+            backend.send(torch.full((2,), 2.0), 1, 1, timeout=_SECONDS)
+        else:
+            _expect(backend.recv(0, 1, timeout=_SECONDS).tolist() == [2.0, 2.0], "the connection is out of step")
+            _expect(place.tolist() == [0.0, 0.0], "a receive whose time was up wrote into its tensor later")
+            _expect(backend.recv(0, 0, timeout=_SECONDS).tolist() == [1.0, 1.0], "the message itself was lost")
+
+    _on_every_rank(world, act)
+
+
+def _a_mismatch_leaves_the_connection_usable(make_world: MakeWorld) -> None:
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            for tag in range(4):
+                backend.isend(torch.ones(100), 1, tag, note="a" if tag == 3 else "").wait(_SECONDS)
+            backend.send(torch.tensor([1.5]), 1, 9, timeout=_SECONDS)
+            return
+        outs = (torch.zeros(99), torch.zeros(10, 10), torch.zeros(100, dtype=torch.int32))
+        for tag, out in enumerate(outs):
+            receive = partial(backend.recv, 0, tag, out=out, timeout=_SECONDS)
+            error = _expect_error(SizeMismatch, receive, "a message that does not fit")
+            _expect("100" in str(error), f"the message does not say what came: {error}")
+            _expect(not out.any(), "a message that does not fit was written nevertheless")
+        work = backend.irecv(0, 3, note="b")
+        error = _expect_error(CollectiveMismatch, lambda: work.wait(_SECONDS), "different notes")
+        _expect("a" in str(error) and "b" in str(error), f"the message does not show both sides: {error}")
+        _expect(backend.recv(0, 9, timeout=_SECONDS).item() == 1.5, "the connection is out of step")
+
+    _on_every_rank(make_world(2), act)
+
+
+def _bad_arguments_are_named(make_world: MakeWorld) -> None:
+    def act(backend: Backend) -> None:
+        one = torch.ones(1)
+        _expect_error(InvalidRank, lambda: backend.isend(one, 2), "a rank too high")
+        _expect_error(InvalidRank, lambda: backend.irecv(-1), "a negative rank")
+        _expect_error(SelfSend, lambda: backend.isend(one, backend.rank), "a send to itself")
+        _expect_error(SelfSend, lambda: backend.irecv(backend.rank), "a receive from itself")
+        _expect_error(UnsupportedOp, lambda: backend.isend(torch.ones(2, 2).t(), 1 - backend.rank), "a strided tensor")
+        _expect_error(UnsupportedOp, lambda: backend.isend(one.to("meta"), 1 - backend.rank), "a meta tensor")
+        backend.barrier(_SECONDS)
+
+    _on_every_rank(make_world(2), act)
+
+
+def _a_closed_peer_is_named(make_world: MakeWorld) -> None:
+    world = make_world(3)
+
+    def act(backend: Backend) -> None:
+        if backend.rank == 2:
+            backend.send(torch.tensor([8]), 0, timeout=_SECONDS)
+            return
+        if backend.rank == 0:
+            waiting = partial(backend.recv, 2, 1, timeout=_SECONDS)
+            error = _expect_error(PeerFailed, waiting, "waiting for a rank that left")
+            _expect(isinstance(error, PeerFailed) and error.rank == 2, f"the error names another rank: {error}")
+            _expect(backend.recv(2, timeout=_SECONDS).item() == 8, "a message sent before leaving was lost")
+            _expect_error(PeerFailed, lambda: backend.send(torch.ones(1), 2, timeout=_SECONDS), "sending to it")
+        other = 1 - backend.rank
+        backend.isend(torch.tensor([3]), other).wait(_SECONDS)
+        _expect(backend.recv(other, timeout=_SECONDS).item() == 3, "the ranks that stay cannot talk any more")
+
+    _on_every_rank(world, act)
+
+
+def _an_abort_is_told_to_all(make_world: MakeWorld) -> None:
+    world = make_world(3)
+
+    def act(backend: Backend) -> None:
+        if backend.rank == 1:
+            backend.abort("the dog ate it")
+            return
+        error = _expect_error(PeerFailed, lambda: backend.recv(1, timeout=_SECONDS), "waiting for a rank that aborted")
+        _expect("the dog ate it" in str(error) and "rank 1" in str(error), f"the reason is missing: {error}")
+
+    _on_every_rank(world, act)
+
+
+def _a_revoked_context_ends_its_collectives(make_world: MakeWorld) -> None:
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            backend.revoke(7, [1], PeerFailed(2, "gone"))
+            backend.send(torch.ones(1), 1, Tag(7, 0, 0), timeout=_SECONDS)
+            return
+        work = backend.irecv(0, Tag(7, 5, 0))
+        error = _expect_error(PeerFailed, lambda: work.wait(_SECONDS), "a collective of a revoked context")
+        _expect(isinstance(error, PeerFailed) and error.rank == 2, f"the first cause is not named: {error}")
+        backend.recv(0, Tag(7, 0, 0), timeout=_SECONDS)
+
+    _on_every_rank(make_world(2), act)
+
+
+def _closed_is_closed(make_world: MakeWorld) -> None:
+    for backend in make_world(2):
+        backend.close()
+        backend.close()
+        backend.abort("late")
+        peer = 1 - backend.rank
+        _expect_error(Closed, partial(backend.isend, torch.ones(1), peer), "isend after close")
+        _expect_error(Closed, partial(backend.irecv, peer), "irecv after close")
+
+
+def _lanes_run_beside(make_world: MakeWorld) -> None:
+    def act(backend: Backend) -> None:
+        other = 1 - backend.rank
+
+        def exchange(tag: int) -> int:
+            backend.send(torch.tensor([tag]), other, tag, timeout=_SECONDS)
+            return int(backend.recv(other, tag, timeout=_SECONDS).item())
+
+        order = (0, 1) if backend.rank == 0 else (1, 0)  # in one lane this would wait for ever
+        works = {lane: backend.start(partial(exchange, lane), f"lane {lane}", lane) for lane in order}
+        for lane, work in works.items():
+            _expect(work.wait(_SECONDS) == lane, f"lane {lane} returned {work.result()}")
+        failing = backend.start(lambda: 1 // 0, "division", 0)
+        _expect_error(ZeroDivisionError, lambda: failing.wait(_SECONDS), "an error in a lane")
+
+    _on_every_rank(make_world(2), act)
+
+
+def _many_threads_of_one_rank(make_world: MakeWorld) -> None:
+    def act(backend: Backend) -> None:
+        errors: list[BaseException] = []
+
+        def talk(tag: int) -> None:
+            try:
+                for _ in range(20):
+                    work = backend.isend(torch.full((tag * 1000 + 1,), tag), 1 - backend.rank, tag)
+                    got = backend.recv(1 - backend.rank, tag, timeout=_SECONDS)
+                    _expect(bool((got == tag).all()), f"tag {tag} brought {got[:1].tolist()}")
+                    work.wait(_SECONDS)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=talk, args=(tag,), daemon=True) for tag in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_SECONDS)
+        if errors:
+            raise errors[0]
+
+    _on_every_rank(make_world(2), act)
+
+
+_CLAUSES: dict[str, Callable[[MakeWorld], None]] = {
+    clause.__name__.strip("_"): clause
+    for clause in (
+        _names_itself,
+        _every_pair_talks,
+        _shape_and_dtype_travel,
+        _writes_where_told,
+        _tags_never_mix,
+        _order_is_kept,
+        _send_does_not_wait_for_the_receiver,
+        _nothing_arrives_before_it_is_sent,
+        _a_timeout_withdraws_the_receive,
+        _a_mismatch_leaves_the_connection_usable,
+        _bad_arguments_are_named,
+        _a_closed_peer_is_named,
+        _an_abort_is_told_to_all,
+        _a_revoked_context_ends_its_collectives,
+        _closed_is_closed,
+        _lanes_run_beside,
+        _many_threads_of_one_rank,
+    )
+}
