@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast, final
 
 from echelon.errors import ScheduleError
 
@@ -11,6 +11,7 @@ Kind: TypeAlias = Literal["F", "I", "W", "B"]
 """F: forward. I: backward for the input. W: backward for the weights. B: both at once."""
 
 
+@final
 class Action(NamedTuple):
     """What one stage does with one microbatch."""
 
@@ -22,6 +23,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+@final
 class Overlapped(NamedTuple):
     """A forward and a backward that a rank runs as one step, each of its own stage and microbatch."""
 
@@ -35,6 +37,12 @@ class Overlapped(NamedTuple):
 Step: TypeAlias = Action | Overlapped
 """What stands in a rank's order."""
 
+
+def actions_of(step: Step) -> tuple[Action, ...]:
+    """Returns the actions of a step: itself, or the two that overlap, the forward first."""
+    return (step,) if isinstance(step, Action) else tuple(step)
+
+
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B")
 
@@ -46,8 +54,12 @@ def parse(text: str) -> Step:
         ScheduleError: the text is not a step.
     """
     text = text.strip()
-    if match := _ACTION.fullmatch(text):
-        return Action(int(match[1]), match[2], int(match[3]))  # type: ignore[arg-type]
     if match := _OVERLAPPED.fullmatch(text):
-        return Overlapped(parse(match[1]), parse(match[2]))  # type: ignore[arg-type]
+        return Overlapped(_action(match[1]), _action(match[2]))
+    return _action(text)
+
+
+def _action(text: str) -> Action:
+    if match := _ACTION.fullmatch(text):
+        return Action(int(match[1]), cast(Kind, match[2]), int(match[3]))
     raise ScheduleError(f'{text!r} is not an action: write stage, kind (F, I, W or B) and microbatch, such as "2F0"')

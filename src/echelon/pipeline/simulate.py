@@ -1,0 +1,220 @@
+"""Plays a schedule on a virtual clock.
+
+A rank runs its steps in order. A step starts when its rank is free and what it needs has arrived:
+
+    F of stage s    the output of stage s - 1
+    I or B          the gradient from stage s + 1
+    W               nothing: its I ran before, on the same rank
+    overlapped      both
+
+Transfers take no rank's time and do not wait for each other, so the outcome does not depend on who is looked at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.action import Action, Step, actions_of
+from echelon.pipeline.cost import Costs, StageCosts
+from echelon.pipeline.memory import peaks
+from echelon.trace import LazySequence, Time, Timeline, Transfer
+
+if TYPE_CHECKING:
+    from echelon.pipeline.schedule import Schedule
+
+Times: TypeAlias = Sequence[Sequence[Time]]
+"""For each rank, one time per step."""
+
+
+class Need(NamedTuple):
+    """What a step needs from the neighbouring stage: its own stage's input ("F") or output gradient ("B")."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Played(NamedTuple):
+    """When each rank's steps ran. A rank that waits for ever has fewer times than steps."""
+
+    starts: list[list[Time]]
+    ends: list[list[Time]]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Plays a valid schedule; see `Schedule.simulate`."""
+    stage_costs = costs.per_stage(schedule.placement)
+    starts, ends = play(schedule.orders, schedule.placement, schedule.num_microbatches, stage_costs)
+    return Timeline(
+        steps=schedule.orders,
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
+        transfers=LazySequence(partial(_transfers, schedule, ends, stage_costs.transfer)),
+        peak_activations=peaks(schedule, stage_costs),
+    )
+
+
+def recorded(schedule: Schedule, times: Sequence[Sequence[tuple[Time, Time]]], costs: Costs) -> Timeline:
+    """Puts measured times beside a schedule's steps; see `Schedule.recorded`."""
+    given, expected = list(map(len, times)), list(map(len, schedule.orders))
+    if given != expected:
+        raise ScheduleError(f"times of {given} steps per rank, but the ranks ran {expected}: give one pair per step")
+    starts = tuple(tuple(start for start, _ in rank) for rank in times)
+    ends = tuple(tuple(end for _, end in rank) for rank in times)
+    return Timeline(
+        steps=schedule.orders,
+        starts=starts,
+        ends=ends,
+        transfers=LazySequence(partial(_recorded_transfers, schedule, starts, ends)),
+        peak_activations=peaks(schedule, costs.per_stage(schedule.placement)),
+    )
+
+
+def play(
+    orders: Sequence[Sequence[Step]],
+    placement: Sequence[int],
+    num_microbatches: int,
+    costs: StageCosts,
+    arrived: Collection[Need] = (),
+) -> Played:
+    """Runs every rank as far as it gets.
+
+    Args:
+        orders: Of each rank. Stages and microbatches that exist, each F, I and B at most once.
+        placement: The rank of each stage.
+        num_microbatches: How many there are.
+        costs: Of each stage.
+        arrived: What no step has to wait for.
+    """
+    # What stage s needs for microbatch m is at s * width + m, and so a neighbour's is `width` away. One more block at
+    # the end (also reached as index -1) takes what the last stage's F and the first stage's B make.
+    width = num_microbatches
+    size = len(placement) * width
+    known, unknown = cast("list[Time | None]", [0]), cast("list[Time | None]", [None])
+    inputs = known * width + unknown * size
+    gradients = unknown * (size - width) + known * (2 * width)
+    for need in arrived:
+        (inputs if need.kind == "F" else gradients)[need.stage * width + need.microbatch] = 0
+
+    nobody = len(orders)
+    after, before = (*placement[1:], nobody), (nobody, *placement[:-1])
+    to_after, to_before = (*costs.transfer, 0), (0, *costs.transfer)
+    forward, backward_input, backward_weight, backward, *_ = costs
+    # The index of the input that a rank waits for, or the complement of the gradient's.
+    waiting: list[int | None] = [None] * (nobody + 1)
+    starts: list[list[Time]] = [[] for _ in orders]
+    ends: list[list[Time]] = [[] for _ in orders]
+    ready = list(range(len(orders)))
+
+    # The loop that a million steps go through: all in one function, on local names.
+    while ready:
+        rank = ready.pop()
+        order, rank_starts, rank_ends = orders[rank], starts[rank], ends[rank]
+        now: Time = rank_ends[-1] if rank_ends else 0
+        for position in range(len(rank_ends), len(order)):
+            step = order[position]
+            if type(step) is Action:
+                stage, kind, microbatch = step
+                key = stage * width + microbatch
+                if kind == "F":
+                    ready_at = inputs[key]
+                    if ready_at is None:
+                        waiting[rank] = key
+                        break
+                    if ready_at > now:
+                        now = ready_at
+                    rank_starts.append(now)
+                    now += forward[stage]
+                    rank_ends.append(now)
+                    key += width
+                    inputs[key] = now + to_after[stage]
+                    neighbour = after[stage]
+                    if waiting[neighbour] == key:
+                        waiting[neighbour] = None
+                        ready.append(neighbour)
+                elif kind == "W":
+                    rank_starts.append(now)
+                    now += backward_weight[stage]
+                    rank_ends.append(now)
+                else:
+                    ready_at = gradients[key]
+                    if ready_at is None:
+                        waiting[rank] = ~key
+                        break
+                    if ready_at > now:
+                        now = ready_at
+                    rank_starts.append(now)
+                    now += backward[stage] if kind == "B" else backward_input[stage]
+                    rank_ends.append(now)
+                    key -= width
+                    gradients[key] = now + to_before[stage]
+                    neighbour = before[stage]
+                    if waiting[neighbour] == ~key:
+                        waiting[neighbour] = None
+                        ready.append(neighbour)
+            else:
+                (down, _, one), (up, kind, other) = step.forward, step.backward
+                key, back_key = down * width + one, up * width + other
+                ready_at, back_ready_at = inputs[key], gradients[back_key]
+                if ready_at is None or back_ready_at is None:
+                    waiting[rank] = key if ready_at is None else ~back_key
+                    break
+                now = max(now, ready_at, back_ready_at)
+                rank_starts.append(now)
+                now += _overlapped_time(step.forward, step.backward, costs)
+                rank_ends.append(now)
+                key, back_key = key + width, back_key - width
+                inputs[key], gradients[back_key] = now + to_after[down], now + to_before[up]
+                for neighbour, awaited in ((after[down], key), (before[up], ~back_key)):
+                    if waiting[neighbour] == awaited:
+                        waiting[neighbour] = None
+                        ready.append(neighbour)
+    return Played(starts, ends)
+
+
+def _overlapped_time(forward: Action, backward: Action, costs: StageCosts) -> Time:
+    if backward.kind != "B":
+        return costs.forward[forward.stage] + costs.backward_input[backward.stage]
+    if costs.overlapped is None:
+        return costs.forward[forward.stage] + costs.backward[backward.stage]
+    return costs.overlapped[forward.stage]
+
+
+class _Link(NamedTuple):
+    """A span and the span on another rank that needs what it makes, and the boundary between their stages."""
+
+    source_rank: int
+    source: int
+    target_rank: int
+    target: int
+    boundary: int
+
+
+def _links(schedule: Schedule) -> Iterator[_Link]:
+    placement, last = schedule.placement, schedule.num_stages - 1
+    at: dict[tuple[bool, int, int], int] = {}
+    for order in schedule.orders:
+        for position, step in enumerate(order):
+            for stage, kind, microbatch in actions_of(step):
+                if kind != "W":
+                    at[kind == "F", stage, microbatch] = position
+    for (is_forward, stage, microbatch), position in at.items():
+        neighbour = stage + 1 if is_forward else stage - 1
+        if 0 <= neighbour <= last and placement[neighbour] != placement[stage]:
+            target = at[is_forward, neighbour, microbatch]
+            yield _Link(placement[stage], position, placement[neighbour], target, min(stage, neighbour))
+
+
+def _transfers(schedule: Schedule, ends: Times, durations: Sequence[Time]) -> Iterator[Transfer]:
+    for source_rank, source, target_rank, target, boundary in _links(schedule):
+        sent = ends[source_rank][source]
+        yield Transfer(source_rank, source, target_rank, target, sent, sent + durations[boundary])
+
+
+def _recorded_transfers(schedule: Schedule, starts: Times, ends: Times) -> Iterator[Transfer]:
+    for source_rank, source, target_rank, target, _ in _links(schedule):
+        sent, used = ends[source_rank][source], starts[target_rank][target]
+        yield Transfer(source_rank, source, target_rank, target, min(sent, used), used)

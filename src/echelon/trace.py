@@ -1,0 +1,178 @@
+"""What ranks did and when: one type for a simulated run and for a recorded one.
+
+A `Timeline` holds, for each rank, the steps it ran with their starts and ends, and the transfers between ranks that
+the steps waited for. A step is anything whose `str` is its name: an action of a pipeline, or plain text. Times are
+numbers of any one unit: float, int or Fraction (then every result is exact).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple, TypeAlias, TypeVar, overload
+
+Time: TypeAlias = float | Fraction
+"""A point in time or a duration."""
+
+Item = TypeVar("Item")
+
+
+class Span(NamedTuple):
+    """One step of one rank, from its start to its end."""
+
+    step: object
+    start: Time
+    end: Time
+
+    @property
+    def name(self) -> str:
+        """The text form of the step."""
+        return str(self.step)
+
+    @property
+    def duration(self) -> Time:
+        """How long the step took."""
+        return self.end - self.start
+
+
+class Transfer(NamedTuple):
+    """What one span made and another, on another rank, needs before it can start.
+
+    `source` is the index of the span that made it among the spans of `source_rank`, `target` that of the span that
+    needs it among those of `target_rank`. It left at `start`. In a simulated run it arrived at `end`; a recorded run
+    cannot tell, and `end` is when the span that needed it started.
+    """
+
+    source_rank: int
+    source: int
+    target_rank: int
+    target: int
+    start: Time
+    end: Time
+
+
+class LazySequence(Sequence[Item]):
+    """A sequence that is made when it is first looked at. A run of a million steps has as many transfers."""
+
+    def __init__(self, make: Callable[[], Iterable[Item]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _items(self) -> tuple[Item, ...]:
+        return tuple(self._make())
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """The spans of all ranks of one run, simulated or recorded.
+
+    Args:
+        steps: For each rank, what it ran, in order.
+        starts: For each rank, when each step started. Never decreasing.
+        ends: For each rank, when each step ended.
+        transfers: What steps needed from other ranks.
+        peak_activations: For each rank, the most activations held at once, in units of one stage's activation.
+            Empty where that means nothing.
+    """
+
+    steps: tuple[tuple[object, ...], ...]
+    starts: tuple[tuple[Time, ...], ...]
+    ends: tuple[tuple[Time, ...], ...]
+    transfers: Sequence[Transfer] = field(default=(), compare=False)
+    peak_activations: tuple[Time, ...] = ()
+
+    def __repr__(self) -> str:
+        count = sum(map(len, self.steps))
+        return f"<Timeline of {self.num_ranks} ranks, {count} spans, makespan {self.makespan}>"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.steps)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank, its spans in order."""
+        return tuple(
+            tuple(map(Span, steps, starts, ends))
+            for steps, starts, ends in zip(self.steps, self.starts, self.ends, strict=True)
+        )
+
+    @cached_property
+    def start(self) -> Time:
+        """The first start of any rank."""
+        return min((starts[0] for starts in self.starts if starts), default=0.0)
+
+    @cached_property
+    def end(self) -> Time:
+        """The last end of any rank."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+
+    @property
+    def makespan(self) -> Time:
+        """The time from the first start to the last end."""
+        return self.end - self.start
+
+    @cached_property
+    def span(self) -> Time:
+        """The longest time of any rank from its own first start to its own last end."""
+        pairs = zip(self.starts, self.ends, strict=True)
+        return max((ends[-1] - starts[0] for starts, ends in pairs if starts), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[Time, ...]:
+        """For each rank, the time spent in its steps."""
+        # One subtraction of two sums would lose digits of a long run in float time.
+        return tuple(
+            sum((end - start for start, end in zip(starts, ends, strict=True)), start=type(self.end)(0))
+            for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def bubble_rate(self) -> Time:
+        """The part of `span` in which even the busiest rank is idle: (span - busy) / span. 0 is perfect."""
+        if not self.span:
+            return 0.0
+        return _quotient(self.span - max(self.busy), self.span)
+
+    def draw(self, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
+        """Draws the timeline into a file, as SVG or PNG by its suffix.
+
+        Args:
+            path: Where to write.
+            against: Another timeline, drawn below on the same scale, such as the measured run under the planned one.
+
+        Raises:
+            EchelonError: matplotlib is not installed, or the suffix is neither .svg nor .png.
+        """
+        from echelon.pipeline.draw import draw
+
+        draw(self, path, against)
+
+    def to_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Writes the timeline as a Chrome trace, which chrome://tracing and ui.perfetto.dev open."""
+        from echelon.pipeline.draw import to_chrome
+
+        to_chrome(self, path)
+
+
+def _quotient(part: Time, whole: Time) -> Time:
+    """Divides without leaving the exact numbers: int by int would become a float."""
+    if isinstance(part, int) and isinstance(whole, int):
+        return Fraction(part, whole)
+    return part / whole
