@@ -1,0 +1,31 @@
+"""The command line: `echelon`, or `python -m echelon`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status.
+
+    Whatever is the user's to mend is one line on stderr: status 2 for a bad argument or value, 1 for the rest.
+
+    Args:
+        arguments: without the name of the program; None: those of this process.
+    """
+    try:
+        from echelon.cli.app import run_app
+    except ModuleNotFoundError as error:
+        if error.name != "typer":
+            raise
+        print("echelon: the command line needs typer: pip install 'echelon[cli]'", file=sys.stderr)
+        return 1
+    try:
+        return run_app(sys.argv[1:] if arguments is None else arguments)
+    except BrokenPipeError:  # whoever read our output, such as `head`, has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it at exit
+        return 141
+    except KeyboardInterrupt:
+        return 130

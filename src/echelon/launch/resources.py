@@ -17,7 +17,8 @@ class ReservedPort:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
         self._socket.bind((LOOPBACK, 0))
         self.port: int = self._socket.getsockname()[1]
 

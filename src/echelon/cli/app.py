@@ -1,0 +1,45 @@
+"""The commands of the command line, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import typer
+
+from echelon.cli.run import run
+from echelon.errors import EchelonError
+
+app = typer.Typer(
+    name="echelon",
+    help="Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("run", context_settings={"allow_interspersed_args": False})(run)
+
+
+@app.callback()
+def _echelon() -> None:
+    # With a callback, typer keeps the name of the command even while there is only one.
+    pass
+
+
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+"""What typer raises for a wrong command line; every version has it, but not under one name."""
+
+
+def run_app(arguments: Sequence[str]) -> int:
+    """Runs the command that `arguments` ask for and returns the exit status."""
+    try:
+        status = app(list(arguments) or ["--help"], prog_name="echelon", standalone_mode=False)
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except _UsageError as error:
+        message = error.format_message().rstrip(".")
+        print(f"echelon: {message}: see `echelon --help`", file=sys.stderr)
+        return 2
+    return status if isinstance(status, int) else 0

@@ -1,0 +1,44 @@
+"""`echelon run`: starts a program as all the ranks of this host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from echelon.launch.run import GRACE, Console, Program
+from echelon.launch.run import run as run_program
+
+
+def run(
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", help="How many ranks to start.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on to the script.")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that the other ranks get to report after the first one failed.")
+    ] = GRACE,
+) -> int:
+    """Runs a script as several ranks on this host, their output marked with their rank.
+
+    When one rank fails, the others end too, and the exit status is that of the first that failed. Options stand
+    before the script; what comes after it is the script's.
+    """
+    return run_program(
+        Program(program, tuple(args or ()), is_module=module),
+        num_ranks,
+        Console(
+            sys.stdout.buffer,
+            sys.stderr.buffer,
+            color_stdout=_shows_color(sys.stdout.isatty()),
+            color_stderr=_shows_color(sys.stderr.isatty()),
+        ),
+        os.environ,
+        grace,
+    )
+
+
+def _shows_color(is_terminal: bool) -> bool:
+    return is_terminal and not os.environ.get("NO_COLOR")
