@@ -42,8 +42,8 @@ class Transfer(NamedTuple):
     """What one span made and another, on another rank, needs before it can start.
 
     `source` is the index of the span that made it among the spans of `source_rank`, `target` that of the span that
-    needs it among those of `target_rank`. It left at `start`. In a simulated run it arrived at `end`; a recorded run
-    cannot tell, and `end` is when the span that needed it started.
+    needs it among those of `target_rank`. It left at `start` and arrived at `end`; a recorded run cannot tell when it
+    arrived (None).
     """
 
     source_rank: int
@@ -51,7 +51,31 @@ class Transfer(NamedTuple):
     target_rank: int
     target: int
     start: Time
-    end: Time
+    end: Time | None
+
+
+class Idle(NamedTuple):
+    """What a rank waited for, in time. With `Timeline.busy` it adds up to the makespan."""
+
+    warm_up: Time
+    """Before its first step."""
+    other_ranks: Time
+    """Another rank had not yet made what its next step needs."""
+    transfer: Time
+    """What its next step needs was on its way. In a recorded run: was made, and no step in between."""
+    overhead: Time
+    """Nothing that the timeline knows of. 0 in a simulated run."""
+    drain: Time
+    """After its last step."""
+
+
+class Critical(NamedTuple):
+    """A span of the critical path, where it is, and the transfer that it waited for (None: its rank was not free)."""
+
+    rank: int
+    position: int
+    span: Span
+    transfer: Transfer | None
 
 
 class LazySequence(Sequence[Item]):
@@ -150,6 +174,66 @@ class Timeline:
             return 0.0
         return _quotient(self.span - max(self.busy), self.span)
 
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """For each rank, what it waited for."""
+        return tuple(map(self._idle, range(self.num_ranks)))
+
+    @cached_property
+    def critical_path(self) -> tuple[Critical, ...]:
+        """What determined the makespan, first to last: each span started because the one before it ended.
+
+        To be faster, one of these must be shorter, or a transfer between them.
+        """
+        path: list[Critical] = []
+        ends = {rank: ends[-1] for rank, ends in enumerate(self.ends) if ends}
+        rank = max(ends, key=lambda rank: ends[rank], default=-1)
+        index = len(self.ends[rank]) - 1 if ends else -1
+        while index >= 0:
+            span = Span(self.steps[rank][index], self.starts[rank][index], self.ends[rank][index])
+            transfer = self._awaited(rank, index)
+            path.append(Critical(rank, index, span, transfer))
+            if transfer is None:
+                index -= 1
+            else:
+                rank, index = transfer.source_rank, transfer.source
+        return tuple(reversed(path))
+
+    @cached_property
+    def _incoming(self) -> dict[tuple[int, int], list[Transfer]]:
+        incoming: dict[tuple[int, int], list[Transfer]] = {}
+        for transfer in self.transfers:
+            incoming.setdefault((transfer.target_rank, transfer.target), []).append(transfer)
+        return incoming
+
+    def _awaited(self, rank: int, index: int) -> Transfer | None:
+        """The transfer that a span waited for when its rank was free already: the last to arrive."""
+        awaited = max(self._incoming.get((rank, index), ()), key=_arrival, default=None)
+        if awaited is None or (index > 0 and _arrival(awaited) <= self.ends[rank][index - 1]):
+            return None
+        return awaited
+
+    def _idle(self, rank: int) -> Idle:
+        starts, ends = self.starts[rank], self.ends[rank]
+        zero = type(self.end)(0)
+        if not starts:
+            return Idle(self.makespan, zero, zero, zero, zero)
+        other_ranks = transfers = overhead = zero
+        for index in range(1, len(starts)):
+            free, start = ends[index - 1], starts[index]
+            if start <= free:
+                continue
+            awaited = self._awaited(rank, index)
+            if awaited is None:
+                overhead += start - free
+                continue
+            made = min(max(free, awaited.start), start)
+            arrived = start if awaited.end is None else min(max(made, awaited.end), start)
+            other_ranks += made - free
+            transfers += arrived - made
+            overhead += start - arrived
+        return Idle(starts[0] - self.start, other_ranks, transfers, overhead, self.end - ends[-1])
+
     def draw(self, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
         """Draws the timeline into a file, as SVG or PNG by its suffix.
 
@@ -176,3 +260,8 @@ def _quotient(part: Time, whole: Time) -> Time:
     if isinstance(part, int) and isinstance(whole, int):
         return Fraction(part, whole)
     return part / whole
+
+
+def _arrival(transfer: Transfer) -> Time:
+    """When a transfer arrived, or could have at the earliest."""
+    return transfer.start if transfer.end is None else transfer.end

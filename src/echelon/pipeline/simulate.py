@@ -68,7 +68,7 @@ def recorded(schedule: Schedule, times: Sequence[Sequence[tuple[Time, Time]]], c
         steps=schedule.orders,
         starts=starts,
         ends=ends,
-        transfers=LazySequence(partial(_recorded_transfers, schedule, starts, ends)),
+        transfers=LazySequence(partial(_recorded_transfers, schedule, ends)),
         peak_activations=peaks(schedule, costs.per_stage(schedule.placement)),
     )
 
@@ -214,7 +214,6 @@ def _transfers(schedule: Schedule, ends: Times, durations: Sequence[Time]) -> It
         yield Transfer(source_rank, source, target_rank, target, sent, sent + durations[boundary])
 
 
-def _recorded_transfers(schedule: Schedule, starts: Times, ends: Times) -> Iterator[Transfer]:
+def _recorded_transfers(schedule: Schedule, ends: Times) -> Iterator[Transfer]:
     for source_rank, source, target_rank, target, _ in _links(schedule):
-        sent, used = ends[source_rank][source], starts[target_rank][target]
-        yield Transfer(source_rank, source, target_rank, target, min(sent, used), used)
+        yield Transfer(source_rank, source, target_rank, target, start=ends[source_rank][source], end=None)

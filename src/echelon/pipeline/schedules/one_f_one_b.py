@@ -2,7 +2,9 @@
 
 3 ranks, 4 microbatches:
 
-    rank 0
+    rank 0  0F0 0F1 0F2                 0B0---- 0F3 0B1----     0B2----     0B3----
+    rank 1      1F0 1F1         1B0---- 1F2 1B1---- 1F3 1B2----     1B3----
+    rank 2          2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3----
 """
 
 from __future__ import annotations

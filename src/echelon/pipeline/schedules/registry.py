@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from echelon.errors import ScheduleError
+from echelon.pipeline.placement import loop
 from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.dualpipe_v import dualpipe_v
+from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.pipeline.schedules.gpipe import gpipe
+from echelon.pipeline.schedules.interleaved_1f1b import interleaved_1f1b
+from echelon.pipeline.schedules.looped_bfs import looped_bfs
 from echelon.pipeline.schedules.one_f_one_b import one_f_one_b
+from echelon.pipeline.schedules.zb_h1 import zb_h1
+from echelon.pipeline.schedules.zb_h2 import zb_h2
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """A schedule that has a fixed number of stages per rank."""
+class _Fixed(NamedTuple):
+    """Has a fixed number of chunks. Made from num_ranks and num_microbatches."""
 
     make: Callable[[int, int], Schedule]
     num_chunks: int = 1
 
 
-@dataclass(frozen=True)
-class _Chunked:
-    """A schedule for any number of stages per rank."""
+class _Chunked(NamedTuple):
+    """Has any number of chunks. Made from num_ranks, num_microbatches and num_chunks."""
 
     make: Callable[[int, int, int], Schedule]
 
 
-_SCHEDULES: dict[str, _Fixed | _Chunked] = {
+class _Grouped(NamedTuple):
+    """Has any number of chunks, and takes a group size (or None) as well."""
+
+    make: Callable[[int, int, int, int | None], Schedule]
+
+
+_Known: TypeAlias = _Fixed | _Chunked | _Grouped
+
+_SCHEDULES: dict[str, _Known] = {
     "gpipe": _Fixed(gpipe),
     "1f1b": _Fixed(one_f_one_b),
+    "interleaved-1f1b": _Grouped(interleaved_1f1b),
+    "looped-bfs": _Chunked(looped_bfs),
+    "zb-h1": _Fixed(zb_h1),
+    "zb-h2": _Fixed(zb_h2),
+    "dualpipe-v": _Fixed(dualpipe_v, num_chunks=2),
+    "forward-only": _Chunked(lambda ranks, microbatches, chunks: forward_only(loop(ranks, chunks), microbatches)),
 }
 
 
@@ -37,7 +56,9 @@ def names() -> tuple[str, ...]:
     return tuple(_SCHEDULES)
 
 
-def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+def build(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, group_size: int | None = None
+) -> Schedule:
     """Makes a named schedule.
 
     Args:
@@ -45,23 +66,37 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | No
         num_ranks: How many ranks take part.
         num_microbatches: How many microbatches a step has.
         num_chunks: Stages per rank. None: 2 for the V-shaped schedules, which have no other number; else 1.
+        group_size: For interleaved-1f1b: how many microbatches a chunk takes before it is the next one's turn. None:
+            num_ranks.
 
     Raises:
         ScheduleError: an unknown name, or sizes that the schedule does not have.
     """
     if name not in _SCHEDULES:
         raise ScheduleError(f"no schedule is called {name!r}: choose from {', '.join(names())}")
-    for what, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
-        if what == "num_chunks" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ScheduleError(f"{what}={value!r}: {name} needs a whole number of at least 1, such as 4")
+    _require_positive(name, "num_ranks", num_ranks)
+    _require_positive(name, "num_microbatches", num_microbatches)
+    _require_positive(name, "num_chunks", 1 if num_chunks is None else num_chunks)
     known = _SCHEDULES[name]
-    if isinstance(known, _Chunked):
-        return known.make(num_ranks, num_microbatches, num_chunks or 1)
-    if num_chunks not in (None, known.num_chunks):
-        raise ScheduleError(
-            f"num_chunks={num_chunks}: {name} has {known.num_chunks} per rank; pass {known.num_chunks}, "
-            f"or take interleaved-1f1b, which has any number"
-        )
-    return known.make(num_ranks, num_microbatches)
+    if group_size is not None:
+        _require_positive(name, "group_size", group_size)
+        if not isinstance(known, _Grouped):
+            raise ScheduleError(
+                f"group_size={group_size}: {name} has no groups; leave it out, or take interleaved-1f1b"
+            )
+    match known:
+        case _Grouped(make):
+            return make(num_ranks, num_microbatches, num_chunks or 1, group_size)
+        case _Chunked(make):
+            return make(num_ranks, num_microbatches, num_chunks or 1)
+        case _Fixed(make, fixed):
+            if num_chunks not in (None, fixed):
+                raise ScheduleError(
+                    f"num_chunks={num_chunks}: {name} has {fixed} per rank; pass {fixed}, or take interleaved-1f1b"
+                )
+            return make(num_ranks, num_microbatches)
+
+
+def _require_positive(name: str, what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ScheduleError(f"{what}={value!r}: {name} needs a whole number of at least 1, such as 4")

@@ -1,0 +1,36 @@
+"""Forward only, for inference: every microbatch goes on as soon as it can.
+
+3 ranks, 4 microbatches:
+
+    rank 0  0F0 0F1 0F2 0F3
+    rank 1      1F0 1F1 1F2 1F3
+    rank 2          2F0 2F1 2F2 2F3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from echelon.pipeline.action import Action
+from echelon.pipeline.schedule import Schedule
+
+
+def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
+    """Makes a schedule without backwards for any placement of stages; nothing is held.
+
+    Time goes in steps of one forward. In each, every rank takes, of what has arrived, the latest stage's first
+    microbatch: what leaves the pipeline soonest.
+    """
+    num_ranks, last = max(placement) + 1, len(placement) - 1
+    arrived: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    arrived[placement[0]] = [(0, microbatch) for microbatch in range(num_microbatches)]
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    while any(arrived):
+        taken = [heappop(mine) for mine in arrived if mine]
+        for minus_stage, microbatch in taken:
+            stage = -minus_stage
+            orders[placement[stage]].append(Action(stage, "F", microbatch))
+            if stage < last:
+                heappush(arrived[placement[stage + 1]], (minus_stage - 1, microbatch))
+    return Schedule("forward-only", num_microbatches, tuple(placement), tuple(map(tuple, orders)), forward_only=True)

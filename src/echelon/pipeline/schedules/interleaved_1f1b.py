@@ -1,0 +1,91 @@
+"""Interleaved 1F1B: several chunks a rank, taken in turns (Narayanan et al., 2021, section 2.2).
+
+2 ranks, 2 chunks, 4 microbatches:
+
+    rank 0  0F0 0F1 2F0 2F1 0F2     2B0---- 0F3 2B1---- 2F2 0B0---- 2F3 0B1----     2B2----     2B3---- 0B2---- 0B3----
+    rank 1      1F0 1F1 3F0 3B0---- 3F1 3B1---- 1F2 1B0---- 1F3 1B1---- 3F2 3B2---- 3F3 3B3---- 1B2---- 1B3----
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.action import Action
+from echelon.pipeline.placement import loop
+from echelon.pipeline.schedule import Schedule
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None = None) -> Schedule:
+    """Makes the interleaved 1F1B schedule, with any number of microbatches.
+
+    Rank r holds at most 2 (num_ranks - r - 1) + (num_chunks - 1) group_size + 1 chunks' activations.
+
+    Args:
+        num_ranks: How many ranks take part.
+        num_microbatches: How many microbatches a step has.
+        num_chunks: Stages per rank.
+        group_size: How many microbatches a chunk takes before it is the next chunk's turn, at least num_ranks. None:
+            num_ranks, or as little more as makes the groups even, which is the fastest. If given, the last group has
+            what is left.
+
+    Raises:
+        ScheduleError: a group that is too small.
+    """
+    if group_size is not None and group_size < num_ranks:
+        raise ScheduleError(
+            f"group_size={group_size}: with fewer than one per rank a chunk waits for data that is still on its way; "
+            f"give at least {num_ranks}"
+        )
+    groups = _groups(num_ranks, num_microbatches, group_size)
+    turns = tuple(_turns(groups, num_chunks))
+    return Schedule(
+        name="interleaved-1f1b",
+        num_microbatches=num_microbatches,
+        placement=loop(num_ranks, num_chunks),
+        orders=tuple(
+            tuple(
+                action
+                for action in _order(rank, num_ranks, num_chunks, groups[0], turns)
+                if action.microbatch < num_microbatches
+            )
+            for rank in range(num_ranks)
+        ),
+    )
+
+
+def _groups(num_ranks: int, num_microbatches: int, group_size: int | None) -> list[int]:
+    """Returns the size of each group, the largest first."""
+    if group_size is None:
+        rounds = max(1, num_microbatches // num_ranks)
+        size, more = divmod(num_microbatches, rounds)
+        return [size + 1] * more + [size] * (rounds - more)
+    full, rest = divmod(num_microbatches, group_size)
+    # A last group smaller than the ranks would be a circle of waits. It is filled up; what does not exist is left out
+    # of the orders, which cannot make a wait.
+    last = [group_size if rest < num_ranks else rest] if rest else []
+    return [group_size] * full + last
+
+
+def _turns(groups: Sequence[int], num_chunks: int) -> Iterator[tuple[int, int]]:
+    """Yields (chunk, microbatch) in the order of the forwards."""
+    first = 0
+    for size in groups:
+        for chunk in range(num_chunks):
+            for microbatch in range(first, first + size):
+                yield chunk, microbatch
+        first += size
+
+
+def _order(
+    rank: int, num_ranks: int, num_chunks: int, group_size: int, turns: Sequence[tuple[int, int]]
+) -> Iterator[Action]:
+    forwards = [Action(chunk * num_ranks + rank, "F", microbatch) for chunk, microbatch in turns]
+    backwards = [Action((num_chunks - 1 - chunk) * num_ranks + rank, "B", microbatch) for chunk, microbatch in turns]
+    hops = num_ranks - rank - 1
+    warm_up = min(hops if num_chunks == 1 else 2 * hops + (num_chunks - 1) * group_size, len(turns))
+    yield from forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(turns) - warm_up :]

@@ -1,0 +1,30 @@
+"""Looped BFS: all microbatches through one chunk, then through the next (Lamy-Poirier, 2022, section 4).
+
+2 ranks, 2 chunks, 3 microbatches:
+
+    rank 0  0F0 0F1 0F2 2F0 2F1 2F2             2B0---- 2B1---- 2B2---- 0B0---- 0B1---- 0B2----
+    rank 1      1F0 1F1 1F2 3F0 3F1 3F2 3B0---- 3B1---- 3B2---- 1B0---- 1B1---- 1B2----
+"""
+
+from __future__ import annotations
+
+from echelon.pipeline.action import Action
+from echelon.pipeline.placement import loop
+from echelon.pipeline.schedule import Schedule
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Makes the breadth-first schedule: GPipe over chunks. Every rank holds everything at once."""
+    microbatches, chunks = range(num_microbatches), range(num_chunks)
+    return Schedule(
+        name="looped-bfs",
+        num_microbatches=num_microbatches,
+        placement=loop(num_ranks, num_chunks),
+        orders=tuple(
+            (
+                *(Action(chunk * num_ranks + rank, "F", i) for chunk in chunks for i in microbatches),
+                *(Action(chunk * num_ranks + rank, "B", i) for chunk in reversed(chunks) for i in microbatches),
+            )
+            for rank in range(num_ranks)
+        ),
+    )
