@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -22,10 +21,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("echelon: the command line needs typer: pip install 'echelon[cli]'", file=sys.stderr)
         return 1
-    try:
-        return run_app(sys.argv[1:] if arguments is None else arguments)
-    except BrokenPipeError:  # whoever read our output, such as `head`, has enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it at exit
-        return 141
-    except KeyboardInterrupt:
-        return 130
+    return run_app(sys.argv[1:] if arguments is None else arguments)

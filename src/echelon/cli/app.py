@@ -42,4 +42,6 @@ def run_app(arguments: Sequence[str]) -> int:
         message = error.format_message().rstrip(".")
         print(f"echelon: {message}: see `echelon --help`", file=sys.stderr)
         return 2
+    except typer.Abort:  # what typer makes of Ctrl-C
+        return 130
     return status if isinstance(status, int) else 0

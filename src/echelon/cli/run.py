@@ -21,10 +21,10 @@ def run(
         float, typer.Option(help="Seconds that the other ranks get to report after the first one failed.")
     ] = GRACE,
 ) -> int:
-    """Runs a script as several ranks on this host, their output marked with their rank.
+    """Runs a script as all the ranks of this host.
 
-    When one rank fails, the others end too, and the exit status is that of the first that failed. Options stand
-    before the script; what comes after it is the script's.
+    Output is marked with the rank that printed it. When one rank fails, the others end too, and the exit status is
+    that of the first that failed. Options stand before the script; what comes after it is the script's.
     """
     return run_program(
         Program(program, tuple(args or ()), is_module=module),

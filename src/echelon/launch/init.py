@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.backends.base import DEFAULT_TIMEOUT, Backend
 from echelon.backends.tcp import TcpBackend
@@ -97,17 +97,7 @@ def _connect(launched: Environment | None, timeout: float) -> Backend:
         return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
     connect_timeout = min(timeout, CONNECT_TIMEOUT)
     if launched.elastic:
-        store = _elastic_store(launched, connect_timeout)
-        return TcpBackend.from_store(
-            launched.rank,
-            launched.world_size,
-            store,
-            timeout=timeout,
-            secret=launched.secret or _shared_secret(launched.rank, store),
-            run_id=launched.run_id,
-            restart=launched.restart,
-            connect_timeout=connect_timeout,
-        )
+        return _connect_through_store(launched, timeout, connect_timeout)
     if launched.secret is None:
         raise LaunchError(
             "ECHELON_SECRET is not set: start the ranks with `echelon run` or torchrun, or set it to the same "
@@ -125,10 +115,28 @@ def _connect(launched: Environment | None, timeout: float) -> Backend:
     )
 
 
+def _connect_through_store(launched: Environment, timeout: float, connect_timeout: float) -> Backend:
+    store = _elastic_store(launched, connect_timeout)
+    backend = TcpBackend.from_store(
+        launched.rank,
+        launched.world_size,
+        store,
+        launched.master_addr,
+        timeout=timeout,
+        secret=launched.secret or _shared_secret(launched.rank, store),
+        run_id=launched.run_id,
+        restart=launched.restart,
+        connect_timeout=connect_timeout,
+    )
+    if not launched.agent_store:
+        backend.barrier(connect_timeout)  # the store ends with this function on rank 0: not before all have read it
+    return backend
+
+
 def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
     """Opens torchrun's store: its agent's, or (with a static rendezvous) one that rank 0 serves on the master port."""
     try:
-        store = TCPStore(
+        server = TCPStore(
             launched.master_addr,
             launched.master_port,
             world_size=launched.world_size,
@@ -138,7 +146,7 @@ def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
             multi_tenant=True,
         )
         # A program may call init again: every call gets keys of its own, and so does every restart.
-        store = PrefixStore(f"echelon/{launched.restart}", store)
+        store = PrefixStore(f"echelon/{launched.restart}", server)
         call = store.add(f"calls of rank {launched.rank}", 1)
     except RuntimeError as error:
         raise ConnectError(

@@ -243,12 +243,13 @@ class _Launcher:
         cause = self._explained or first_cause(self._failures)
         if self._explained is None:
             self._explain(cause)
-        for failure in self._failures:
-            if failure.rank != cause.rank:
-                self._console.say(f"then {_line(failure)}")
-        for rank in sorted(self._ended - {failure.rank for failure in self._failures}):
-            self._console.say(f"then rank {rank} went on for {self._grace:g} s and was ended")
-        self._console.say(f"the job failed because {cause}: exit status {cause.status}")
+        after = [_line(failure) for failure in self._failures if failure.rank != cause.rank]
+        silent = self._ended - {failure.rank for failure in self._failures}
+        after += [f"rank {rank} went on for {self._grace:g} s and was ended" for rank in sorted(silent)]
+        for line in after:
+            self._console.say(f"then {line}")
+        if after:
+            self._console.say(f"all of that because {cause}")
         return cause.status
 
     @contextlib.contextmanager

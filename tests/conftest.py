@@ -1,0 +1,12 @@
+"""What all tests share."""
+
+import pytest
+
+from echelon.testing.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Real processes as ranks, kept over the whole session."""
+    with RankPool() as ranks:
+        yield ranks

@@ -1,0 +1,274 @@
+"""`echelon run` on real processes. The scripts import no torch, so each test takes a fraction of a second."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import namedtuple
+
+import pytest
+
+Ended = namedtuple("Ended", "status out err seconds")
+
+PRELUDE = """
+import os, pathlib, signal, subprocess, sys, threading, time
+rank = int(os.environ["RANK"])
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script, given as its source, and returns its path."""
+
+    def write(source):
+        path = tmp_path / "script.py"
+        path.write_text(PRELUDE + textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+def command(num_ranks, *arguments):
+    return [sys.executable, "-m", "echelon", "run", "-n", str(num_ranks), *arguments]
+
+
+def run(num_ranks, *arguments, **environ):
+    begin = time.monotonic()
+    ended = subprocess.run(
+        command(num_ranks, *arguments), capture_output=True, text=True, timeout=30, env={**os.environ, **environ}
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def started(num_ranks, *arguments):
+    """A launcher that runs while the with block does."""
+    with subprocess.Popen(
+        command(num_ranks, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def has_ended(pid, seconds=10):
+    """Waits for the end of a process that need not be our child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
+
+
+def test_lines_are_marked_with_the_rank_that_printed_them(script):
+    ended = run(3, script("print('hello'); print('to', 'stderr', file=sys.stderr)"))
+    assert ended.status == 0
+    assert sorted(ended.out.splitlines()) == ["[0] hello", "[1] hello", "[2] hello"]
+    assert sorted(ended.err.splitlines()) == ["[0] to stderr", "[1] to stderr", "[2] to stderr"]
+
+
+def test_every_rank_is_told_who_it_is(script):
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    path = script(f"print(*[os.environ[name] for name in {names}], os.environ['MASTER_PORT'] > '0')")
+    ended = run(2, path, RANK="7", TORCHELASTIC_RUN_ID="outer")
+    assert sorted(ended.out.splitlines()) == ["[0] 0 0 2 2 127.0.0.1 True", "[1] 1 1 2 2 127.0.0.1 True"]
+
+
+def test_ranks_share_a_new_secret_and_nothing_of_another_launcher(script):
+    path = script("print(os.environ['ECHELON_SECRET'], os.environ.get('TORCHELASTIC_RUN_ID'))")
+    first, second = (run(2, path, TORCHELASTIC_RUN_ID="outer").out.split() for _ in range(2))
+    assert len(first[1]) == 64
+    assert first[1] == first[4] != second[1]
+    assert first[2] == "None"
+
+
+def test_threads_are_shared_out_unless_given(script):
+    path = script("print(os.environ['OMP_NUM_THREADS'])")
+    environ = {"OMP_NUM_THREADS": "5"}
+    assert run(1, path, **environ).out == "[0] 5\n"
+    del environ["OMP_NUM_THREADS"]
+    ended = subprocess.run(
+        command(1, path),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+    )
+    assert ended.stdout == f"[0] {len(os.sched_getaffinity(0))}\n"
+
+
+def test_what_follows_the_script_is_passed_on(script):
+    path = script("print(sys.argv[1:])")
+    assert run(1, path, "-n", "3", "--grace", "x").out == "[0] ['-n', '3', '--grace', 'x']\n"
+
+
+def test_a_module_runs_like_python_m():
+    ended = run(1, "-m", "json.tool", "--help")
+    assert ended.status == 0
+    assert "json.tool" in ended.out
+
+
+def test_output_comes_at_once(script):
+    with started(1, script("print('now'); threading.Event().wait()")) as launcher:
+        assert launcher.stdout.readline() == "[0] now\n"
+
+
+def test_the_traceback_and_the_status_of_a_failing_rank_are_passed_on(script):
+    ended = run(2, script("if rank == 1: raise ValueError('bad')"))
+    assert ended.status == 1
+    assert "[1] ValueError: bad" in ended.err
+    assert ended.err.splitlines()[-1] == "echelon: rank 1 exited with status 1"
+    assert run(2, script("sys.exit(3 * rank)")).status == 3
+
+
+def test_a_killed_rank_is_named_and_the_others_end_soon(script):
+    ended = run(3, script("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else threading.Event().wait()"))
+    assert ended.status == 128 + signal.SIGKILL
+    assert "echelon: rank 1 was killed by SIGKILL" in ended.err
+    assert "then rank 2 went on for 3 s and was ended" in ended.err
+    assert ended.seconds < 5.5
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(script):
+    path = script("""
+        if rank == 1:
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait()
+    """)
+    ended = run(2, "--grace", "0.5", path)
+    assert ended.status == 1
+    assert ended.seconds < 5
+
+
+REPORTING = """
+    from echelon.errors import PeerFailed
+    from echelon.launch import report
+    class Group:
+        rank = rank
+        def abort(self, reason): pathlib.Path(sys.argv[1], f"aborted{self.rank}").touch()
+    def wait_for(name):
+        while not pathlib.Path(sys.argv[1], name).exists(): time.sleep(0.01)
+    report.report_uncaught(Group())
+"""
+
+
+def test_a_survivor_that_reports_first_does_not_hide_the_cause(script, tmp_path):
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent("""
+        if rank == 1:
+            wait_for("aborted0")
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise PeerFailed(1, "its process died")
+    """)
+    )
+    ended = run(2, path, str(tmp_path))
+    assert ended.status == 128 + signal.SIGKILL
+    lines = ended.err.splitlines()
+    assert lines[0] == "echelon: rank 1 was killed by SIGKILL"
+    assert lines[1].startswith("echelon: then rank 0 raised PeerFailed: rank 1 failed: its process died (")
+    assert lines[2] == "echelon: all of that because rank 1 was killed by SIGKILL"
+
+
+def test_the_traceback_of_the_cause_comes_first_and_only_once(script, tmp_path):
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent("""
+        if rank == 2:
+            raise KeyError("the cause")
+        wait_for("aborted2")
+        raise PeerFailed(2, "KeyError: the cause")
+    """)
+    )
+    ended = run(3, path, str(tmp_path))
+    assert ended.status == 1
+    lines = ended.err.splitlines()
+    assert lines[0].startswith("echelon: rank 2 raised KeyError: 'the cause' (")
+    assert lines[1] == "[2] Traceback (most recent call last):"
+    assert ended.err.count("Traceback") == 1
+    assert sorted(line.split(" raised")[0] for line in lines[-3:-1]) == [
+        "echelon: then rank 0",
+        "echelon: then rank 1",
+    ]
+
+
+def test_a_rank_that_reported_but_does_not_leave_is_still_the_cause(script, tmp_path):
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent("""
+        if rank == 0:
+            threading.Thread(target=threading.Event().wait).start()
+            raise KeyError("the cause")
+        wait_for("aborted0")
+        raise PeerFailed(0, "KeyError: the cause")
+    """)
+    )
+    ended = run(2, "--grace", "0.5", path, str(tmp_path))
+    assert ended.err.startswith("echelon: rank 0 raised KeyError: 'the cause' (")
+    assert ended.status == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks(script, number):
+    path = script("""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            print(os.getpid())
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("interrupted")
+    """)
+    with started(2, path) as launcher:
+        pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        launcher.send_signal(number)
+        out, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + number
+    assert sorted(out.splitlines()) == ["[0] interrupted", "[1] interrupted"]
+    assert err == f"echelon: ended by {number.name}\n"
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(script):
+    path = script("signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); threading.Event().wait()")
+    with started(2, path) as launcher:
+        pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        launcher.kill()
+        assert all(has_ended(pid) for pid in pids)
+
+
+def test_the_children_of_a_failed_rank_end_with_it(script):
+    path = script("""
+        print(subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"]).pid)
+        sys.exit(1)
+    """)
+    ended = run(1, path)
+    assert ended.status == 1
+    assert has_ended(int(ended.out.split()[1]))
+
+
+def test_a_child_that_keeps_the_output_open_does_not_keep_the_launcher(script):
+    path = script("""
+        print(subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"]).pid)
+    """)
+    with started(1, path) as launcher:
+        child = int(launcher.stdout.readline().split()[1])
+        assert launcher.wait(timeout=20) == 0
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_job_ends_when_nobody_reads_its_output(script):
+    path = script("print(os.getpid()); [print('more') for _ in iter(int, 1)]")
+    with started(1, path) as launcher:
+        pid = int(launcher.stdout.readline().split()[1])
+        launcher.stdout.close()
+        assert launcher.wait(timeout=20) == 1
+        assert has_ended(pid)
