@@ -47,9 +47,7 @@ class InvalidRank(EchelonError, ValueError):
     def __init__(self, rank: object, world_size: int, what: str = "rank") -> None:
         self.rank = rank
         self.world_size = world_size
-        super().__init__(
-            f"{what}={rank!r} is not a rank of this group of {world_size}: use 0 to {world_size - 1}"
-        )
+        super().__init__(f"{what}={rank!r} is not a rank of this group of {world_size}: use 0 to {world_size - 1}")
 
 
 class InvalidWorldSize(EchelonError, ValueError):
@@ -105,10 +103,12 @@ class DeadlockError(EchelonError, RuntimeError):
 class PeerFailed(EchelonError, ConnectionError):
     """Another rank died, closed its connections or left with an exception."""
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, operation: str = "") -> None:
+        """Says which rank of the world failed, why, and during which operation of this rank it was noticed."""
         self.rank = rank
         self.reason = reason
-        super().__init__(f"rank {rank} failed: {reason}")
+        self.operation = operation
+        super().__init__(f"rank {rank} failed: {reason}" + (f" (noticed by {operation})" if operation else ""))
 
 
 class ConnectError(EchelonError, ConnectionError):

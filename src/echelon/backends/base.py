@@ -7,6 +7,7 @@ result, the error of the operation, `PeerFailed` as soon as the peer is known to
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -204,6 +205,10 @@ class Backend(ABC):
         A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone; they are
         told the first cause instead of waiting for their timeout.
         """
+
+    def now(self) -> float:
+        """Returns the time, in seconds, that timeouts of this backend run on."""
+        return time.monotonic()
 
     def attend(self) -> AbstractContextManager[object]:
         """Says that the calling thread itself waits for all it starts inside, so no other thread need drive it."""

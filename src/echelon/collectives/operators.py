@@ -1,0 +1,73 @@
+"""The reductions: what they are called, what they do, and which dtypes they make sense for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from echelon.errors import UnsupportedOp
+
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
+"""Combines the second tensor into the first, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A reduction. `mean` is a sum that is divided by the number of ranks at the end."""
+
+    name: str
+    combine: Combine
+    accepts: Callable[[torch.dtype], bool]
+    divides: bool = False
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype != torch.bool
+
+
+def _is_ordered(dtype: torch.dtype) -> bool:
+    return not dtype.is_complex
+
+
+def _is_continuous(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_bits(dtype: torch.dtype) -> bool:
+    return not _is_continuous(dtype)
+
+
+_OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator("sum", lambda own, other: own.add_(other), _is_number),
+        Operator("mean", lambda own, other: own.add_(other), _is_continuous, divides=True),
+        Operator("product", lambda own, other: own.mul_(other), _is_number),
+        Operator("min", lambda own, other: torch.minimum(own, other, out=own), _is_ordered),
+        Operator("max", lambda own, other: torch.maximum(own, other, out=own), _is_ordered),
+        Operator("band", lambda own, other: own.bitwise_and_(other), _is_bits),
+        Operator("bor", lambda own, other: own.bitwise_or_(other), _is_bits),
+        Operator("bxor", lambda own, other: own.bitwise_xor_(other), _is_bits),
+    )
+}
+
+
+def operator(name: str, dtype: torch.dtype) -> Operator:
+    """Returns the reduction of that name.
+
+    Raises:
+        UnsupportedOp: there is none of that name, or not for this dtype.
+    """
+    found = _OPERATORS.get(name)
+    if found is None:
+        raise UnsupportedOp(f"op={name!r}: use one of {', '.join(_OPERATORS)}")
+    if not found.accepts(dtype):
+        raise UnsupportedOp(f"op={name!r} has no meaning for {dtype}: convert the tensor, or use another op")
+    return found
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that values of `dtype` are combined in: float32 for 8- and 16-bit floats."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

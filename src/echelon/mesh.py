@@ -1,0 +1,74 @@
+"""A group's ranks as a grid with named axes, such as dp x pp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from echelon.errors import InvalidWorldSize
+from echelon.group import ProcessGroup
+
+
+class Mesh:
+    """Arranges the ranks of a group in a grid; `mesh["pp"]` is the group of the ranks along one axis.
+
+    The last axis varies fastest: with dp=2, pp=2 the "pp" groups are ranks (0, 1) and (2, 3), the "dp" groups (0, 2)
+    and (1, 3). Every rank of the group must make the same mesh.
+    """
+
+    def __init__(self, group: ProcessGroup, **axes: int) -> None:
+        """Makes the groups of all axes.
+
+        Args:
+            group: whose ranks to arrange.
+            axes: name and size of each axis, the slowest first.
+
+        Raises:
+            InvalidWorldSize: the product of the sizes is not the group's number of ranks.
+        """
+        wrong = {name: size for name, size in axes.items() if not isinstance(size, int) or size < 1}
+        if not axes or wrong or math.prod(axes.values()) != group.world_size:
+            product = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
+            raise InvalidWorldSize(
+                f"{product} does not make {group.world_size} ranks: choose sizes of at least 1 whose product is "
+                f"{group.world_size}, or start that many ranks"
+            )
+        self.group = group
+        self.shape = dict(axes)
+        self.coordinates = dict(zip(axes, _coordinates(group.rank, list(axes.values())), strict=True))
+        """This rank's place along each axis."""
+        self._groups = {name: self._along(name) for name in axes}
+
+    def __getitem__(self, axis: str) -> ProcessGroup:
+        """Returns the group of the ranks that differ from this one along `axis` only."""
+        if axis not in self._groups:
+            raise KeyError(f"no axis {axis!r} in this mesh: use one of {', '.join(self._groups)}")
+        return self._groups[axis]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={self.coordinates[name]} of {size}" for name, size in self.shape.items())
+        return f"<Mesh {axes}>"
+
+    def _along(self, axis: str) -> ProcessGroup:
+        """Makes all groups along an axis, in the same order on every rank, and returns this rank's."""
+        mine = None
+        for ranks in _lines(list(self.shape.values()), list(self.shape).index(axis)):
+            mine = self.group.subgroup(ranks, axis) or mine
+        assert mine is not None
+        return mine
+
+
+def _coordinates(rank: int, sizes: list[int]) -> list[int]:
+    coordinates = []
+    for size in reversed(sizes):
+        rank, place = divmod(rank, size)
+        coordinates.append(place)
+    return coordinates[::-1]
+
+
+def _lines(sizes: list[int], axis: int) -> Iterator[list[int]]:
+    """Yields the ranks of every line along `axis` of a grid whose last axis is fastest."""
+    stride = math.prod(sizes[axis + 1 :])
+    for rank in range(math.prod(sizes)):
+        if _coordinates(rank, sizes)[axis] == 0:
+            yield [rank + step * stride for step in range(sizes[axis])]
