@@ -33,10 +33,15 @@ if TYPE_CHECKING:
     from echelon.group import ProcessGroup
     from echelon.launch.init import init
     from echelon.launch.spawn import spawn
+    from echelon.mesh import Mesh
+    from echelon.simulation import Simulation, simulate
 
 _WHERE = {
+    "Mesh": "echelon.mesh",
     "ProcessGroup": "echelon.group",
+    "Simulation": "echelon.simulation",
     "init": "echelon.launch.init",
+    "simulate": "echelon.simulation",
     "spawn": "echelon.launch.spawn",
 }
 
@@ -50,16 +55,19 @@ __all__ = [
     "InvalidRank",
     "InvalidWorldSize",
     "LaunchError",
+    "Mesh",
     "PartitionError",
     "PeerFailed",
     "ProcessGroup",
     "ProtocolError",
     "ScheduleError",
     "SelfSend",
+    "Simulation",
     "SizeMismatch",
     "Timeout",
     "UnsupportedOp",
     "init",
+    "simulate",
     "spawn",
 ]
 

@@ -429,8 +429,8 @@ class ProcessGroup:
         if isinstance(error, Closed | UnsupportedOp):
             return error
         if isinstance(error, PeerFailed):
-            self.backend.revoke(self._context, self.ranks, error)
-            return PeerFailed(error.rank, error.reason, operation)
+            first = self.backend.revoke(self._context, self.ranks, error)
+            return PeerFailed(first.rank, first.reason, operation)
         named = Timeout if isinstance(error, Timeout) else CollectiveMismatch
         told = named(f"{operation}: {error}")
         failure = PeerFailed(self.backend.rank, f"{named.__name__}: {told}")

@@ -199,8 +199,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> None:
+    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:
         """Ends all collectives of `context`, here and on its other `ranks`, now and later, with `failure`.
+
+        Returns the first failure that this rank knows of for the context: `failure`, or what was told before.
 
         A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone; they are
         told the first cause instead of waiting for their timeout.

@@ -14,7 +14,7 @@ import torch
 
 from echelon.backends.base import Tag, Work
 from echelon.backends.memory import bytes_of, describe
-from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch
+from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, SizeMismatch
 
 
 class Receive:
@@ -113,7 +113,7 @@ class Mailbox:
         self._posted: dict[tuple[int, Tag], deque[Receive]] = {}
         self._unclaimed: dict[tuple[int, Tag], deque[Delivery]] = {}
         self._failed_peers: dict[int, EchelonError] = {}
-        self._failed_contexts: dict[int, EchelonError] = {}
+        self._failed_contexts: dict[int, PeerFailed] = {}
 
     def post(self, receive: Receive) -> None:
         """Adds a receive; gives it the oldest unclaimed message of its source and tag, if there is one."""
@@ -153,10 +153,11 @@ class Mailbox:
         self._failed_peers.setdefault(rank, error)
         self._end(error, lambda receive: receive.src == rank)
 
-    def fail_context(self, context: int, error: EchelonError) -> None:
-        """Ends every receive of a collective of that context, now and later."""
-        self._failed_contexts.setdefault(context, error)
-        self._end(error, lambda receive: receive.tag.context == context and receive.tag.sequence > 0)
+    def fail_context(self, context: int, error: PeerFailed) -> PeerFailed:
+        """Ends every receive of a collective of that context, now and later; returns the first cause ever given."""
+        first = self._failed_contexts.setdefault(context, error)
+        self._end(first, lambda receive: receive.tag.context == context and receive.tag.sequence > 0)
+        return first
 
     def fail_all(self, error: EchelonError) -> None:
         """Ends every posted receive."""

@@ -91,14 +91,18 @@ class SimulatedBackend(Backend):
         with self._changed:
             return self._changed.wait_for(work.is_completed, timeout)
 
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> None:  # noqa: D102
-        for rank in {self.rank, *ranks}:
-            told = failure if rank == self.rank else _told(failure, self.rank)
-            self._world[rank]._hear(lambda mailbox, error=told: mailbox.fail_context(context, error))  # type: ignore[misc]
+    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
+        with self._changed:
+            first = self._mailbox.fail_context(context, failure)
+            self._changed.notify_all()
+        told = _told(first, self.rank)
+        for rank in set(ranks) - {self.rank}:
+            self._world[rank]._hear(lambda mailbox: mailbox.fail_context(context, told))
+        return first
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         failure = PeerFailed(self.rank if origin is None else origin, reason)
-        self._leave(failure if failure.rank == self.rank else _told(failure, self.rank))
+        self._leave(_told(failure, self.rank))
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
         self._leave(PeerFailed(self.rank, "it has closed its group"), timeout)
@@ -124,7 +128,7 @@ class SimulatedBackend(Backend):
             delivery.finish()
             self._changed.notify_all()
 
-    def _hear(self, tell: Callable[[Mailbox], None]) -> None:
+    def _hear(self, tell: Callable[[Mailbox], object]) -> None:
         """Takes bad news in; called by another rank's thread."""
         with self._changed:
             tell(self._mailbox)
@@ -132,4 +136,4 @@ class SimulatedBackend(Backend):
 
 
 def _told(failure: PeerFailed, by: int) -> PeerFailed:
-    return PeerFailed(failure.rank, f"{failure.reason} (told by rank {by})")
+    return failure if failure.rank == by else PeerFailed(failure.rank, f"{failure.reason} (told by rank {by})")

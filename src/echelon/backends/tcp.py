@@ -390,12 +390,12 @@ class TcpBackend(Backend):
 
     # The end
 
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> None:  # noqa: D102
+    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
         with self._lock:
-            if self._closed:
-                return
-            self._mailbox.fail_context(context, failure)
-            self._tell(wire.Frame(wire.FrameKind.FAILED, context, 0, failure.rank, note=failure.reason), ranks)
+            first = self._mailbox.fail_context(context, failure)
+            if not self._closed:
+                self._tell(wire.Frame(wire.FrameKind.FAILED, context, 0, first.rank, note=first.reason), ranks)
+            return first
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         with self._lock:
