@@ -42,7 +42,7 @@ clean:
 # The constraints file pins torch for development; pyproject.toml states the range that the package supports.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; new_enough='import sys; sys.exit(sys.version_info < (3, 11))'; \
-	found=; tried="$(PYTHON) python3 python3.11 python3.12 python3.13 python3.14"; \
+	found=; tried="$(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)"; \
 	for candidate in $$tried; do \
 	    if "$$candidate" -c "$$new_enough" >/dev/null 2>&1; then found=$$candidate; break; fi; \
 	done; \
@@ -55,5 +55,6 @@ $(STAMP): pyproject.toml constraints.txt
 	    "$$found" -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
 	        echo "$$found cannot make a virtual environment: install its venv module (python3-venv on Debian)" >&2; exit 1; }; \
 	fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@echo "installing the package and what it needs into $(VENV): this takes a minute or a few, once"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
