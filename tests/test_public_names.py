@@ -1,0 +1,36 @@
+import ast
+import inspect
+import subprocess
+import sys
+
+import echelon
+from echelon import errors
+
+
+def test_every_public_name_is_there():
+    for name in echelon.__all__:
+        assert getattr(echelon, name).__name__ == name
+    assert set(echelon.__all__) <= set(dir(echelon))
+
+
+def test_every_error_is_public():
+    defined = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert defined <= set(echelon.__all__)
+
+
+def test_type_checkers_see_the_names_that_are_imported_late():
+    tree = ast.parse(inspect.getsource(echelon))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == echelon._WHERE
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    assert not hasattr(echelon, "no_such_name")
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, echelon; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
