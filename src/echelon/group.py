@@ -76,7 +76,8 @@ class ProcessGroup:
         self.rank = self.ranks.index(backend.rank)
         self.timeout = backend.timeout if timeout is None else timeout
         self.name = name
-        self._context = context
+        self.context = context
+        """What keeps this group's messages apart from those of others; the same number on every member."""
         self._sequences = itertools.count(1)
         self._num_subgroups = 0
         self._owns_backend = ranks is None
@@ -342,7 +343,7 @@ class ProcessGroup:
         if len(set(members)) != len(members) or not members:
             raise InvalidRank(members, self.world_size, "ranks")
         self._num_subgroups += 1
-        context = _context_of(self._context, self._num_subgroups)
+        context = _context_of(self.context, self._num_subgroups)
         if self.rank not in members:
             return None
         name = name or f"{self.name}/{self._num_subgroups}"
@@ -408,7 +409,7 @@ class ProcessGroup:
                 self.backend,
                 self.ranks,
                 self.rank,
-                self._context,
+                self.context,
                 sequence,
                 note,
                 self.backend.now() + seconds,
@@ -421,7 +422,7 @@ class ProcessGroup:
                 return result if out is None or result is None else _write(out, result, note)
 
         if async_op:
-            return self.backend.start(attempt, f"{note} of group {self.name!r}", self._context)
+            return self.backend.start(attempt, f"{note} of group {self.name!r}", self.context)
         return attempt()
 
     def _give_up(self, error: EchelonError, operation: str) -> EchelonError:
@@ -429,12 +430,12 @@ class ProcessGroup:
         if isinstance(error, Closed | UnsupportedOp):
             return error
         if isinstance(error, PeerFailed):
-            first = self.backend.revoke(self._context, self.ranks, error)
+            first = self.backend.revoke(self.context, self.ranks, error)
             return PeerFailed(first.rank, first.reason, operation)
         named = Timeout if isinstance(error, Timeout) else CollectiveMismatch
         told = named(f"{operation}: {error}")
         failure = PeerFailed(self.backend.rank, f"{named.__name__}: {told}")
-        self.backend.revoke(self._context, self.ranks, failure)
+        self.backend.revoke(self.context, self.ranks, failure)
         return told
 
     def _check(self, tensor: torch.Tensor, what: str) -> None:
@@ -465,7 +466,7 @@ class ProcessGroup:
     def _tag(self, tag: int) -> Tag:
         if not 0 <= tag <= _MAX_TAG:
             raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", tag)
-        return Tag(self._context, 0, tag)
+        return Tag(self.context, 0, tag)
 
 
 def _context_of(parent: int, number: int) -> int:

@@ -56,10 +56,12 @@ class Driver(Protocol):
 class Work(Generic[T]):
     """One operation under way. Completed once, by the backend, with a result or an error."""
 
-    __slots__ = ("_callbacks", "_completed", "_driver", "_error", "_result", "_timeout", "description")
+    __slots__ = ("_callbacks", "_completed", "_driver", "_error", "_result", "_timeout", "description", "note")
 
     def __init__(self, driver: Driver, description: str, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.description = description
+        self.note = ""
+        """Of a receive that is done: the note that came with the message."""
         self._driver = driver
         self._timeout = timeout
         self._completed = False
@@ -161,7 +163,7 @@ class Backend(ABC):
 
     @abstractmethod
     def irecv(
-        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str = ""
+        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
     ) -> Work[torch.Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor.
 
@@ -169,7 +171,8 @@ class Backend(ABC):
             src: a rank other than this one.
             tag: what the message is for.
             out: contiguous tensor that is written and returned; None: a new tensor of the shape and dtype that were
-            sent. note: as in `isend`.
+                sent.
+            note: what this rank believes it is doing; None: accept any note, and keep it in `Work.note`.
 
         Raises:
             InvalidRank, SelfSend, Closed, UnsupportedOp: at once. From `Work.wait`: SizeMismatch if the message does

@@ -22,7 +22,7 @@ class Receive:
 
     __slots__ = ("note", "out", "src", "tag", "work")
 
-    def __init__(self, work: Work[torch.Tensor], src: int, tag: Tag, out: torch.Tensor | None, note: str) -> None:
+    def __init__(self, work: Work[torch.Tensor], src: int, tag: Tag, out: torch.Tensor | None, note: str | None) -> None:
         self.work = work
         self.src = src
         self.tag = tag
@@ -31,7 +31,7 @@ class Receive:
 
     def refusal(self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> EchelonError | None:
         """Returns why a message with this head cannot be the one waited for; None if it can."""
-        if note != self.note:
+        if self.note is not None and note != self.note:
             return CollectiveMismatch(
                 f"rank {src} is in {note or 'send'}, this rank in {self.note or 'recv'}: "
                 "every rank must call the same operations in the same order with the same arguments"
@@ -101,6 +101,7 @@ class Delivery:
         if receive.out is not None and receive.out is not self.tensor:
             receive.out.copy_(self.tensor)
             self.tensor = receive.out
+        receive.work.note = self._head[3]
         receive.work.complete(self.tensor)
 
 

@@ -192,7 +192,7 @@ class TcpBackend(Backend):
         return work
 
     def irecv(  # noqa: D102
-        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str = ""
+        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
     ) -> Work[torch.Tensor]:
         self.check_peer(src, "src")
         if out is not None:

@@ -1,0 +1,46 @@
+"""A batch cut into microbatches, and outputs put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from echelon.errors import SizeMismatch
+from echelon.pipeline.nested import Value, map_tensors, tensors_of
+
+
+def batch_size(value: Value, what: str) -> int | None:
+    """Returns the length of dim 0 of the tensors in `value`; None if it has no tensor with a dim.
+
+    Raises:
+        SizeMismatch: the tensors differ in it.
+    """
+    sizes = {len(tensor) for tensor in tensors_of(value) if tensor.dim()}
+    if len(sizes) > 1:
+        raise SizeMismatch("tensors with as many samples each", f"{sorted(sizes)} samples", f"{what}, dim 0")
+    return sizes.pop() if sizes else None
+
+
+def split(value: Value, num_microbatches: int) -> list[Value]:
+    """Cuts every tensor along dim 0; the first microbatches get one sample more if it does not divide.
+
+    What is no tensor, and tensors without a dim, go along whole.
+    """
+
+    def part(index: int) -> Value:
+        return map_tensors(
+            lambda tensor: tensor.tensor_split(num_microbatches)[index] if tensor.dim() else tensor, value
+        )
+
+    return [part(index) for index in range(num_microbatches)]
+
+
+def merge(values: Sequence[Value]) -> Value:
+    """Concatenates the tensors of several values of one structure along dim 0; the opposite of `split`.
+
+    Tensors without a dim, such as one loss per microbatch, are stacked.
+    """
+    columns = list(zip(*(tensors_of(value) for value in values), strict=True))
+    whole = iter([torch.stack(column) if column[0].dim() == 0 else torch.cat(column) for column in columns])
+    return map_tensors(lambda _: next(whole), values[0])

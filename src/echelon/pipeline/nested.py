@@ -1,0 +1,106 @@
+"""Nested values: what a model takes and returns, taken apart into tensors and a structure that is plain text.
+
+A value is a tensor, None, a bool, int, float or str, or a tuple, list or dict (with text keys) of values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+
+from echelon.errors import ProtocolError, UnsupportedOp
+
+Value: TypeAlias = object
+"""A nested value."""
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def tensors_of(value: Value) -> list[torch.Tensor]:
+    """Returns the tensors in a value, from left to right."""
+    return list(_tensors(value))
+
+
+def map_tensors(function: Callable[[torch.Tensor], Value], value: Value) -> Value:
+    """Returns the value with every tensor replaced by what `function` makes of it, called from left to right.
+
+    Raises:
+        UnsupportedOp: the value holds something that is not a nested value.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(function, item) for item in value)  # type: ignore[attr-defined, call-arg]
+    if type(value) is dict:
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, _PLAIN):
+        return value
+    raise UnsupportedOp(
+        f"a value of type {type(value).__name__} cannot pass between stages: "
+        "use tensors, None, numbers and text in tuples, lists and dicts"
+    )
+
+
+def structure_of(value: Value) -> str:
+    """Returns the value without its tensors' contents, as text: `value_of` puts them back.
+
+    Of each tensor it says whether it requires a gradient.
+    """
+    return json.dumps(_describe(value), separators=(",", ":"))
+
+
+def value_of(structure: str, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
+    """Returns the value that a structure describes; `next_tensor(requires_grad)` gives its tensors from left to right.
+
+    Raises:
+        ProtocolError: the text is not a structure.
+    """
+    try:
+        return _build(json.loads(structure), next_tensor)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ProtocolError(f"{structure[:40]!r} does not describe a value: use one version everywhere") from error
+
+
+def _tensors(value: Value) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _describe(value: Value) -> object:
+    """Tensors become booleans in a list of one, containers objects with one key, the rest itself in an object."""
+    if isinstance(value, torch.Tensor):
+        return [value.requires_grad]
+    if type(value) is tuple:
+        return {"tuple": [_describe(item) for item in value]}
+    if type(value) is list:
+        return {"list": [_describe(item) for item in value]}
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _describe(item) for key, item in value.items()}}
+    if isinstance(value, _PLAIN):
+        return {"plain": value}
+    map_tensors(lambda tensor: tensor, value)
+    raise UnsupportedOp("a dict that passes between stages needs keys that are text")
+
+
+def _build(spec: object, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
+    if isinstance(spec, list):
+        (requires_grad,) = spec
+        return next_tensor(bool(requires_grad))
+    if not isinstance(spec, dict):
+        raise ValueError("neither a tensor nor a container")
+    ((kind, inside),) = spec.items()
+    if kind == "plain":
+        return inside
+    if kind == "dict":
+        return {key: _build(item, next_tensor) for key, item in inside.items()}
+    items = [_build(item, next_tensor) for item in inside]
+    return tuple(items) if kind == "tuple" else items
