@@ -26,8 +26,10 @@ if group.rank == 1 and "raise" in sys.argv:
     raise KeyError("rank 1 has no key")
 if group.rank == 1 and "die" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
-if len(sys.argv) > 1:
-    group.recv(1)
+if "leave" in sys.argv and group.rank == 1:
+    group.isend(torch.ones(1 << 24, dtype=torch.uint8), 0)
+elif len(sys.argv) > 1:
+    print(len(group.recv(1)))
 """
 
 
@@ -114,6 +116,12 @@ def test_a_rank_that_dies_ends_the_job(script):
     assert status == 137
     assert err.startswith("echelon: rank 1 was killed by SIGKILL\n")
     assert "then rank 0 raised PeerFailed: rank 1 failed" in err
+
+
+def test_what_was_sent_arrives_though_the_program_has_ended(script):
+    status, lines, err = finish(start("-m", "echelon", "run", "-n", "2", script, "leave"))
+    assert (status, err) == (0, "")
+    assert f"[0] {1 << 24}" in lines
 
 
 def test_under_torchrun_all_ranks_are_clients_of_the_agents_store(script):

@@ -179,6 +179,25 @@ def test_a_survivor_that_reports_first_does_not_hide_the_cause(script, tmp_path)
     assert lines[2] == "echelon: all of that because rank 1 was killed by SIGKILL"
 
 
+def test_the_others_may_still_report_after_the_first_end_was_noticed(script, tmp_path):
+    path = script(
+        textwrap.dedent(REPORTING)
+        + textwrap.dedent("""
+        if rank == 1:
+            pathlib.Path(sys.argv[1], "pid.new").write_text(str(os.getpid()))
+            pathlib.Path(sys.argv[1], "pid.new").rename(pathlib.Path(sys.argv[1], "pid"))
+            sys.exit(7)
+        wait_for("pid")
+        while pathlib.Path("/proc", pathlib.Path(sys.argv[1], "pid").read_text()).exists():
+            time.sleep(0.01)  # the launcher has not noticed yet
+        raise PeerFailed(1, "it left")
+    """)
+    )
+    ended = run(2, path, str(tmp_path))
+    assert ended.status == 7
+    assert "echelon: then rank 0 raised PeerFailed: rank 1 failed: it left (" in ended.err
+
+
 def test_the_traceback_of_the_cause_comes_first_and_only_once(script, tmp_path):
     path = script(
         textwrap.dedent(REPORTING)

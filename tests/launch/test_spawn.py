@@ -5,7 +5,6 @@ import select
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 
 import pytest
@@ -79,14 +78,25 @@ def test_no_process_is_left_when_the_parent_is_interrupted(tmp_path, number):
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
 
 
-def test_a_function_that_was_typed_in_is_refused():
-    code = textwrap.dedent("""
-        import echelon
-        def work(group): pass
-        try:
-            echelon.spawn(work, 2)
-        except echelon.LaunchError as error:
-            print(error)
-    """)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert ended.stdout == "fn=work was typed in, so no other process can import it: put it in a file\n"
+TYPED_IN = """
+import echelon
+def work(group): pass
+try:
+    echelon.spawn(work, 2)
+except echelon.LaunchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "message"),
+    [
+        (["-c", TYPED_IN], "", "fn=work was typed in, so no other process can import it: put it in a file\n"),
+        (["-"], TYPED_IN, "this program was read from <stdin>, so no other process can import it: put it in a file\n"),
+    ],
+)
+def test_a_program_that_no_other_process_can_import_is_refused(arguments, text, message):
+    ended = subprocess.run(
+        [sys.executable, *arguments], input=text, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert ended.stdout == message

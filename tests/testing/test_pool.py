@@ -1,6 +1,8 @@
 """What happens to a job, and to the workers that run it. `spawn` runs its jobs the same way."""
 
 import os
+import select
+import signal
 import time
 
 import pytest
@@ -69,6 +71,17 @@ def test_a_killed_worker_is_named_and_replaced(pool):
     after = pool.run(ranks.pid, 3)
     assert before[1] not in after
     assert len(set(after)) == 3
+
+
+def test_a_worker_that_died_between_two_jobs_is_replaced(pool):
+    first, second = pool.run(ranks.pid, 2)
+    pidfd = os.pidfd_open(first)
+    os.kill(first, signal.SIGKILL)
+    assert select.select([pidfd], [], [], 10)[0]
+    os.close(pidfd)
+    after = pool.run(ranks.pid, 2)
+    assert after[0] == second
+    assert first not in after
 
 
 def test_a_death_is_the_cause_though_it_was_blamed_before_it_happened(pool):

@@ -39,19 +39,18 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if "<" in name:
         raise LaunchError(f"fn={name} cannot be found by name in another process: def it at the top level of a module")
-    if getattr(function, "__module__", None) == "__main__" and not _main_has_a_file():
+    main = sys.modules["__main__"]
+    path = None if main.__spec__ else getattr(main, "__file__", None)
+    if path is None and main.__spec__ is None and getattr(function, "__module__", None) == "__main__":
         raise LaunchError(f"fn={name} was typed in, so no other process can import it: put it in a file")
+    if path is not None and not os.path.exists(path):
+        raise LaunchError(f"this program was read from {path}, so no other process can import it: put it in a file")
     try:
         return pickle.dumps((function, tuple(args)))
     except Exception as error:  # an argument's class may do anything here
         raise LaunchError(
             f"fn={name} and its arguments cannot be pickled ({error}): pass functions of a module and plain values"
         ) from error
-
-
-def _main_has_a_file() -> bool:
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return path is not None and os.path.exists(path)
 
 
 def run_job(workers: Sequence[Worker], call: bytes, *, timeout: float, deadline: float | None = None) -> list[Any]:

@@ -72,6 +72,8 @@ class RankPool:
         """Removes `count` workers from the pool, made now as far as there are too few."""
         if self._closed:
             raise LaunchError("this RankPool is closed: make a new one")
+        idle, self._workers = self._workers, []
+        self._give_back(idle)  # without those that have died since
         while len(self._workers) < count:
             self._workers.append(Worker())
         taken = self._workers[:count]
