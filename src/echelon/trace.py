@@ -235,24 +235,33 @@ class Timeline:
         return Idle(starts[0] - self.start, other_ranks, transfers, overhead, self.end - ends[-1])
 
     def draw(self, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
-        """Draws the timeline into a file, as SVG or PNG by its suffix.
+        """Draws the timeline into a file, as SVG, PNG or PDF by its suffix.
 
         Args:
             path: Where to write.
-            against: Another timeline, drawn below on the same scale, such as the measured run under the planned one.
+            against: Another timeline, drawn above, such as the planned run above the measured one. The two may be in
+                different units of time: equal work is drawn equally wide.
 
         Raises:
-            EchelonError: matplotlib is not installed, or the suffix is neither .svg nor .png.
+            EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.
         """
         from echelon.pipeline.draw import draw
 
         draw(self, path, against)
 
-    def to_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Writes the timeline as a Chrome trace, which chrome://tracing and ui.perfetto.dev open."""
-        from echelon.pipeline.draw import to_chrome
+    def to_chrome(self, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
+        """Writes the timeline as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
-        to_chrome(self, path)
+        Args:
+            path: Where to write.
+            seconds: How long a unit of the timeline's time is.
+
+        Raises:
+            EchelonError: `seconds` is not above 0.
+        """
+        from echelon.chrome import to_chrome
+
+        to_chrome(self, path, seconds)
 
 
 def _quotient(part: Time, whole: Time) -> Time:

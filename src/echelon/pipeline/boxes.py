@@ -1,0 +1,92 @@
+"""The boxes that a picture of a timeline consists of, whatever it is painted on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from echelon.pipeline.action import Action, Kind, Overlapped
+from echelon.trace import Timeline
+
+_NUMBER = re.compile(r"\d+")
+
+
+class Box(NamedTuple):
+    """A rectangle in a rank's row. Times count from the start of the timeline."""
+
+    start: float
+    end: float
+    label: str
+    short: str
+    """What to write where `label` does not fit: the microbatch."""
+    hue: int
+    """Of an action: its microbatch. Of text: the position of its name among `Boxes.names`."""
+    kind: Kind
+    lower: float = 0.0
+    """Where the box begins in the height of the row, from 0 to 1. A step that is two actions at once is two boxes."""
+    upper: float = 1.0
+
+    @property
+    def width(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """All boxes of a timeline.
+
+    Args:
+        rows: For each rank its boxes.
+        makespan: Where the last box ends.
+        kinds: The kinds of actions that occur.
+        num_microbatches: One more than the highest microbatch of an action; 0 without actions.
+        names: What steps that are no actions are called, without the numbers in it.
+    """
+
+    rows: tuple[tuple[Box, ...], ...]
+    makespan: float
+    kinds: frozenset[Kind]
+    num_microbatches: int
+    names: tuple[str, ...]
+
+
+def boxes_of(timeline: Timeline) -> Boxes:
+    """Lays out a timeline."""
+    names: dict[str, int] = {}
+    rows = []
+    for steps, starts, ends in zip(timeline.steps, timeline.starts, timeline.ends, strict=True):
+        row: list[Box] = []
+        for step, start, end in zip(steps, starts, ends, strict=True):
+            row += _of_step(step, float(start - timeline.start), float(end - timeline.start), names)
+        rows.append(tuple(row))
+    actions = [box for row, steps in zip(rows, timeline.steps, strict=True) for box in row if _is_action(box)]
+    return Boxes(
+        rows=tuple(rows),
+        makespan=float(timeline.makespan),
+        kinds=frozenset(box.kind for box in actions),
+        num_microbatches=max((box.hue for box in actions), default=-1) + 1,
+        names=tuple(names),
+    )
+
+
+def _is_action(box: Box) -> bool:
+    return bool(box.short)
+
+
+def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> tuple[Box, ...]:
+    if isinstance(step, Action):
+        return (_of_action(step, start, end),)
+    if isinstance(step, Overlapped):
+        return (
+            _of_action(step.forward, start, end)._replace(lower=0.5),
+            _of_action(step.backward, start, end)._replace(upper=0.5),
+        )
+    label = str(step)
+    name = " ".join(_NUMBER.sub("", label).split())
+    return (Box(start, end, label, "", names.setdefault(name, len(names)), "F"),)
+
+
+def _of_action(action: Action, start: float, end: float) -> Box:
+    return Box(start, end, str(action), str(action.microbatch), action.microbatch, action.kind)

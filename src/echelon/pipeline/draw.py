@@ -1,0 +1,263 @@
+"""Draws a timeline as SVG, PNG or PDF: a row per rank, time from left to right. Needs matplotlib."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from echelon.errors import EchelonError
+from echelon.pipeline.boxes import Box, Boxes, boxes_of
+from echelon.pipeline.palette import KIND_NAMES, NUM_HUES, color, text_color
+from echelon.pipeline.summary import summary
+from echelon.trace import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FORMATS = {".svg": {"Date": None}, ".png": {"Software": None}, ".pdf": {"CreationDate": None}}
+"""For each format what else would make two files of one picture differ."""
+
+# Inches.
+_LEFT, _RIGHT, _TITLE, _TIME_AXIS, _LEGEND_LINE = 0.75, 0.25, 0.4, 0.48, 0.24
+_MIN_WIDTH, _MAX_WIDTH = 8.0, 18.0
+_PADDING = 0.05
+_CHARACTER = 0.602 / 72
+"""Width of a character of the font, per point of its size."""
+
+_FONT = ["DejaVu Sans Mono", "monospace"]
+_IDLE, _EDGE, _INK = "#f1f1f1", "#404040", "#202020"
+_MANY_BOXES = 50_000
+"""Above this, boxes are pixels even in SVG and PDF, which would else be hard to open."""
+
+
+def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
+    """Draws a timeline into a file; see `Timeline.draw`.
+
+    Raises:
+        EchelonError: matplotlib is not installed, or the suffix names no format.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _FORMATS:
+        raise EchelonError(f"cannot draw into {os.fspath(path)!r}: give a name that ends in .svg, .png or .pdf")
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise EchelonError("drawing needs matplotlib: pip install 'echelon[plot]'") from None
+    # Text as text: it can be searched, and the file is small.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}):
+        figure = _figure([timeline] if against is None else [against, timeline])
+        figure.savefig(path, format=suffix[1:], dpi=150, metadata=_FORMATS[suffix], facecolor="white")
+
+
+class _Panel(NamedTuple):
+    """One timeline of the picture."""
+
+    timeline: Timeline
+    boxes: Boxes
+    length: float
+    """How much time its axis shows."""
+    row: float
+    """The height of a rank's row, in inches."""
+
+    @property
+    def height(self) -> float:
+        return self.row * max(1, self.timeline.num_ranks)
+
+
+class _Font(NamedTuple):
+    """How boxes are labelled: the size in points, and whether in full."""
+
+    size: float
+    in_full: bool
+
+    def label(self, box: Box) -> str:
+        return box.label if self.in_full else box.short
+
+    def width(self, box: Box) -> float:
+        return len(self.label(box)) * self.size * _CHARACTER + _PADDING
+
+
+def _figure(timelines: list[Timeline]) -> Figure:
+    from matplotlib.figure import Figure
+
+    panels = _panels(timelines)
+    legends = _legends(panels)
+    width = max(map(_wanted_width, panels))
+    heights = [_TITLE + panel.height + _TIME_AXIS for panel in panels]
+    total = sum(heights) + _LEGEND_LINE * len(legends)
+    figure = Figure(figsize=(width, total))
+    top = total
+    for panel, height in zip(panels, heights, strict=True):
+        bottom = top - height + _TIME_AXIS
+        box = (_LEFT / width, bottom / total, (width - _LEFT - _RIGHT) / width, panel.height / total)
+        _paint(figure.add_axes(box), panel, width - _LEFT - _RIGHT)
+        top -= height
+    for line, handles in enumerate(reversed(legends)):
+        _place_legend(figure, handles, (line * _LEGEND_LINE + 0.04) / total, _LEFT / width)
+    return figure
+
+
+def _panels(timelines: list[Timeline]) -> list[_Panel]:
+    """Gives equal work equal widths, so that what two timelines differ in is their idle time.
+
+    The two may be in different units: a plan counts forwards, a measured run seconds.
+    """
+    work = [float(max(timeline.busy, default=0)) for timeline in timelines]
+    ratios = [float(timeline.makespan) / busy if busy else 1.0 for timeline, busy in zip(timelines, work, strict=True)]
+    return [
+        _Panel(
+            timeline,
+            boxes_of(timeline),
+            length=(busy * max(ratios) if busy else float(timeline.makespan)) or 1.0,
+            row=min(0.45, max(0.1, 0.08 + 3.4 / max(1, timeline.num_ranks))),
+        )
+        for timeline, busy in zip(timelines, work, strict=True)
+    ]
+
+
+def _wanted_width(panel: _Panel) -> float:
+    """As wide as most boxes need to be labelled in full, within limits."""
+    boxes = sorted((box for row in panel.boxes.rows for box in row if box.width > 0), key=lambda box: box.width)
+    if not boxes:
+        return _MIN_WIDTH
+    narrow = boxes[len(boxes) // 10]
+    needed = _Font(6.5, in_full=True).width(max(boxes, key=lambda box: len(box.label)))
+    return min(_MAX_WIDTH, max(_MIN_WIDTH, needed * panel.length / narrow.width + _LEFT + _RIGHT))
+
+
+def _paint(axes: Axes, panel: _Panel, width: float) -> None:
+    """Paints a panel whose axes are `width` inches wide."""
+    scale = width / panel.length
+    rows = panel.boxes.rows
+    _paint_rows(axes, panel)
+    flat = [(rank, box) for rank, row in enumerate(rows) for box in row]
+    wide = [item for item in flat if item[1].width * scale > _PADDING]
+    # An edge would hide a narrow box; of one that took no time it is all there is to see.
+    _paint_boxes(axes, [item for item in flat if 0 < item[1].width * scale <= _PADDING], edge_width=0)
+    _paint_boxes(axes, [item for item in flat if item[1].width <= 0] + wide, edge_width=0.4)
+    _paint_labels(axes, wide, panel.row, scale)
+
+
+def _paint_rows(axes: Axes, panel: _Panel) -> None:
+    ranks = range(panel.timeline.num_ranks)
+    axes.set_xlim(0, panel.length)
+    axes.set_ylim(max(1, panel.timeline.num_ranks) - 0.5, -0.5)
+    if panel.boxes.makespan:
+        axes.barh(list(ranks), panel.boxes.makespan, height=0.88, color=_IDLE, edgecolor="#d8d8d8", linewidth=0.4)
+    size = min(9.0, panel.row * 72 * 0.6)
+    axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks], fontsize=size, color=_INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8, color="#808080", labelcolor=_INK)
+    axes.set_xlabel("time", fontsize=8, color=_INK, labelpad=1)
+    for side in ("left", "top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#808080")
+    axes.set_title(summary(panel.timeline), loc="left", fontsize=10, color=_INK)
+
+
+def _paint_boxes(axes: Axes, boxes: list[tuple[int, Box]], edge_width: float) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = []
+    for rank, box in boxes:
+        top, bottom = rank + 0.44 - 0.88 * box.upper, rank + 0.44 - 0.88 * box.lower
+        corners.append([(box.start, top), (box.end, top), (box.end, bottom), (box.start, bottom)])
+    axes.add_collection(
+        PolyCollection(
+            corners,
+            facecolors=[color(box.hue, box.kind) for _, box in boxes],
+            edgecolors=_EDGE,
+            linewidths=edge_width,
+            zorder=2,
+            rasterized=len(boxes) > _MANY_BOXES,
+        ),
+        autolim=False,
+    )
+
+
+def _paint_labels(axes: Axes, boxes: list[tuple[int, Box]], row: float, scale: float) -> None:
+    """Labels the boxes, all in one way; those in which it does not fit stay without."""
+    font = _font([box for _, box in boxes], row, scale)
+    if font is None:
+        return
+    for rank, box in boxes:
+        if font.width(box) > box.width * scale:
+            continue
+        axes.text(
+            (box.start + box.end) / 2,
+            rank + 0.44 - 0.44 * (box.lower + box.upper),
+            font.label(box),
+            ha="center",
+            va="center_baseline",
+            fontsize=font.size,
+            family=_FONT,
+            color=text_color(box.kind),
+            parse_math=False,
+            zorder=3,
+        )
+
+
+def _font(boxes: list[Box], row: float, scale: float) -> _Font | None:
+    """The largest that fits into 9 in 10 boxes, in full if possible; else one that fits into the wider kind of them.
+
+    None: a label here and there would not help.
+    """
+    height = row * 72 * 0.88 * min((box.upper - box.lower for box in boxes), default=1.0)
+    sizes = [size for size in (8.0, 7.0, 6.0, 5.0) if size < 0.75 * height] or [0.75 * height]
+    fonts = [_Font(size, in_full) for in_full in (True, False) for size in sizes]
+    fitting = [sum(font.width(box) <= box.width * scale for box in boxes) for font in fonts]
+    for part in (0.9, 0.4):
+        for font, count in zip(fonts, fitting, strict=True):
+            if count >= part * len(boxes):
+                return font
+    return None
+
+
+_Swatch = tuple[str, str]
+"""A colour and what it stands for."""
+
+
+def _legends(panels: list[_Panel]) -> list[list[_Swatch]]:
+    """The lines of the legend."""
+    kinds = {kind for panel in panels for kind in panel.boxes.kinds}
+    lines = [[(color(None, kind), name) for kind, name in KIND_NAMES.items() if kind in kinds] + [(_IDLE, "idle")]]
+    count = max(panel.boxes.num_microbatches for panel in panels)
+    if count:
+        lines.append([(color(hue, "F"), _microbatches(hue, count)) for hue in range(min(count, NUM_HUES))])
+    for panel in panels:
+        names = [(color(hue, "F"), name) for hue, name in enumerate(panel.boxes.names[:NUM_HUES]) if name]
+        if names and names not in lines:
+            lines.append(names)
+    return lines
+
+
+def _microbatches(hue: int, count: int) -> str:
+    numbers = list(range(hue, count, NUM_HUES))
+    text = ", ".join(map(str, numbers[:3])) + (" ..." if len(numbers) > 3 else "")
+    return f"microbatch {text}" if hue == 0 else text
+
+
+def _place_legend(figure: Figure, swatches: list[_Swatch], bottom: float, left: float) -> None:
+    from matplotlib.patches import Patch
+
+    legend = figure.legend(
+        handles=[Patch(facecolor=fill, edgecolor=_EDGE, linewidth=0.4) for fill, _ in swatches],
+        labels=["." for _ in swatches],
+        loc="lower left",
+        bbox_to_anchor=(left, bottom),
+        ncols=len(swatches),
+        fontsize=8,
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
+    # Not passed as labels: those with a leading underscore or a $ would have a meaning.
+    for text, (_, name) in zip(legend.get_texts(), swatches, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
