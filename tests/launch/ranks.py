@@ -1,5 +1,6 @@
 """What ranks run in the tests of this folder. Each function is found by its name in another process."""
 
+import contextvars
 import os
 import signal
 import threading
@@ -27,6 +28,18 @@ def total(group, factor):
 
 def init_again(group):
     return echelon.init() is group
+
+
+def total_of_another_world(group, environ):
+    """Joins the world that `environ` describes, as if this process had been started with it."""
+    os.environ.update(environ, RANK=str(group.rank))
+    try:
+        with contextvars.Context().run(echelon.init) as other:
+            assert other is not group
+            return other.all_reduce(torch.tensor(other.rank + 1.0)).item()
+    finally:
+        for name in (*environ, "RANK"):
+            del os.environ[name]
 
 
 def init_other_backend(group):

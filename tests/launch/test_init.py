@@ -11,6 +11,7 @@ from echelon.errors import LaunchError
 from echelon.launch import init as init_module
 from echelon.launch.environment import REQUIRED
 from echelon.launch.resources import ReservedPort
+from tests.launch import ranks
 
 ALL_REDUCE = """
 import os, signal, sys
@@ -97,12 +98,6 @@ def test_what_makes_no_sense_is_an_error_of_one_line(alone, monkeypatch, environ
     assert "\n" not in str(caught.value)
 
 
-def test_under_echelon_run_all_ranks_meet(script):
-    status, lines, err = finish(start("-m", "echelon", "run", "-n", "2", script))
-    assert (status, err) == (0, "")
-    assert lines == [f"[{rank}] {rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
-
-
 def test_an_exception_reaches_the_peers_and_the_launcher(script):
     status, _, err = finish(start("-m", "echelon", "run", "-n", "2", script, "raise"))
     assert status == 1
@@ -118,10 +113,10 @@ def test_a_rank_that_dies_ends_the_job(script):
     assert "then rank 0 raised PeerFailed: rank 1 failed" in err
 
 
-def test_what_was_sent_arrives_though_the_program_has_ended(script):
+def test_under_echelon_run_all_ranks_meet_and_what_was_sent_arrives_though_the_sender_has_ended(script):
     status, lines, err = finish(start("-m", "echelon", "run", "-n", "2", script, "leave"))
     assert (status, err) == (0, "")
-    assert f"[0] {1 << 24}" in lines
+    assert lines == ["[0] 0 of 2: [3.0, 3.0, 3.0]", f"[0] {1 << 24}", "[1] 1 of 2: [3.0, 3.0, 3.0]"]
 
 
 def test_under_torchrun_all_ranks_are_clients_of_the_agents_store(script):
@@ -130,28 +125,16 @@ def test_under_torchrun_all_ranks_are_clients_of_the_agents_store(script):
     assert lines == [f"{rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
 
 
-def test_without_the_agents_store_rank_0_serves_one(script):
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param({"ECHELON_SECRET": "known to both of the ranks"}, id="a secret and no launcher"),
+        pytest.param(
+            {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False"}, id="a store that rank 0 serves"
+        ),
+    ],
+)
+def test_ranks_meet_with(pool, environ):
     with ReservedPort() as port:
-        environ = {
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port.port),
-            "TORCHELASTIC_RUN_ID": "none",
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-        }
-        processes = [start(script, RANK=str(rank), **environ) for rank in range(2)]
-        ends = [finish(process) for process in processes]
-    assert ends == [(0, [f"{rank} of 2: [3.0, 3.0, 3.0]"], "") for rank in range(2)]
-
-
-def test_a_secret_is_enough_without_a_launcher(script):
-    with ReservedPort() as port:
-        environ = {
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port.port),
-            "ECHELON_SECRET": "known to both of the ranks",
-        }
-        processes = [start(script, RANK=str(rank), **environ) for rank in range(2)]
-        ends = [finish(process) for process in processes]
-    assert ends == [(0, [f"{rank} of 2: [3.0, 3.0, 3.0]"], "") for rank in range(2)]
+        environ |= {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
+        assert pool.run(ranks.total_of_another_world, 3, environ) == [6.0] * 3
