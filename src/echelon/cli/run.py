@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.launch.run import GRACE, Console, Program
+from echelon.launch.launcher import Console
+from echelon.launch.run import GRACE, Program
 from echelon.launch.run import run as run_program
 
 

@@ -1,9 +1,5 @@
 """Runs a program as all the ranks of one host: what `echelon run` does.
 
-Strategy. One thread waits for everything at once: output of the ranks, their ends (pidfd), signals, and the next
-deadline. After the first failure the other ranks get a grace to report theirs; then they get SIGTERM, and a second
-later SIGKILL. So the job ends at most grace + 1 s after its first rank, whatever the others do.
-
 torch.distributed.elastic.multiprocessing is not used: it ends the other ranks as soon as it notices that one
 failed, so the cause may be a rank that was about to report; it looks once a second; it copies output through files
 that it polls; its ranks outlive it when it is killed; and importing it takes seconds.
@@ -11,35 +7,20 @@ that it polls; its ranks outlive it when it is killed; and importing it takes se
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import selectors
-import signal
-import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import BinaryIO
 
 from echelon.errors import InvalidWorldSize, LaunchError
-from echelon.launch.failure import RankFailure, first_cause
-from echelon.launch.output import MarkedStream
-from echelon.launch.process import RankProcess
+from echelon.launch.launcher import Console, Launcher
 from echelon.launch.report import ERROR_FILE
 from echelon.launch.resources import LOOPBACK, ReservedPort, threads_per_rank
 
 GRACE = 3.0
 """Seconds that ranks get to report after the first failure."""
-
-_PATIENCE = 1.0
-"""Seconds between SIGTERM and SIGKILL."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends the job: each is passed on to all ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +39,6 @@ class Program:
         """Raises LaunchError if there is no such script."""
         if not self.is_module and not os.path.isfile(self.name):
             raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: check its path")
-
-
-@dataclass(frozen=True)
-class Console:
-    """Where the launcher writes: the output of the ranks and its own messages."""
-
-    stdout: BinaryIO
-    stderr: BinaryIO
-    color_stdout: bool = False
-    color_stderr: bool = False
-
-    def say(self, message: str) -> None:
-        """Writes a message of the launcher itself."""
-        self.stderr.write(f"echelon: {message}\n".encode())
-        self.stderr.flush()
 
 
 def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str, str], grace: float = GRACE) -> int:
@@ -103,7 +69,7 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
         environs = rank_environs(num_ranks, port.port, environ)
         for rank, each in enumerate(environs):
             each[ERROR_FILE] = os.path.join(folder, f"rank{rank}.json")
-        with _Launcher(console, grace) as launcher:
+        with Launcher(console, grace) as launcher:
             return launcher.run(program.command(), environs)
 
 
@@ -124,167 +90,3 @@ def rank_environs(num_ranks: int, port: int, environ: Mapping[str, str]) -> list
         "ECHELON_RUN_ID": secrets.token_hex(4),
     }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-
-
-class _Launcher:
-    """The state of one run: which ranks live, which failed, and what happens when to those that live on."""
-
-    def __init__(self, console: Console, grace: float) -> None:
-        self._console = console
-        self._grace = grace
-        self._selector = selectors.DefaultSelector()
-        self._ranks: list[RankProcess] = []
-        self._running: set[RankProcess] = set()
-        self._streams: dict[int, MarkedStream] = {}
-        self._failures: list[RankFailure] = []
-        self._explained: RankFailure | None = None
-        self._ended: set[int] = set()
-        self._interrupted_by = 0
-        self._deadline = float("inf")
-        self._next_signal = signal.SIGTERM
-
-    def run(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> int:
-        with self._signals():
-            for rank, environ in enumerate(environs):
-                self._start(rank, command, environ)
-            while self._running:
-                timeout = None if self._deadline == float("inf") else max(0.0, self._deadline - time.monotonic())
-                for key, _ in self._selector.select(timeout):
-                    if key.fd in self._selector.get_map():  # not if a callback before has dropped it
-                        key.data()
-                if time.monotonic() >= self._deadline:
-                    self._escalate()
-        return self._conclude()
-
-    def _start(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        process = RankProcess(rank, command, environ)
-        self._ranks.append(process)
-        self._running.add(process)
-        console = self._console
-        self._streams[process.stdout] = MarkedStream(rank, console.stdout, color=console.color_stdout)
-        self._streams[process.stderr] = MarkedStream(rank, console.stderr, color=console.color_stderr)
-        for source in (process.stdout, process.stderr):
-            self._watch(source, partial(self._copy, source))
-        self._watch(process.pidfd, partial(self._on_end, process))
-
-    def _watch(self, source: int, callback: Callable[[], object]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, callback)
-
-    def _copy(self, source: int) -> bool:
-        """Copies what there is to read; says whether there may be more."""
-        try:
-            data = os.read(source, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(source)
-            return False
-        self._streams[source].feed(data)
-        return True
-
-    def _on_end(self, process: RankProcess) -> None:
-        at = time.monotonic()
-        self._selector.unregister(process.pidfd)
-        for source in (process.stdout, process.stderr):
-            while source in self._selector.get_map() and self._copy(source):
-                pass
-            self._streams[source].finish()
-        self._running.discard(process)
-        code = process.reap()
-        ended_by_us = self._interrupted_by or self._next_signal != signal.SIGTERM
-        if code != 0 and not (ended_by_us and process.reported() is None):
-            self._fail(process.failure(at))
-
-    def _fail(self, failure: RankFailure) -> None:
-        self._failures.append(failure)
-        if self._interrupted_by:
-            return
-        if len(self._failures) == 1:
-            self._deadline = time.monotonic() + self._grace
-        # A rank may have reported the cause and still be on its way out.
-        known = [*self._failures, *filter(None, (process.reported() for process in self._running))]
-        own = [failure for failure in known if failure.blames is None]
-        if own and self._explained is None:
-            self._explain(first_cause(own))
-
-    def _explain(self, failure: RankFailure) -> None:
-        """Writes the whole of the first cause: once, as soon as it is known."""
-        self._explained = failure
-        self._console.say(_line(failure))
-        trace = MarkedStream(failure.rank, self._console.stderr, color=self._console.color_stderr)
-        trace.feed(failure.traceback.encode())
-        trace.finish()
-
-    def _escalate(self) -> None:
-        """Sends the ranks that still run the next, stronger signal."""
-        for process in self._running:
-            process.send_signal(self._next_signal)
-            self._ended.add(process.rank)
-        self._next_signal = signal.SIGKILL
-        self._deadline = time.monotonic() + _PATIENCE
-
-    def _interrupt(self, number: int) -> None:
-        """Passes a signal on to the ranks; the second one kills them."""
-        self._next_signal = signal.SIGKILL
-        if self._interrupted_by:
-            self._escalate()
-            return
-        self._interrupted_by = number
-        for process in self._running:
-            process.send_signal(number)
-        self._deadline = time.monotonic() + self._grace
-
-    def _conclude(self) -> int:
-        if self._interrupted_by:
-            self._console.say(f"ended by {signal.Signals(self._interrupted_by).name}")
-            return 128 + self._interrupted_by
-        if not self._failures:
-            return 0
-        cause = self._explained or first_cause(self._failures)
-        if self._explained is None:
-            self._explain(cause)
-        after = [_line(failure) for failure in self._failures if failure.rank != cause.rank]
-        silent = self._ended - {failure.rank for failure in self._failures}
-        after += [f"rank {rank} went on for {self._grace:g} s and was ended" for rank in sorted(silent)]
-        for line in after:
-            self._console.say(f"then {line}")
-        if after:
-            self._console.say(f"all of that because {cause}")
-        return cause.status
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turns signals into bytes on a socket that the loop waits on, so that nothing is interrupted halfway."""
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setblocking(False)
-        self._watch(ours.fileno(), lambda: self._on_wakeup(ours))
-        caught = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores
-        previous = {number: signal.signal(number, lambda *_: None) for number in caught}
-        wakeup = signal.set_wakeup_fd(theirs.fileno())
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            self._selector.unregister(ours)
-            ours.close()
-            theirs.close()
-
-    def _on_wakeup(self, ours: socket.socket) -> None:
-        for number in ours.recv(64):
-            if number in _SIGNALS:
-                self._interrupt(number)
-
-    def __enter__(self) -> _Launcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._ranks:
-            process.close()
-        self._selector.close()
-
-
-def _line(failure: RankFailure) -> str:
-    return f"{failure} ({failure.where})" if failure.where else str(failure)
