@@ -1,4 +1,4 @@
-"""The named pipeline schedules, one file each.
+"""The named pipeline schedules, one file each, and the search for one made to measure.
 
 To add one: write a function that takes num_ranks, num_microbatches (and num_chunks) and returns a `Schedule`.
 docs/schedules.md shows one in 20 lines.
@@ -7,5 +7,6 @@ docs/schedules.md shows one in 20 lines.
 from __future__ import annotations
 
 from echelon.pipeline.schedules.registry import build, names
+from echelon.pipeline.search.engine import search
 
-__all__ = ["build", "names"]
+__all__ = ["build", "names", "search"]

@@ -14,8 +14,11 @@ from echelon.pipeline.schedules.gpipe import gpipe
 from echelon.pipeline.schedules.interleaved_1f1b import interleaved_1f1b
 from echelon.pipeline.schedules.looped_bfs import looped_bfs
 from echelon.pipeline.schedules.one_f_one_b import one_f_one_b
+from echelon.pipeline.schedules.v_half import v_half
+from echelon.pipeline.schedules.v_min import v_min
 from echelon.pipeline.schedules.zb_h1 import zb_h1
 from echelon.pipeline.schedules.zb_h2 import zb_h2
+from echelon.pipeline.schedules.zb_v import zb_v
 
 
 class _Fixed(NamedTuple):
@@ -46,6 +49,9 @@ _SCHEDULES: dict[str, _Known] = {
     "looped-bfs": _Chunked(looped_bfs),
     "zb-h1": _Fixed(zb_h1),
     "zb-h2": _Fixed(zb_h2),
+    "zb-v": _Fixed(zb_v, num_chunks=2),
+    "v-half": _Fixed(v_half, num_chunks=2),
+    "v-min": _Fixed(v_min, num_chunks=2),
     "dualpipe-v": _Fixed(dualpipe_v, num_chunks=2),
     "forward-only": _Chunked(lambda ranks, microbatches, chunks: forward_only(loop(ranks, chunks), microbatches)),
 }

@@ -1,0 +1,63 @@
+"""The building block of V-shaped schedules: when one microbatch runs where; the others follow at equal intervals.
+
+Each stage needs three units of time per microbatch (F, I, W) and each rank holds two stages, so a new microbatch starts
+every six units. It goes down the ranks, back up, and the gradients go the same way back; how many units each hop takes
+on each of these four ways decides how long activations are held, and so the memory (Qi et al., 2024, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from echelon.pipeline.action import Action, Kind
+
+_INTERVAL = 6
+
+
+class Block(NamedTuple):
+    """Units of time per hop on the four ways, and how long a microbatch rests at each turn between them.
+
+    No two actions of a rank may fall on the same unit of the interval.
+    """
+
+    forward_down: int
+    forward_up: int
+    backward_down: int
+    backward_up: int
+    rests: tuple[int, int, int]
+
+    def orders(self, num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
+        """For each rank its actions, in order."""
+        return tuple(self._order(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+
+    def _order(self, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+        starts = self._starts(rank, num_ranks)
+        timed = [
+            (start + _INTERVAL * microbatch, Action(stage, kind, microbatch))
+            for (stage, kind), start in starts.items()
+            for microbatch in range(num_microbatches)
+        ]
+        return tuple(action for _, action in sorted(timed))
+
+    def _starts(self, rank: int, num_ranks: int) -> dict[tuple[int, Kind], int]:
+        """When microbatch 0 runs on a rank."""
+        hops, later = num_ranks - 1, num_ranks - 1 - rank
+        down, up = rank, 2 * num_ranks - 1 - rank
+        turns = [0]
+        for per_hop, rest in zip((self.forward_down, self.forward_up, self.backward_down), self.rests, strict=True):
+            turns.append(turns[-1] + per_hop * hops + 1 + rest)
+        starts: dict[tuple[int, Kind], int] = {
+            (down, "F"): turns[0] + self.forward_down * rank,
+            (up, "F"): turns[1] + self.forward_up * later,
+            (up, "I"): turns[2] + self.backward_down * rank,
+            (down, "I"): turns[3] + self.backward_up * later,
+        }
+        for stage in (up, down):
+            starts[stage, "W"] = _next_free(starts[stage, "I"], starts.values())
+        return starts
+
+
+def _next_free(after: int, taken: Collection[int]) -> int:
+    units = {start % _INTERVAL for start in taken}
+    return next(start for start in range(after + 1, after + _INTERVAL) if start % _INTERVAL not in units)

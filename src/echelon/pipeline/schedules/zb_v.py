@@ -1,0 +1,59 @@
+"""ZB-V: no bubble with no more memory than 1F1B, where F, I and W take equally long (Qi et al., 2024, section 6).
+
+2 ranks, 4 microbatches:
+
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 0I2 3W3 0W2 0I3 0W3
+    rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+
+from echelon.pipeline.action import Action
+from echelon.pipeline.placement import vee
+from echelon.pipeline.schedule import Schedule
+
+
+def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Makes the ZB-V schedule. Every rank holds 2 num_ranks chunks, as much as num_ranks microbatches of both."""
+    return Schedule(
+        name="zb-v",
+        num_microbatches=num_microbatches,
+        placement=vee(num_ranks),
+        orders=tuple(tuple(_order(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)),
+    )
+
+
+def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Puts the W between the others: each right after its I, but in the drain only when both stages had their turns."""
+    skeleton = _skeleton(rank, num_ranks, num_microbatches)
+    last_forward = max(index for index, action in enumerate(skeleton) if action.kind == "F")
+    after_turns = last_forward + 2 * (rank + 1)
+    weights: deque[Action] = deque()
+    for index, action in enumerate(skeleton):
+        yield action
+        if action.kind == "I":
+            weights.append(action._replace(kind="W"))
+        # The first ranks wait longest for the gradients that are still to come: they have time for two W.
+        both = index == after_turns < len(skeleton) - 1 and 2 * rank < num_ranks
+        if weights and (index < last_forward or index >= after_turns):
+            yield weights.popleft()
+            if both and weights:
+                yield weights.popleft()
+    yield from weights
+
+
+def _skeleton(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    """The forwards and the backwards for the input."""
+    later, last_stage = num_ranks - 1 - rank, 2 * num_ranks - 1
+    down, up = Action(rank, "F", 0), Action(last_stage - rank, "F", 0)
+    down_back, up_back = down._replace(kind="I"), up._replace(kind="I")
+    turns = [down] * (2 * later + 1) + [up, down] * rank + [up, up_back] * (later + 1)
+    turns += [down, down_back, up, up_back] * (num_microbatches - num_ranks)
+    turns += [down_back, up_back] * rank + [down_back] * num_microbatches
+    counts = {turn: count() for turn in set(turns)}
+    actions = [turn._replace(microbatch=next(counts[turn])) for turn in turns]
+    return [action for action in actions if action.microbatch < num_microbatches]

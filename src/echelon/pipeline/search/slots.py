@@ -1,0 +1,102 @@
+"""Grows a skeleton: warm-up forwards, then in each slot one backward and one forward on every rank.
+
+Of its stages a rank takes the one nearest to the end of the journey whose input is on its way: the last for a forward,
+the first for a backward. That frees memory soonest. A rank without room for a forward lets the slot pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from echelon.pipeline.action import Kind
+from echelon.pipeline.search.filling import Filled, Filler
+from echelon.pipeline.search.problem import Problem
+
+
+def fill_slots(problem: Problem, warm_ups: Sequence[Sequence[int]], patience: int = 0) -> Filled | None:
+    """Makes a schedule that starts with the warm-ups.
+
+    Args:
+        problem: What to schedule.
+        warm_ups: For each rank, the stages of the forwards that it starts with.
+        patience: See `Filler`.
+
+    Returns:
+        None if the warm-ups do not fit the limits, or ranks wait for ever.
+    """
+    slots = _Slots(problem, patience)
+    if not slots.warm_up(warm_ups):
+        return None
+    left = 2 * problem.num_stages * problem.num_microbatches - sum(map(len, warm_ups))
+    while left:
+        done = slots.backwards() + slots.forwards()
+        if not done:
+            return None
+        left -= done
+    return slots.filler.finish()
+
+
+class _Slots:
+    def __init__(self, problem: Problem, patience: int) -> None:
+        self.filler = Filler(problem, patience)
+        self._num_ranks = problem.num_ranks
+        self._num_microbatches = problem.num_microbatches
+        self._stages = [problem.stages_of(rank) for rank in range(problem.num_ranks)]
+        self._next: dict[Kind, list[int]] = {kind: [0] * problem.num_stages for kind in ("F", "I")}
+
+    def warm_up(self, warm_ups: Sequence[Sequence[int]]) -> bool:
+        """Puts the forwards that ranks start with. Returns whether all of them could be put."""
+        position, left = [0] * self._num_ranks, sum(map(len, warm_ups))
+        while left:
+            before = left
+            for rank, stages in enumerate(warm_ups):
+                while position[rank] < len(stages) and self._on_its_way("F", stages[position[rank]]):
+                    if not self._put("F", stages[position[rank]]):
+                        return False
+                    position[rank] += 1
+                    left -= 1
+            if left == before:
+                return False
+        return True
+
+    def forwards(self) -> int:
+        """Puts one forward on each rank, from the first rank on. Returns how many there were."""
+        return sum(self._put_first("F", reversed(stages)) for stages in self._stages)
+
+    def backwards(self) -> int:
+        """Puts one backward on each rank. Returns how many there were.
+
+        First come the ranks whose gradient was on its way when the slot began. The others may use what these make, but
+        only in the stage that comes last on the way back, so as not to break the order of the others.
+        """
+        put, rest = 0, []
+        picks = [next((stage for stage in own if self._on_its_way("I", stage)), None) for own in self._stages]
+        for rank, stage in enumerate(picks):
+            if stage is None:
+                rest.append(rank)
+            else:
+                put += self._put("I", stage)
+        for again in (rest, rest[::-1]):
+            for rank in again:
+                unfinished = [s for s in self._stages[rank] if self._next["I"][s] < self._num_microbatches]
+                if picks[rank] is None and unfinished and self._on_its_way("I", unfinished[-1]):
+                    picks[rank] = unfinished[-1]
+                    put += self._put("I", unfinished[-1])
+        return put
+
+    def _put_first(self, kind: Kind, stages: Iterable[int]) -> bool:
+        stage = next((stage for stage in stages if self._on_its_way(kind, stage)), None)
+        return stage is not None and self._put(kind, stage)
+
+    def _on_its_way(self, kind: Kind, stage: int) -> bool:
+        microbatch = self._next[kind][stage]
+        return microbatch < self._num_microbatches and self.filler.arrival(kind, stage, microbatch) is not None
+
+    def _put(self, kind: Kind, stage: int) -> bool:
+        microbatch = self._next[kind][stage]
+        arrival = self.filler.arrival(kind, stage, microbatch)
+        assert arrival is not None
+        if not self.filler.put(kind, stage, microbatch, arrival):
+            return False
+        self._next[kind][stage] = microbatch + 1
+        return True

@@ -1,0 +1,142 @@
+"""The shapes of warm-up to try: how many forwards each rank starts with.
+
+With one stage per rank a shape is one row of numbers: the forwards of each rank. On a V there are two rows: forwards of
+the first stage of a rank, then pairs of its second and first stage; one more forward of the second stage ends the
+warm-up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TypeAlias
+
+from echelon.pipeline.placement import loop, vee
+from echelon.pipeline.search.problem import Problem
+
+Shape: TypeAlias = tuple[tuple[int, ...], ...]
+"""Rows of numbers, one column per rank."""
+
+_SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
+_DROPS = (0, 1, 2, 3)
+
+
+class WarmUps(ABC):
+    """The warm-ups of one kind of placement."""
+
+    @abstractmethod
+    def starts(self) -> list[Shape]:
+        """Shapes to begin with."""
+
+    @abstractmethod
+    def repaired(self, shape: Shape) -> Shape:
+        """The nearest shape that can run."""
+
+    @abstractmethod
+    def forwards(self, shape: Shape) -> list[list[int]]:
+        """For each rank, the stages of the forwards that it starts with."""
+
+
+def warm_ups(problem: Problem) -> WarmUps | None:
+    """Returns what there is for the problem's placement, or None."""
+    if problem.placement == loop(problem.num_ranks):
+        return _Line(problem)
+    if problem.placement == vee(problem.num_ranks):
+        return _Vee(problem)
+    return None
+
+
+class _Line(WarmUps):
+    """One stage per rank."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
+
+    def starts(self) -> list[Shape]:
+        """As many as fill the time until the first gradient, steps of a constant height, and as many as fit.
+
+        Each also with a number that drops from rank to rank at least so fast: where two neighbours hold as many, each
+        microbatch pays for the way to and fro.
+        """
+        ranks = self._problem.num_ranks
+        bases = [self._until_gradient(early=False), self._until_gradient(early=True), list(self._most)]
+        bases += [[int(slope * (ranks - 1 - rank)) + 1 for rank in range(ranks)] for slope in _SLOPES]
+        shapes = [self._dropping(base, drop) for base in bases for drop in _DROPS]
+        return list(dict.fromkeys(shapes))
+
+    def repaired(self, shape: Shape) -> Shape:
+        """Not above what fits, not below 1, and never more than the rank before."""
+        return self._dropping(list(shape[0]), 0)
+
+    def forwards(self, shape: Shape) -> list[list[int]]:
+        """All of the one stage."""
+        return [[rank] * count for rank, count in enumerate(shape[0])]
+
+    def _dropping(self, counts: list[int], drop: int) -> Shape:
+        dropped: list[int] = []
+        for rank, count in enumerate(counts):
+            above = dropped[-1] - drop if rank else count
+            dropped.append(max(1, min(count, above, self._most[rank])))
+        return (tuple(dropped),)
+
+    def _until_gradient(self, early: bool) -> list[int]:
+        """As many as end before the first gradient arrives, or the first to end after it unless early."""
+        problem = self._problem
+        forward, transfer, last = problem.forward, problem.transfer, problem.num_ranks - 1
+        starts = [0]
+        for rank in range(last):
+            starts.append(starts[-1] + forward[rank] + transfer[rank])
+        counts = [1] * problem.num_ranks
+        gradient = starts[last] + forward[last] + problem.backward_input[last]
+        for rank in reversed(range(last)):
+            gradient += transfer[rank]
+            time = gradient - starts[rank]
+            fit = time // forward[rank] if forward[rank] else self._most[rank]
+            if not early and forward[rank] and time % forward[rank]:
+                fit += 1
+            counts[rank] = max(1, min(fit, self._most[rank]))
+            gradient = max(gradient, starts[rank] + counts[rank] * forward[rank]) + problem.backward_input[rank]
+        return counts
+
+
+class _Vee(WarmUps):
+    """Two stages per rank: down the ranks and back up."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
+
+    def starts(self) -> list[Shape]:
+        """That of ZB-V, scaled to what fits."""
+        ranks = self._problem.num_ranks
+        shapes = []
+        for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
+            first = tuple(max(1, int(share * (2 * (ranks - rank) - 1))) for rank in range(ranks))
+            pairs = tuple(int(share * rank) for rank in range(ranks))
+            shapes.append(self.repaired((first, pairs)))
+        return list(dict.fromkeys(shapes))
+
+    def repaired(self, shape: Shape) -> Shape:
+        """At least one forward of the first stage, none of a microbatch that is not there, and not above what fits."""
+        count = self._problem.num_microbatches
+        first, pairs = [], []
+        for rank, (one, two) in enumerate(zip(*shape, strict=True)):
+            one = max(1, min(one, count, 2 * self._most[rank] - 1))
+            two = max(0, min(two, count - one, (2 * self._most[rank] - 1 - one) // 2))
+            first.append(one)
+            pairs.append(two)
+        return tuple(first), tuple(pairs)
+
+    def forwards(self, shape: Shape) -> list[list[int]]:
+        """Of the first stage, then pairs, then one of the second."""
+        last = self._problem.num_stages - 1
+        return [
+            [rank] * one + [last - rank, rank] * two + [last - rank]
+            for rank, (one, two) in enumerate(zip(*shape, strict=True))
+        ]
+
+
+def _capacity(problem: Problem, rank: int) -> int:
+    """How many microbatches a rank has room for."""
+    each = sum(problem.activation[stage] for stage in problem.stages_of(rank))
+    return max(1, min(problem.num_microbatches, problem.limits[rank] // each if each else problem.num_microbatches))
