@@ -22,7 +22,9 @@ class Receive:
 
     __slots__ = ("note", "out", "src", "tag", "work")
 
-    def __init__(self, work: Work[torch.Tensor], src: int, tag: Tag, out: torch.Tensor | None, note: str | None) -> None:
+    def __init__(
+        self, work: Work[torch.Tensor], src: int, tag: Tag, out: torch.Tensor | None, note: str | None
+    ) -> None:
         self.work = work
         self.src = src
         self.tag = tag
@@ -125,7 +127,7 @@ class Mailbox:
             if not unclaimed:
                 del self._unclaimed[key]
             delivery.attach(receive)
-        elif error := self._failure(receive):
+        elif error := self.failure(receive.src, receive.tag):
             receive.work.complete(error=error)
         else:
             self._posted.setdefault(key, deque()).append(receive)
@@ -149,10 +151,12 @@ class Mailbox:
         """Ends the posted receive of `work` with `error`; returns False if its message is already on its way."""
         return self._end(error, lambda receive: receive.work is work) > 0
 
-    def fail_peer(self, rank: int, error: EchelonError) -> None:
-        """Ends every receive from `rank`, now and later, except of messages that have arrived."""
-        self._failed_peers.setdefault(rank, error)
-        self._end(error, lambda receive: receive.src == rank)
+    def fail_peer(self, rank: int, error: EchelonError) -> EchelonError:
+        """Ends every receive from `rank`, now and later, except of messages that have arrived; returns the first
+        cause."""
+        first = self._failed_peers.setdefault(rank, error)
+        self._end(first, lambda receive: receive.src == rank)
+        return first
 
     def fail_context(self, context: int, error: PeerFailed) -> PeerFailed:
         """Ends every receive of a collective of that context, now and later; returns the first cause ever given."""
@@ -164,14 +168,11 @@ class Mailbox:
         """Ends every posted receive."""
         self._end(error, lambda _: True)
 
-    def peer_error(self, rank: int) -> EchelonError | None:
-        """Returns why nothing can be exchanged with `rank` any more."""
-        return self._failed_peers.get(rank)
-
-    def _failure(self, receive: Receive) -> EchelonError | None:
-        if receive.tag.sequence > 0 and (error := self._failed_contexts.get(receive.tag.context)):
+    def failure(self, rank: int, tag: Tag) -> EchelonError | None:
+        """Returns why nothing with this tag can be exchanged with `rank` any more."""
+        if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
             return error
-        return self._failed_peers.get(receive.src)
+        return self._failed_peers.get(rank)
 
     def _end(self, error: EchelonError, concerns: Callable[[Receive], bool]) -> int:
         """Ends the posted receives that `concerns` picks, and returns how many there were."""

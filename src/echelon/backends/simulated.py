@@ -57,7 +57,7 @@ class SimulatedBackend(Backend):
             raise self.closed_error()
         tag = Tag.of(tag)
         work: Work[None] = Work(self, f"send to rank {dst}, {tag}", self.timeout)
-        error = self._mailbox.peer_error(dst)
+        error = self._mailbox.failure(dst, tag)
         if error is None:
             self._world[dst]._deliver(self.rank, tag, tensor.detach(), note)
         work.complete(error=error)

@@ -181,7 +181,7 @@ class TcpBackend(Backend):
             if self._closed:
                 raise self.closed_error()
             connection = self._connections[dst]
-            if error := self._mailbox.peer_error(dst):
+            if error := self._mailbox.failure(dst, tag):
                 work.complete(error=error)
                 return work
             connection.enqueue(head, payload, work)
@@ -375,9 +375,7 @@ class TcpBackend(Backend):
 
     def _fail_peer(self, rank: int, error: PeerFailed) -> None:
         """Ends everything with a peer; the first cause stays."""
-        self._mailbox.fail_peer(rank, error)
-        cause = self._mailbox.peer_error(rank)
-        assert cause is not None
+        cause = self._mailbox.fail_peer(rank, error)
         if connection := self._connections.pop(rank, None):
             del self._by_fd[connection.sock.fileno()]
             self._epoll.unregister(connection.sock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,24 +45,21 @@ class Stage:
         """The number of microbatches between forward and backward."""
         return len(self._graphs)
 
-    def run(self, value: Value, kwargs: Mapping[str, Value]) -> Value:
-        """Returns what the module makes of what the stage before returned."""
-        if self._spreads and isinstance(value, tuple):
-            return self.module(*value, **kwargs)
-        return self.module(value, **kwargs)
+    def forward(self, microbatch: int, value: Value, kwargs: Mapping[str, Value], *, keeps_graph: bool) -> Value:
+        """Returns what the module makes of the batch's inputs (a tuple), or of what the stage before returned.
 
-    def forward(self, microbatch: int, value: Value, kwargs: Mapping[str, Value]) -> Value:
-        """Runs the module and remembers where the gradient of `value` is to arrive."""
-        with torch.enable_grad():
-            output = self.run(value, kwargs)
-        self.remember(microbatch, value, output)
+        With `keeps_graph`, remembers where the gradient of `value` is to arrive, and where that of the output starts.
+        """
+        with torch.set_grad_enabled(keeps_graph):
+            if isinstance(value, tuple) and (self._spreads or self.index == 0):
+                output = self.module(*value, **kwargs)
+            else:
+                output = self.module(value, **kwargs)
+        if keeps_graph:
+            inputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+            outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+            self._graphs[microbatch] = _Graph(inputs, outputs)
         return output
-
-    def remember(self, microbatch: int, value: Value, output: Value) -> None:
-        """Keeps the graph from `value` to `output` until the backward."""
-        inputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
-        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        self._graphs[microbatch] = _Graph(inputs, outputs)
 
     def backward(self, microbatch: int, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Adds into the parameters' .grad, and returns the gradients of the inputs that require one.
@@ -74,15 +71,25 @@ class Stage:
         Raises:
             ScheduleError: there are more or fewer gradients than outputs.
         """
-        graph = self._graphs.pop(microbatch)
+        graph = self._graphs[microbatch]
         if len(gradients) != len(graph.outputs):
             raise ScheduleError(
                 f"stage {self.index} has {len(graph.outputs)} outputs that require a gradient for microbatch "
                 f"{microbatch}, but {len(gradients)} gradients came back"
             )
         pairs = [pair for pair in zip(graph.outputs, gradients, strict=True) if pair[1] is not None]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        return self._run_backward(microbatch, [output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def backward_from(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor | None]:
+        """As `backward`, but from a loss that was made of the output."""
+        return self._run_backward(microbatch, [loss], [None])
+
+    def _run_backward(
+        self, microbatch: int, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        graph = self._graphs.pop(microbatch)
+        if roots:
+            torch.autograd.backward(roots, gradients)
         return [tensor.grad for tensor in graph.inputs]
 
     def forget(self) -> None:

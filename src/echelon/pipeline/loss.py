@@ -1,0 +1,90 @@
+"""How the losses of microbatches make the loss of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from echelon.backends.base import Work
+from echelon.errors import SizeMismatch
+from echelon.group import ProcessGroup
+from echelon.pipeline.microbatch import batch_size
+from echelon.pipeline.nested import Value, tensors_of
+
+Reduction = Literal["mean", "sum"]
+
+
+class LossScale:
+    """Scales every microbatch's loss so that what is added up is the loss, and the gradient, of the whole batch.
+
+    With "mean" microbatch i counts w_i / W, where w_i is its number of samples (or `weigh(target)`) and W the sum over
+    the whole batch, data-parallel ranks included; with "sum" it counts 1. Data-parallel ranks average their gradients,
+    so each scales by their number as well. The sum over data-parallel ranks is under way while the first forwards run.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Value],
+        reduction: Reduction,
+        weigh: Callable[[Value], float] | None,
+        data_parallel: ProcessGroup | None,
+    ) -> None:
+        self._weights = [_weight(target, reduction, weigh) for target in targets]
+        self._replicas = 1 if data_parallel is None else data_parallel.world_size
+        self._total = sum(self._weights)
+        self._sum: Work[torch.Tensor] | None = None
+        if self._replicas > 1 and data_parallel is not None and reduction == "mean":
+            total = torch.tensor([self._total], dtype=torch.float64)
+            self._sum = data_parallel.all_reduce(total, async_op=True)
+        if reduction == "sum":
+            self._total = 1.0
+
+    def factor(self, microbatch: int) -> float:
+        """Returns what the microbatch's loss counts in the loss of the batch."""
+        if self._sum is not None:
+            self._total, self._sum = float(self._sum.wait().item()), None
+        return self._weights[microbatch] / self._total
+
+    def gradient_factor(self, microbatch: int) -> float:
+        """Returns what its gradient counts on this rank, before data-parallel ranks average theirs."""
+        return self.factor(microbatch) * self._replicas
+
+
+def _weight(target: Value, reduction: Reduction, weigh: Callable[[Value], float] | None) -> float:
+    if reduction == "sum":
+        return 1.0
+    if weigh is not None:
+        return float(weigh(target))
+    return float(batch_size(target, "target") or 0)
+
+
+def check_loss(loss: object) -> torch.Tensor:
+    """Returns the loss if it is one number.
+
+    Raises:
+        SizeMismatch: loss_fn returned something else.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise SizeMismatch("a tensor with one element", got, "the value of loss_fn(output, target)")
+    return loss.reshape(())
+
+
+def num_samples(value: Value, num_microbatches: int, what: str) -> int:
+    """Returns the number of samples of a training batch.
+
+    Raises:
+        SizeMismatch: there are no samples, or fewer than microbatches.
+    """
+    samples = batch_size(value, what) if tensors_of(value) else None
+    if samples is None:
+        raise SizeMismatch("at least one tensor with a dim 0 of samples", "none", f"{what} of step()")
+    if samples < num_microbatches:
+        raise SizeMismatch(
+            f"at least {num_microbatches} samples for {num_microbatches} microbatches",
+            f"{samples}",
+            f"{what} of step()",
+        )
+    return samples

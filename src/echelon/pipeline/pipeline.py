@@ -1,0 +1,383 @@
+"""The user's object: a model cut into stages over the ranks of a group, and the schedule that trains it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from echelon.backends.memory import dtype_code, dtype_of
+from echelon.data_parallel.reducer import GradientReducer
+from echelon.errors import CollectiveMismatch, ScheduleError, SizeMismatch, UnsupportedOp
+from echelon.group import ProcessGroup
+from echelon.pipeline import schedules
+from echelon.pipeline.loss import LossScale, Reduction, num_samples
+from echelon.pipeline.microbatch import batch_size, merge, split
+from echelon.pipeline.nested import Value
+from echelon.pipeline.runtime import Batch, Runtime, actions_of
+from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.forward_only import forward_only
+from echelon.pipeline.split import StageMaker, cut
+from echelon.pipeline.stage import Stage
+from echelon.trace import Timeline
+
+LossFn = Callable[[Value, Value], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one training step gave.
+
+    loss: over the whole batch, data-parallel ranks included; zero-dim, on every rank. outputs: the last stage's, in
+    batch order, on its rank and only if asked for; else None.
+    """
+
+    loss: torch.Tensor
+    outputs: Value = None
+
+
+class Pipeline:
+    """Trains a model whose stages lie on the ranks of a group.
+
+    Gradients equal those of one process that runs the microbatches one after another, each loss weighted by its share
+    of the samples, and are added into .grad. Every rank of the group makes the same Pipeline and calls the same
+    methods.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Sequence[StageMaker],
+        group: ProcessGroup,
+        schedule: str | Schedule = "1f1b",
+        num_microbatches: int | None = None,
+        loss_fn: LossFn | None = None,
+        *,
+        num_chunks: int | None = None,
+        data_parallel: ProcessGroup | None = None,
+        at: Sequence[str] | None = None,
+        loss_reduction: Reduction = "mean",
+        loss_weight: Callable[[Value], float] | None = None,
+    ) -> None:
+        """Cuts the model, keeps this rank's stages, and checks the schedule.
+
+        Args:
+            model: an nn.Sequential, cut between its layers; or a list with one entry per stage: a module, a callable
+            that
+                makes it, or None where another rank holds it. In a list, a tuple that a stage returns becomes the next
+                one's positional arguments.
+            group: the ranks of the pipeline.
+            schedule: a name that `schedules.build` knows, or a Schedule, for `group.world_size` ranks.
+            num_microbatches: into how many parts each batch is cut; None: as many as the Schedule has.
+            loss_fn: loss_fn(output, target), called for each microbatch where the last stage is.
+            num_chunks: stages per rank, for a schedule given by name; None: as many as a list has entries for, else 1.
+            data_parallel: the group over which equal stages average their gradients. They start from the parameters and
+                buffers of its rank 0.
+            at: names of the layers of an nn.Sequential at which stages 1, 2, ... begin; None: balanced by parameters.
+            loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
+            loss_weight: loss_weight(target), what a microbatch counts in the mean; None: its number of samples.
+
+        Raises:
+            ScheduleError: an unknown name, a schedule with problems, or one for another number of ranks.
+            PartitionError: the model cannot be cut that way.
+            UnsupportedOp: the schedule has actions that cannot be run.
+            CollectiveMismatch: the ranks of the group were not given the same schedule.
+        """
+        if loss_reduction not in ("mean", "sum"):
+            raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
+        self.schedule = _choose(schedule, group.world_size, num_microbatches, num_chunks, model)
+        self.schedule.check()
+        _check_runnable(self.schedule)
+        self._group = _agreed_group(group, self.schedule, loss_reduction)
+        self.stages = cut(model, self.schedule.placement, group.rank, at)
+        self._loss_fn = loss_fn
+        self._loss_reduction: Reduction = loss_reduction
+        self._loss_weight = loss_weight
+        self._data_parallel = data_parallel
+        self._reducers: dict[int, GradientReducer] = {}
+        self._synchronizes = True
+        self._times: list[list[tuple[float, float]]] | None = None
+        if data_parallel is not None:
+            for stage in self.stages:
+                self._replicate(stage, data_parallel)
+        replicas = [reducer.group for reducer in self._reducers.values()]
+        self._runtime = Runtime(
+            self.stages, self._group, replicas if data_parallel is None else [data_parallel, *replicas]
+        )
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {self.num_stages} stages, here {self.stages}: {self.schedule!r}>"
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the whole model."""
+        return self.schedule.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of parts that each batch is cut into."""
+        return self.schedule.num_microbatches
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage: it is the one whose inputs matter."""
+        return self.schedule.placement[0] == self._group.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage: it is the one whose target matters and that has the outputs."""
+        return self.schedule.placement[-1] == self._group.rank
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last `step` as all ranks ran it, in seconds.
+
+        Raises:
+            ScheduleError: no step has been run.
+        """
+        if self._times is None:
+            raise ScheduleError("there is no timeline yet: call step() first")
+        return self.schedule.recorded(self._times)
+
+    # Training and inference
+
+    def step(self, *inputs: Value, target: Value = None, return_outputs: bool = False, **kwargs: Value) -> StepOutput:
+        """Runs forward and backward of one batch and adds the gradients into .grad.
+
+        Args:
+            inputs: what the first stage takes; looked at on its rank only. Tensors are cut along dim 0, what is no
+            tensor
+                goes along whole.
+            target: what loss_fn takes; looked at on the rank of the last stage only.
+            return_outputs: keep the last stage's outputs.
+            kwargs: keyword arguments of this rank's stages, cut likewise.
+
+        Raises:
+            SizeMismatch: there are fewer samples than microbatches, or inputs and target differ in their number.
+            PeerFailed: another rank failed; the message has its error.
+            Timeout: a rank did not send in time what another waited for.
+        """
+        batch = self._training_batch(inputs, target, kwargs, return_outputs)
+        times = self._runtime.run(self.schedule, batch, self._start_reduction)
+        if self._synchronizes:
+            with self._runtime.telling_others():
+                for reducer in self._reducers.values():
+                    reducer.finish()
+        loss = self._share(batch, times)
+        return StepOutput(
+            loss, merge([batch.outputs[index] for index in sorted(batch.outputs)]) if batch.outputs else None
+        )
+
+    def forward(self, *inputs: Value, **kwargs: Value) -> Value:
+        """Runs inference, without gradients, and returns the outputs in batch order on the rank of the last stage.
+
+        Batches of any size will do: with fewer samples than microbatches there are as many microbatches as samples.
+        On other ranks it returns None. Modules stay in the mode that `train` or `eval` set.
+        """
+        samples = batch_size(inputs, "inputs") if self.is_first else None
+        if self.is_first and not samples:
+            raise SizeMismatch("at least 1 sample", f"{samples or 0}", "inputs of forward()")
+        told = self._group.broadcast_object(samples, src=self.schedule.placement[0])
+        assert isinstance(told, int)
+        count = min(self.num_microbatches, told)
+        schedule = forward_only(self.schedule.placement, count)
+        batch = Batch(
+            inputs=_cut_tuple(inputs, count) if self.is_first else None,
+            targets=None,
+            kwargs=_cut_kwargs(kwargs, count),
+            loss_fn=None,
+            scale=None,
+            keeps_outputs=True,
+        )
+        with torch.no_grad():
+            self._runtime.run(schedule, batch, lambda _: None)
+        return merge([batch.outputs[index] for index in range(count)]) if self.is_last else None
+
+    def __call__(self, *inputs: Value, **kwargs: Value) -> Value:
+        """Runs `forward`."""
+        return self.forward(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leaves gradients unsynchronised inside; the first step after it averages all that was added up."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients so that their 2-norm over all stages is at most `max_norm`; returns what it was.
+
+        As torch.nn.utils.clip_grad_norm_ does in one process, up to rounding. Every rank must call it.
+        """
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        squares = [gradient.double().square().sum() for gradient in gradients]
+        total = torch.stack(squares).sum().reshape(1) if squares else torch.zeros(1, dtype=torch.float64)
+        norm = self._group.all_reduce(total).sqrt()[0]
+        factor = min(1.0, float(max_norm / (norm + 1e-6)))
+        if factor < 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Puts this rank's stages into training mode."""
+        for stage in self.stages:
+            stage.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Puts this rank's stages into evaluation mode."""
+        return self.train(False)
+
+    # Parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's parameters under their names in the unsplit model."""
+        for stage in self.stages:
+            for name, parameter in stage.module.named_parameters():
+                yield stage.prefix + name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields this rank's parameters."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's part of the unsplit model's state dict."""
+        return {
+            stage.prefix + name: value for stage in self.stages for name, value in stage.module.state_dict().items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Loads this rank's part of a state dict of the unsplit model; the other stages' entries are passed over.
+
+        Raises:
+            KeyError: an entry of this rank's stages is missing.
+        """
+        missing = sorted(set(self.state_dict()) - set(state_dict))
+        if missing:
+            raise KeyError(
+                f"the state dict has no {', '.join(missing)}: give that of the whole model, or of these stages"
+            )
+        for stage in self.stages:
+            names = stage.module.state_dict()
+            stage.module.load_state_dict({name: state_dict[stage.prefix + name] for name in names})
+
+    # Inside
+
+    def _training_batch(
+        self, inputs: tuple[Value, ...], target: Value, kwargs: Mapping[str, Value], keeps_outputs: bool
+    ) -> Batch:
+        count = self.num_microbatches
+        sizes = {}
+        with self._runtime.telling_others():
+            if self.is_first:
+                sizes["inputs"] = num_samples(inputs, count, "inputs")
+            if self.is_last:
+                if self._loss_fn is None:
+                    raise UnsupportedOp("step() needs a loss: give the Pipeline loss_fn=, or use forward()")
+                sizes["target"] = num_samples(target, count, "target")
+            if len(set(sizes.values())) > 1:
+                raise SizeMismatch(f"{sizes['inputs']} samples", f"{sizes['target']}", "target of step()")
+            targets = split(target, count) if self.is_last else None
+            return Batch(
+                inputs=_cut_tuple(inputs, count) if self.is_first else None,
+                targets=targets,
+                kwargs=_cut_kwargs(kwargs, count),
+                loss_fn=self._loss_fn,
+                scale=None
+                if targets is None
+                else LossScale(targets, self._loss_reduction, self._loss_weight, self._data_parallel),
+                keeps_outputs=keeps_outputs,
+            )
+
+    def _replicate(self, stage: Stage, data_parallel: ProcessGroup) -> None:
+        for tensor in (*stage.module.parameters(), *stage.module.buffers()):
+            data_parallel.broadcast(tensor.detach())
+        self._reducers[stage.index] = GradientReducer(stage.module.named_parameters(), data_parallel)
+
+    def _start_reduction(self, stage: int) -> None:
+        if self._synchronizes and (reducer := self._reducers.get(stage)):
+            reducer.start()
+
+    def _share(self, batch: Batch, times: list[tuple[float, float]]) -> torch.Tensor:
+        """Gives every rank the loss, and when each step of every rank ran."""
+        row = torch.tensor([0.0, 0.0, *(time for pair in times for time in pair)], dtype=torch.float64)
+        if self.is_last:
+            loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
+            if self._data_parallel is not None:
+                self._data_parallel.all_reduce(loss)
+            row[0], row[1] = dtype_code(loss.dtype), loss
+        rows = torch.split(self._group.all_gather(row), [2 + 2 * len(order) for order in self.schedule.orders])
+        self._times = [[(begin, end) for begin, end in part[2:].reshape(-1, 2).tolist()] for part in rows]
+        last: torch.Tensor = rows[self.schedule.placement[-1]]
+        return last[1].to(dtype_of(int(last[0])))
+
+
+def _choose(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_microbatches: int | None,
+    num_chunks: int | None,
+    model: nn.Sequential | Sequence[StageMaker],
+) -> Schedule:
+    """Returns the schedule asked for.
+
+    Raises:
+        ScheduleError: it is not for these numbers.
+    """
+    if isinstance(schedule, Schedule):
+        if schedule.num_ranks != num_ranks:
+            raise ScheduleError(
+                f"the schedule is for {schedule.num_ranks} ranks, the group has {num_ranks}: make both equal"
+            )
+        if num_microbatches not in (None, schedule.num_microbatches):
+            raise ScheduleError(
+                f"num_microbatches={num_microbatches}, but the schedule has {schedule.num_microbatches}: leave it out"
+            )
+        return schedule
+    if num_microbatches is None:
+        raise ScheduleError(
+            f"num_microbatches is missing: say into how many parts a batch is cut, such as {2 * num_ranks}"
+        )
+    if num_chunks is None and not isinstance(model, nn.Module):
+        num_chunks = max(1, len(model) // num_ranks)
+    return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
+
+
+def _check_runnable(schedule: Schedule) -> None:
+    if any(action.kind in "IW" for order in schedule.orders for step in order for action in actions_of(step)):
+        raise UnsupportedOp(
+            f"{schedule.name} runs the backward for inputs (I) and for weights (W) apart, which the runtime does not "
+            "do yet: use gpipe, 1f1b, interleaved-1f1b or looped-bfs"
+        )
+    if schedule.forward_only:
+        raise UnsupportedOp(
+            f"{schedule.name} has no backward: pass a training schedule, and call forward() for inference"
+        )
+
+
+def _agreed_group(group: ProcessGroup, schedule: Schedule, loss_reduction: str) -> ProcessGroup:
+    """Returns a group of the same ranks with messages of its own, once all ranks have shown the same schedule."""
+    mine = [repr(schedule), hashlib.sha256(str(schedule).encode()).hexdigest()[:16], loss_reduction]
+    for rank, theirs in enumerate(group.all_gather_object(list(mine))):
+        if theirs != mine:
+            raise CollectiveMismatch(
+                f"rank {rank} made a Pipeline with {theirs}, rank {group.rank} with {mine}: pass the same arguments"
+            )
+    own = group.subgroup(range(group.world_size), f"{group.name}/pipeline")
+    assert own is not None
+    return own
+
+
+def _cut_tuple(inputs: tuple[Value, ...], count: int) -> list[tuple[Value, ...]]:
+    return [part for part in split(inputs, count) if isinstance(part, tuple)]
+
+
+def _cut_kwargs(kwargs: Mapping[str, Value], count: int) -> list[dict[str, Value]]:
+    return [part for part in split(dict(kwargs), count) if isinstance(part, dict)]

@@ -1,0 +1,353 @@
+"""The pipeline trains as one process does, on simulated ranks and on real processes."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.pipeline import Pipeline, schedules
+
+RUNNABLE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+
+
+@pytest.fixture(params=["simulated", "processes"])
+def run(request):
+    """Runs a function on a number of ranks and returns their results."""
+    if request.param == "simulated":
+        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
+    pool = request.getfixturevalue("pool")
+    return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
+
+
+def make_model(num_layers, dtype=torch.float64):
+    """Makes a chain of layers with the same weights wherever it is called."""
+    generator = torch.Generator().manual_seed(0)
+    layers = []
+    for _ in range(num_layers):
+        layer = nn.Linear(6, 6, dtype=dtype)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3)
+        layers += [layer, nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def make_batch(num_samples, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    draw = [torch.randn(num_samples, 6, generator=generator, dtype=dtype) for _ in range(2)]
+    return draw[0], draw[1]
+
+
+def train_alone(model, batch, num_microbatches, reduction="mean"):
+    """One process that runs the microbatches one after another, each loss weighted by its share of the samples."""
+    inputs, target = batch
+    losses = []
+    for x, y in zip(inputs.tensor_split(num_microbatches), target.tensor_split(num_microbatches), strict=True):
+        loss = nn.functional.mse_loss(model(x), y, reduction=reduction)
+        scale = len(x) / len(inputs) if reduction == "mean" else 1.0
+        (loss * scale).backward()
+        losses.append(loss.detach() * scale)
+    return torch.stack(losses).sum(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def train_piped(group, schedule, num_microbatches, num_samples, num_layers, num_chunks=None, dtype=torch.float64):
+    model = make_model(num_layers, dtype)
+    pipe = Pipeline(model, group, schedule, num_microbatches, nn.functional.mse_loss, num_chunks=num_chunks)
+    inputs, target = make_batch(num_samples, dtype)
+    out = pipe.step(inputs if pipe.is_first else None, target=target if pipe.is_last else None, return_outputs=True)
+    return out.loss, out.outputs, {name: p.grad for name, p in pipe.named_parameters()}, pipe.timeline
+
+
+def gradients_of(results):
+    merged = {}
+    for _, _, gradients, _ in results:
+        assert not set(merged) & set(gradients)
+        merged |= gradients
+    return merged
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_equal_those_of_one_process(run, schedule, world_size):
+    results = run(train_piped, world_size, schedule, 4, 10, 4)
+    loss, gradients = train_alone(make_model(4), make_batch(10), 4)
+    got = gradients_of(results)
+    assert got.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(got[name], gradient), name
+    assert all(torch.equal(result[0], loss) for result in results)
+
+
+def test_five_samples_in_three_microbatches_over_three_stages(run):
+    results = run(train_piped, 3, "1f1b", 3, 5, 3)
+    loss, gradients = train_alone(make_model(3), make_batch(5), 3)
+    got = gradients_of(results)
+    for name, gradient in gradients.items():
+        assert torch.equal(got[name], gradient), name
+    assert all(torch.equal(result[0], loss) for result in results)
+    whole = nn.functional.mse_loss(make_model(3)(make_batch(5)[0]), make_batch(5)[1])
+    torch.testing.assert_close(loss, whole)
+
+
+@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_runnable_schedule_is_exact(schedule, dtype):
+    chunks = 1 if schedule in ("gpipe", "1f1b") else 2
+    num_microbatches = 8
+    args = (schedule, num_microbatches, 11, 4, chunks, dtype)
+    results = echelon.simulate(train_piped, 2, args, timeout=20.0).results
+    loss, gradients = train_alone(make_model(4, dtype), make_batch(11, dtype), num_microbatches)
+    got = gradients_of(results)
+    for name, gradient in gradients.items():
+        assert torch.equal(got[name], gradient), name
+    assert all(torch.equal(result[0], loss) for result in results)
+
+
+def test_outputs_come_in_batch_order_where_the_last_stage_is(run):
+    results = run(train_piped, 2, "1f1b", 3, 7, 2)
+    assert results[0][1] is None
+    torch.testing.assert_close(results[1][1], make_model(2)(make_batch(7)[0]).detach())
+
+
+def test_the_timeline_is_what_ran(run):
+    results = run(train_piped, 2, "1f1b", 4, 8, 2)
+    planned = schedules.build("1f1b", num_ranks=2, num_microbatches=4)
+    for _, _, _, timeline in results:
+        assert timeline.steps == planned.orders
+        assert timeline.makespan > 0
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+            times = [time for pair in zip(starts, ends, strict=True) for time in pair]
+            assert times == sorted(times)
+        assert len(timeline.transfers) == 8
+        for transfer in timeline.transfers:
+            made = timeline.ends[transfer.source_rank][transfer.source]
+            assert made <= timeline.starts[transfer.target_rank][transfer.target]
+
+
+def two_steps(group):
+    pipe = Pipeline(make_model(2), group, "1f1b", 2, nn.functional.mse_loss)
+    inputs, target = make_batch(4)
+    for _ in range(2):
+        loss = pipe.step(inputs, target=target).loss
+    return loss, None, {name: parameter.grad for name, parameter in pipe.named_parameters()}, None
+
+
+def test_a_second_step_doubles_the_gradient(run):
+    """An earlier system gave 1.25 times the gradient."""
+    once, twice = make_model(2), make_model(2)
+    train_alone(once, make_batch(4), 2)
+    for _ in range(2):
+        train_alone(twice, make_batch(4), 2)
+    got = gradients_of(run(two_steps, 2))
+    for (name, parameter), single in zip(twice.named_parameters(), once.parameters(), strict=True):
+        assert torch.equal(got[name], parameter.grad)
+        torch.testing.assert_close(got[name], 2 * single.grad, rtol=1e-14, atol=1e-16)
+
+
+def data_parallel_steps(group, no_sync):
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    dp = mesh.coordinates["dp"]
+    pipe = Pipeline(make_model(2), mesh["pp"], "1f1b", 2, nn.functional.mse_loss, data_parallel=mesh["dp"])
+    inputs, target = (tensor[:3] if dp == 0 else tensor[3:] for tensor in make_batch(8))
+    if no_sync:
+        with pipe.no_sync():
+            pipe.step(inputs, target=target)
+    losses = pipe.step(inputs, target=target).loss
+    return losses, None, {name: parameter.grad for name, parameter in pipe.named_parameters()}, dp
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_data_parallel_pipelines_weigh_all_samples_equally(run, no_sync):
+    """3 samples on one replica and 5 on the other count like 8 in one batch; accumulated steps add up."""
+    results = run(data_parallel_steps, 4, no_sync)
+    loss, gradients = train_alone(make_model(2), make_batch(8), 1)
+    for replica in (results[:2], results[2:]):
+        got = gradients_of(replica)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(got[name], gradient * (2 if no_sync else 1), rtol=1e-12, atol=1e-14)
+    for left, right in zip(gradients_of(results[:2]).items(), gradients_of(results[2:]).items(), strict=True):
+        assert left[0] == right[0]
+        assert torch.equal(left[1], right[1])
+    for result in results:
+        torch.testing.assert_close(result[0], loss)
+
+
+class Several(nn.Module):
+    """Passes a nested value on: tensors that need gradients, one that does not, and plain data."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(float(index + 2), dtype=torch.float64))
+
+    def forward(self, x, extra=None, *, power):
+        if extra is None:
+            extra = {"ids": torch.arange(len(x)), "name": "é", "unused": x * 3, "none": None}
+        return self.scale * x**power + extra["ids"].unsqueeze(1), extra
+
+
+class Last(nn.Module):
+    def forward(self, x, extra, *, power):
+        assert extra["name"] == "é"
+        assert extra["none"] is None
+        assert not extra["ids"].requires_grad
+        return x
+
+
+def nested_values(group):
+    stages = [Several(0), Several(1), Last()]
+    pipe = Pipeline(stages, group, "1f1b", 2, nn.functional.mse_loss)
+    inputs, target = make_batch(4)
+    out = pipe.step(inputs, target=target, power=2)
+    return out.loss, None, {name: parameter.grad for name, parameter in pipe.named_parameters()}, None
+
+
+def test_stages_pass_nested_values_and_take_keyword_arguments(run):
+    results = run(nested_values, 3)
+    stages = [Several(0), Several(1), Last()]
+    inputs, target = make_batch(4)
+    total = 0
+    for x, y in zip(inputs.tensor_split(2), target.tensor_split(2), strict=True):
+        loss = nn.functional.mse_loss(stages[2](*stages[1](*stages[0](x, power=2), power=2), power=2), y) / 2
+        loss.backward()
+        total += loss.detach()
+    got = gradients_of(results)
+    assert sorted(got) == ["0.scale", "1.scale"]
+    torch.testing.assert_close(got["0.scale"], stages[0].scale.grad)
+    torch.testing.assert_close(got["1.scale"], stages[1].scale.grad)
+    torch.testing.assert_close(results[0][0], total)
+
+
+def infer(group, num_samples):
+    pipe = Pipeline(make_model(2), group, "1f1b", 4, nn.functional.mse_loss).eval()
+    inputs, _ = make_batch(num_samples)
+    out = pipe.forward(inputs if pipe.is_first else None)
+    return out, out is not None and out.requires_grad, [stage.module.training for stage in pipe.stages]
+
+
+@pytest.mark.parametrize("num_samples", [1, 3, 9])
+def test_inference_takes_any_number_of_samples(run, num_samples):
+    for rank, (out, has_graph, training) in enumerate(run(infer, 2, num_samples)):
+        assert not has_graph
+        assert training == [False]
+        if rank == 1:
+            torch.testing.assert_close(out, make_model(2)(make_batch(num_samples)[0]).detach())
+        else:
+            assert out is None
+
+
+def clip(group, max_norm):
+    pipe = Pipeline(make_model(2), group, "1f1b", 2, nn.functional.mse_loss)
+    inputs, target = make_batch(4)
+    pipe.step(inputs, target=target)
+    norm = pipe.clip_grad_norm_(max_norm)
+    return norm, None, {name: parameter.grad for name, parameter in pipe.named_parameters()}, None
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_clipping_uses_the_norm_over_all_stages(run, max_norm):
+    model = make_model(2)
+    train_alone(model, make_batch(4), 2)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    results = run(clip, 2, max_norm)
+    got = gradients_of(results)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad)
+    torch.testing.assert_close(results[0][0], norm.double())
+
+
+def save_and_load(group):
+    pipe = Pipeline(make_model(3), group, "gpipe", 2, nn.functional.mse_loss, at=["2", "4"])
+    whole = {name: value + 1 for name, value in make_model(3).state_dict().items()}
+    before = set(pipe.state_dict())
+    pipe.load_state_dict(whole)
+    same = all(torch.equal(value, whole[name]) for name, value in pipe.state_dict().items())
+    del whole[next(iter(before))]
+    with pytest.raises(KeyError, match="the state dict has no"):
+        pipe.load_state_dict(whole)
+    return before, same
+
+
+def test_state_dicts_have_the_names_of_the_unsplit_model(run):
+    results = run(save_and_load, 3)
+    assert [names for names, _ in results] == [{f"{2 * rank}.weight", f"{2 * rank}.bias"} for rank in range(3)]
+    assert all(same for _, same in results)
+
+
+def fail_with(group, case):
+    model, kwargs, samples = make_model(2), {}, 4
+    schedule, count = "1f1b", 2
+    if case == "unknown schedule":
+        schedule = "2f2b"
+    elif case == "too few layers":
+        model = nn.Sequential(nn.Linear(6, 6))
+    elif case == "not cuttable":
+        model = nn.Linear(6, 6)
+    elif case == "tied":
+        layer = nn.Linear(6, 6)
+        model = nn.Sequential(layer, nn.Tanh(), layer)
+        kwargs = {"at": ["2"]}
+    elif case == "wrong names":
+        kwargs = {"at": ["nine"]}
+    elif case == "split backward":
+        schedule = "zb-h1"
+    elif case == "other ranks":
+        schedule, count = schedules.build("1f1b", num_ranks=3, num_microbatches=2), None
+    elif case == "few samples":
+        samples = 1
+    elif case == "disagree":
+        schedule = "gpipe" if group.rank else "1f1b"
+    try:
+        pipe = Pipeline(model, group, schedule, count, nn.functional.mse_loss, **kwargs)
+        inputs, target = make_batch(samples)
+        pipe.step(inputs if pipe.is_first else None, target=target if pipe.is_last else None)
+    except echelon.EchelonError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("unknown schedule", "ScheduleError", "1f1b"),
+        ("too few layers", "PartitionError", "1 layers cannot make 2 stages"),
+        ("not cuttable", "PartitionError", "pass an nn.Sequential"),
+        ("tied", "PartitionError", "is the same parameter as"),
+        ("wrong names", "PartitionError", "nine"),
+        ("split backward", "UnsupportedOp", "use gpipe, 1f1b"),
+        ("other ranks", "ScheduleError", "for 3 ranks, the group has 2"),
+        ("disagree", "CollectiveMismatch", "pass the same arguments"),
+    ],
+)
+def test_bad_input_gets_one_line_on_every_rank(case, kind, words):
+    for got, message in echelon.simulate(fail_with, 2, (case,), timeout=20.0).results:
+        assert (got, words in message, message.count("\n")) == (kind, True, 0), message
+
+
+def test_fewer_samples_than_microbatches_is_told_to_all_ranks(run):
+    for kind, message in run(fail_with, 3, "few samples"):
+        assert kind in ("SizeMismatch", "PeerFailed")
+        assert "at least 2 samples for 2 microbatches" in message
+
+
+class Breaks(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("the fuse has blown")
+
+
+def break_one_stage(group):
+    stages = [make_model(1), Breaks(), make_model(1)]
+    pipe = Pipeline(stages, group, "1f1b", 3, nn.functional.mse_loss)
+    inputs, target = make_batch(3)
+    try:
+        pipe.step(inputs, target=target)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_an_exception_in_a_stage_reaches_every_rank(run):
+    results = run(break_one_stage, 3)
+    assert results[1] == ("RuntimeError", "the fuse has blown")
+    for kind, message in (results[0], results[2]):
+        assert kind == "PeerFailed"
+        assert "rank 1 failed: RuntimeError in 1F0: the fuse has blown" in message
