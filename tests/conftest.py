@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.testing.pool import RankPool
+from echelon.testing import RankPool
 
 
 @pytest.fixture(scope="session")

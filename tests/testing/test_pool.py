@@ -10,7 +10,7 @@ import torch
 
 from echelon.errors import InvalidWorldSize, LaunchError, PeerFailed, Timeout
 from echelon.launch.resources import threads_per_rank
-from echelon.testing.pool import RankPool
+from echelon.testing import RankPool
 from tests.launch import ranks
 
 
