@@ -30,6 +30,7 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
+    from echelon.data_parallel import DDP, DistributedDataParallel
     from echelon.group import ProcessGroup
     from echelon.launch.init import init
     from echelon.launch.spawn import spawn
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from echelon.simulation import Simulation, simulate
 
 _WHERE = {
+    "DDP": "echelon.data_parallel",
+    "DistributedDataParallel": "echelon.data_parallel",
     "Mesh": "echelon.mesh",
     "ProcessGroup": "echelon.group",
     "Simulation": "echelon.simulation",
@@ -46,11 +49,13 @@ _WHERE = {
 }
 
 __all__ = [
+    "DDP",
     "AuthenticationError",
     "Closed",
     "CollectiveMismatch",
     "ConnectError",
     "DeadlockError",
+    "DistributedDataParallel",
     "EchelonError",
     "InvalidRank",
     "InvalidWorldSize",
