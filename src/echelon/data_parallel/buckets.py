@@ -1,0 +1,100 @@
+"""Which gradients travel together: the layout of buckets, a plan that every rank makes for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MEBIBYTE = 1024 * 1024
+
+FIRST_BUCKET_MB = 1.0
+"""Size of the first bucket: small, so that communication starts soon after backward does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters whose gradients are reduced in one collective, in the order they lie in memory."""
+
+    kind: str
+    """What they have in common, such as dtype and device."""
+    members: tuple[int, ...]
+    """Numbers of the parameters, in the model's order."""
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.num_bytes} B: {' '.join(map(str, self.members))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All buckets, in the order they are launched. Every parameter is in exactly one."""
+
+    buckets: tuple[Bucket, ...]
+
+    def homes(self) -> tuple[int, ...]:
+        """Returns the number of the bucket of each parameter."""
+        where = {member: number for number, bucket in enumerate(self.buckets) for member in bucket.members}
+        return tuple(where[member] for member in range(len(where)))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.buckets))
+
+
+def bucket_layout(
+    sizes: Sequence[int], kinds: Sequence[str], bucket_mb: float, first_bucket_mb: float = FIRST_BUCKET_MB
+) -> Layout:
+    """Makes the layout for parameters of these sizes.
+
+    Parameters are taken in reverse order, which is about the order in which backward computes their gradients. Each
+    joins the open bucket of its kind; where it does not fit, that bucket is closed and a new one opened. A bucket
+    holds more than `bucket_mb` only if it holds a single parameter. Buckets are launched in the order of their last
+    parameters, as that is when they are full.
+
+    With sizes 6 5 4 3 2 MiB of one kind, buckets of 6 MiB and a first bucket of 2 MiB:
+
+        parameter   4    3    2   1   0
+        MiB         2    3    4   5   6
+        bucket      0    1    2   3   4
+
+    Args:
+        sizes: bytes of each parameter, in the model's order.
+        kinds: what parameters must have in common to share a bucket.
+        bucket_mb: largest size of a bucket, in mebibytes (2**20 bytes).
+        first_bucket_mb: largest size of the first bucket opened; `bucket_mb`, if that is smaller.
+
+    Raises:
+        ValueError: a size is not above 0.
+    """
+    if not (bucket_mb > 0 and first_bucket_mb > 0):
+        raise ValueError(
+            f"bucket_mb={bucket_mb}, first_bucket_mb={first_bucket_mb}: use a size in mebibytes above 0, such as 25"
+        )
+    limit = bucket_mb * MEBIBYTE
+    capacity = min(first_bucket_mb * MEBIBYTE, limit)
+    opened: dict[str, _Open] = {}
+    closed: list[_Open] = []
+    for index in reversed(range(len(sizes))):
+        bucket = opened.get(kinds[index])
+        if bucket is None or not bucket.fits(sizes[index]):
+            if bucket is not None:
+                closed.append(bucket)
+            bucket = opened[kinds[index]] = _Open(kinds[index], capacity)
+            capacity = limit
+        bucket.members.append(index)
+        bucket.num_bytes += sizes[index]
+    closed.extend(opened.values())
+    closed.sort(key=lambda bucket: bucket.members[-1], reverse=True)
+    return Layout(tuple(Bucket(bucket.kind, tuple(bucket.members), bucket.num_bytes) for bucket in closed))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A bucket that may still grow."""
+
+    kind: str
+    capacity: float
+    members: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def fits(self, size: int) -> bool:
+        return self.num_bytes + size <= self.capacity
