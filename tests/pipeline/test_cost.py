@@ -27,6 +27,12 @@ def test_a_transfer_is_free_on_one_rank():
     assert Costs(transfer=3).per_stage(loop(1, 3)).transfer == (0, 0)
 
 
+def test_no_transfer_leaves_exact_times_exact():
+    times = Costs(Fraction(1, 3), 1, 1).per_stage(loop(2)).transfer
+    assert times == (0,)
+    assert type(times[0]) is int
+
+
 def test_recomputation_lengthens_the_backward_for_the_input():
     costs = Costs(1, 2, 3, activation=1, recompute=1, recomputed_activation=5).per_stage((0,))
     assert (costs.backward_input, costs.backward_weight, costs.backward) == ((3,), (3,), (6,))

@@ -43,7 +43,8 @@ class StageCosts(NamedTuple):
     backward: tuple[Time, ...]
     """Of the fused backward."""
     transfer: tuple[Time, ...]
-    """Boundary b lies between stages b and b + 1; 0 where one rank holds both."""
+    """Boundary b lies between stages b and b + 1. The int 0 where one rank holds both, or for 0.0: a float that adds
+    nothing must not make exact times floats."""
     overlapped: tuple[Time, ...] | None
     """Of a forward of this stage together with a fused backward of another; None: their sum."""
     activation: tuple[Time, ...]
@@ -116,7 +117,9 @@ class Costs:
             backward_input=for_input,
             backward_weight=weight,
             backward=tuple(map(_add, for_input, weight)),
-            transfer=tuple(time if placement[left] != placement[left + 1] else 0 for left, time in enumerate(transfer)),
+            transfer=tuple(
+                time if time and placement[left] != placement[left + 1] else 0 for left, time in enumerate(transfer)
+            ),
             overlapped=None if self.overlapped is None else _spread("overlapped", self.overlapped, count),
             activation=activation,
             weight_activation=(
