@@ -351,3 +351,67 @@ def test_an_exception_in_a_stage_reaches_every_rank(run):
     for kind, message in (results[0], results[2]):
         assert kind == "PeerFailed"
         assert "rank 1 failed: RuntimeError in 1F0: the fuse has blown" in message
+
+
+def sum_of_squares(output, target):
+    return nn.functional.mse_loss(output, target, reduction="sum")
+
+
+def sum_losses(group):
+    pipe = Pipeline(make_model(2), group, "1f1b", 3, sum_of_squares, loss_reduction="sum")
+    inputs, target = make_batch(5)
+    loss = pipe.step(inputs, target=target).loss
+    return loss, None, {name: parameter.grad for name, parameter in pipe.named_parameters()}, None
+
+
+def test_sums_of_losses_add_up(run):
+    results = run(sum_losses, 2)
+    loss, gradients = train_alone(make_model(2), make_batch(5), 3, "sum")
+    got = gradients_of(results)
+    for name, gradient in gradients.items():
+        assert torch.equal(got[name], gradient)
+    assert all(torch.equal(result[0], loss) for result in results)
+
+
+def masked_mean(output, target):
+    keep = ~target.isnan()
+    return (output[keep] - target[keep]).square().mean()
+
+
+def weighted_losses(group):
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    half = slice(0, 4) if mesh.coordinates["dp"] == 0 else slice(4, 6)
+    pipe = Pipeline(
+        make_model(2),
+        mesh["pp"],
+        "1f1b",
+        2,
+        masked_mean,
+        data_parallel=mesh["dp"],
+        loss_weight=lambda target: float((~target.isnan()).sum()),
+    )
+    inputs, target = masked_batch()
+    loss = pipe.step(inputs[half], target=target[half]).loss
+    return loss, None, {name: parameter.grad for name, parameter in pipe.named_parameters()}, None
+
+
+def masked_batch():
+    inputs, target = make_batch(6)
+    target = target.clone()
+    target[0, 1:] = target[2] = target[5, 3] = float("nan")
+    return inputs, target
+
+
+def test_microbatches_may_weigh_by_what_counts_in_them(run):
+    """Unequal numbers of tokens: the mean is over all tokens of all replicas, not a mean of means."""
+    model = make_model(2)
+    inputs, target = masked_batch()
+    loss = masked_mean(model(inputs), target)
+    loss.backward()
+    results = run(weighted_losses, 4)
+    for replica in (results[:2], results[2:]):
+        got = gradients_of(replica)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(got[name], parameter.grad)
+    for result in results:
+        torch.testing.assert_close(result[0], loss.detach())
