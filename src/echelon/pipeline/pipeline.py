@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from echelon.backends.memory import dtype_code, dtype_of
+from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.errors import CollectiveMismatch, ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
@@ -297,9 +298,9 @@ class Pipeline:
             )
 
     def _replicate(self, stage: Stage, data_parallel: ProcessGroup) -> None:
-        for tensor in (*stage.module.parameters(), *stage.module.buffers()):
-            data_parallel.broadcast(tensor.detach())
-        self._reducers[stage.index] = GradientReducer(stage.module.named_parameters(), data_parallel)
+        broadcast_tensors([*stage.module.parameters(), *stage.module.buffers()], data_parallel)
+        trainable = [pair for pair in stage.module.named_parameters() if pair[1].requires_grad]
+        self._reducers[stage.index] = GradientReducer(trainable, data_parallel)
 
     def _start_reduction(self, stage: int) -> None:
         if self._synchronizes and (reducer := self._reducers.get(stage)):
