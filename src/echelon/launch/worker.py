@@ -78,10 +78,8 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Sends `job`; a worker that is dead already is noticed later, when its outcome is asked for."""
         self.is_fresh, self.is_busy = False, True
-        try:
+        with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps(job))
-        except OSError:
-            assert self.is_dead()
 
     def outcome(self, rank: int) -> Outcome | None:
         """Returns what became of the job of `rank`, None while it is under way. Never blocks on a running job."""
