@@ -8,6 +8,7 @@ from typing import cast
 
 import typer
 
+from echelon.cli.plan import plan
 from echelon.cli.run import run
 from echelon.errors import EchelonError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.command("plan")(plan)
 
 
 @app.callback()

@@ -16,7 +16,7 @@ def summary(timeline: Timeline) -> str:
     if timeline.peak_activations:
         parts.append(f"peak activations {_per_rank(timeline.peak_activations)}")
     kind = _origin(timeline)
-    return (f"{kind}: " if kind else "") + " · ".join(parts)
+    return (f"{kind}: " if kind else "") + ", ".join(parts)
 
 
 def number(value: Time) -> str:
@@ -37,4 +37,4 @@ def _per_rank(values: tuple[Time, ...]) -> str:
         return f"{number(max(values))} (rank {values.index(max(values))}) to {number(min(values))}"
     if len(list(groupby(values))) == 1:
         return number(values[0]) + (" on every rank" if len(values) > 1 else "")
-    return ", ".join(map(number, values))
+    return " ".join(map(number, values))

@@ -1,0 +1,40 @@
+"""Numbers on the command line: one for all stages, or one for each, separated by commas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.cost import Amount, Costs
+from echelon.trace import Time
+
+
+def one_number(option: str, text: str) -> Time:
+    """Reads the value of an option. Whole numbers stay exact.
+
+    Raises:
+        ScheduleError: it is not a number of at least 0.
+    """
+    try:
+        value = Fraction(text.strip())
+    except (ValueError, ZeroDivisionError):
+        raise ScheduleError(f"{option} {text}: not a number; give one, such as 1.5") from None
+    if value < 0:
+        raise ScheduleError(f"{option} {text}: below 0; give a number of at least 0, such as 1.5")
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def costs(given: Mapping[str, str | None]) -> Costs:
+    """Makes costs of options, each under the name that `Costs` has for it and None where it was not given.
+
+    Raises:
+        ScheduleError: a value that is no cost.
+    """
+    amounts = {name: _amount("--" + name.replace("_", "-"), text) for name, text in given.items() if text is not None}
+    return Costs(**amounts)
+
+
+def _amount(option: str, text: str) -> Amount:
+    values = tuple(one_number(option, part) for part in text.split(","))
+    return values if len(values) > 1 else values[0]

@@ -1,0 +1,100 @@
+"""`echelon plan`: what a pipeline schedule will cost, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from echelon.cli.amounts import costs, one_number
+from echelon.cli.plan_files import Files
+from echelon.cli.plan_report import as_values, print_plan, write
+from echelon.cli.plan_request import Request, check_limit, held_microbatches
+
+
+def plan(
+    schedule: Annotated[
+        str | None, typer.Argument(metavar="SCHEDULE", help="A name, such as 1f1b, or a file that ends in .csv.")
+    ] = None,
+    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="How many ranks there are.")] = None,
+    num_microbatches: Annotated[
+        int | None, typer.Option("-m", "--num-microbatches", help="How many microbatches a step has.")
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank.  [default: as few as it can have]")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Microbatches per turn of a chunk (interleaved-1f1b).")] = None,
+    forward: Annotated[str | None, typer.Option(metavar="TIME", help="Of a forward.  [default: 1]")] = None,
+    backward_input: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Of a backward for the input.  [default: 1]")
+    ] = None,
+    backward_weight: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Of a backward for the weights.  [default: 1]")
+    ] = None,
+    transfer: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Between two ranks; one, or one per boundary.  [default: 0]")
+    ] = None,
+    overlapped: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Of a forward and a backward run as one.  [default: their sum]"),
+    ] = None,
+    recompute: Annotated[
+        str | None, typer.Option(metavar="TIME", help="To run the forward again before a backward.  [default: 0]")
+    ] = None,
+    activation: Annotated[
+        str | None, typer.Option(metavar="MEMORY", help="Held from the forward to the backward.  [default: 1]")
+    ] = None,
+    weight_activation: Annotated[
+        str | None,
+        typer.Option(metavar="MEMORY", help="What of it stays for the backward for the weights.  [default: all]"),
+    ] = None,
+    recomputed_activation: Annotated[
+        str | None, typer.Option(metavar="MEMORY", help="What recomputation brings back.  [default: 0]")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules instead.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Look for the best schedule instead.")] = False,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as SVG.")] = None,
+    png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as PNG.")] = None,
+    chrome: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a Chrome trace (Perfetto).")] = None,
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write the orders as torch reads them.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Checks, times and draws a pipeline schedule.
+
+    Times and memory are in any unit. A number counts for every stage; or give one per stage, such as --forward 1,1,2,1.
+    A stage is one chunk: 4 ranks with 2 chunks have 8 stages.
+    """
+    request = Request(schedule, num_ranks, num_microbatches, chunks, group_size, search, compare)
+    request.check()
+    files = Files(svg, png, chrome, csv)
+    files.check()
+    stage_costs = costs(
+        {
+            "forward": forward,
+            "backward_input": backward_input,
+            "backward_weight": backward_weight,
+            "transfer": transfer,
+            "overlapped": overlapped,
+            "recompute": recompute,
+            "activation": activation,
+            "weight_activation": weight_activation,
+            "recomputed_activation": recomputed_activation,
+        }
+    )
+    limit = None if memory_limit is None else one_number("--memory-limit", memory_limit)
+    found = request.make(stage_costs, limit)
+    timeline = found.simulate(stage_costs)
+    held = held_microbatches(found, stage_costs, timeline)
+    check_limit(found, held, limit)
+    written = files.write(found, timeline)
+    if as_json:
+        print(json.dumps({**as_values(found, timeline, held), "files": written}, indent=2))
+        return
+    console = Console(highlight=False)
+    print_plan(console, found, timeline, held)
+    for path in written:
+        write(console, Text(f"wrote {path}"))

@@ -1,0 +1,52 @@
+"""The files that `echelon plan` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.schedule import Schedule
+from echelon.trace import Timeline
+
+
+class Files(NamedTuple):
+    """Where to write what; None: nowhere."""
+
+    svg: str | None
+    png: str | None
+    chrome: str | None
+    csv: str | None
+
+    def check(self) -> None:
+        """Looks at the names, before any work is done.
+
+        Raises:
+            ScheduleError: a picture whose name says that it is something else.
+        """
+        for path, suffix in ((self.svg, ".svg"), (self.png, ".png")):
+            if path is not None and not path.lower().endswith(suffix):
+                raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")
+
+    def write(self, schedule: Schedule, timeline: Timeline) -> list[str]:
+        """Writes what was asked for, and returns the names of the files.
+
+        Raises:
+            ScheduleError: a file cannot be written.
+            EchelonError: a picture was asked for, and matplotlib is not installed.
+        """
+        wanted: list[tuple[str | None, Callable[[str], None]]] = [
+            (self.svg, timeline.draw),
+            (self.png, timeline.draw),
+            (self.chrome, timeline.to_chrome),
+            (self.csv, schedule.to_csv),
+        ]
+        return [_written(path, write) for path, write in wanted if path is not None]
+
+
+def _written(path: str, write: Callable[[str], None]) -> str:
+    try:
+        write(path)
+    except OSError as error:
+        raise ScheduleError(f"cannot write {path}: {error.strerror}; give a place that can be written to") from None
+    return path

@@ -1,0 +1,127 @@
+"""What `echelon plan` says about a schedule: text for people, and values for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from echelon.pipeline.boxes import boxes_of
+from echelon.pipeline.palette import KIND_NAMES, color, text_color
+from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.summary import number, summary
+from echelon.pipeline.terminal import BOTH_AT_ONCE, SEVERAL, Line, lines
+from echelon.trace import Time, Timeline
+
+_MOST_RANKS = 64
+"""More rows than this are of no use on a terminal."""
+
+
+def as_values(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> dict[str, Any]:
+    """Returns what there is to say, ready for JSON. `held`: the peak of each rank in microbatches."""
+    return {
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_stages": schedule.num_stages,
+        "makespan": exact(timeline.makespan),
+        "span": exact(timeline.span),
+        "bubble_rate": exact(timeline.bubble_rate),
+        "ranks": [
+            {
+                "rank": rank,
+                "stages": _stages(schedule, rank),
+                "busy": exact(timeline.busy[rank]),
+                "idle": {cause: exact(time) for cause, time in timeline.idle[rank]._asdict().items()},
+                "peak_activations": exact(timeline.peak_activations[rank]),
+                "peak_microbatches": exact(held[rank]),
+            }
+            for rank in range(schedule.num_ranks)
+        ],
+    }
+
+
+def exact(value: Time) -> int | float:
+    """Returns a number for JSON, without the last digits of a float, which are only noise."""
+    return value if isinstance(value, int) else float(f"{float(value):.12g}")
+
+
+def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> None:
+    """Prints the sizes, the picture and a table of the ranks. `held`: the peak of each rank in microbatches."""
+    sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    in_color = console.is_terminal and console.color_system is not None and not console.no_color
+    write(console, Text(f"{schedule.name}: {sizes}", style="bold"))
+    write(console, Text(summary(timeline)))
+    write(console, Text())
+    picture = lines(timeline, console.width, in_color)
+    for line in picture[:_MOST_RANKS]:
+        write(console, _text(line))
+    write(console, _legend(timeline, picture, in_color))
+    write(console, Text())
+    print_table(console, _table(schedule, timeline, held))
+    if schedule.num_ranks > _MOST_RANKS:
+        left_out = schedule.num_ranks - _MOST_RANKS
+        write(console, Text(f"and {left_out} more ranks: --json lists them, --png FILE draws them"))
+
+
+def write(console: Console, text: Text) -> None:
+    """Prints a line as it is: neither wrapped nor decorated."""
+    console.print(text, no_wrap=True, overflow="ignore", crop=False)
+
+
+def print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    """Prints columns aligned to the right, the first row as their titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for index, row in enumerate(rows):
+        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        write(console, Text("  ".join(cells), style="bold" if index == 0 else ""))
+
+
+def _text(line: Line) -> Text:
+    text = Text()
+    for piece in line:
+        text.append(piece.text, Style(color=piece.foreground or None, bgcolor=piece.background or None))
+    text.rstrip()
+    return text
+
+
+def _legend(timeline: Timeline, picture: list[Line], in_color: bool) -> Text:
+    kinds = boxes_of(timeline).kinds
+    legend = Text("\n")
+    for kind, name in KIND_NAMES.items():
+        if kind not in kinds:
+            continue
+        if in_color:
+            legend.append(f" {name} ", Style(color=text_color(kind), bgcolor=color(None, kind)))
+            legend.append("  ")
+        else:
+            legend.append(f"{kind} {name}   ")
+    if in_color:
+        return legend.append("colour: microbatch")
+    shown = {character for line in picture for piece in line[1:] for character in piece.text}
+    for character, meaning in ((BOTH_AT_ONCE, "both at once"), (SEVERAL, "several kinds"), (".", "idle")):
+        if character in shown:
+            legend.append(f"{character} {meaning}   ")
+    legend.rstrip()
+    return legend
+
+
+_TITLES = ("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")
+
+
+def _table(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [_TITLES]
+    for rank in range(min(schedule.num_ranks, _MOST_RANKS)):
+        idle = timeline.idle[rank]
+        times = (timeline.busy[rank], idle.warm_up, idle.other_ranks, idle.transfer, idle.drain)
+        stages = ",".join(map(str, _stages(schedule, rank)))
+        peak = (timeline.peak_activations[rank], held[rank])
+        rows.append([str(rank), stages, *map(number, times), *map(number, peak)])
+    return rows
+
+
+def _stages(schedule: Schedule, rank: int) -> list[int]:
+    return [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
