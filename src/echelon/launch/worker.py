@@ -95,7 +95,9 @@ class Worker:
 
     def is_dead(self) -> bool:
         """Says whether the process has ended."""
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def dismiss(self) -> None:
         """Asks an idle worker to leave; does not wait for it."""
