@@ -13,7 +13,7 @@ from echelon.pipeline.boxes import boxes_of
 from echelon.pipeline.palette import KIND_NAMES, color, text_color
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.summary import number, summary
-from echelon.pipeline.terminal import BOTH_AT_ONCE, SEVERAL, Line, lines
+from echelon.pipeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line, lines
 from echelon.trace import Time, Timeline
 
 _MOST_RANKS = 64
@@ -52,7 +52,7 @@ def exact(value: Time) -> int | float:
 def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> None:
     """Prints the sizes, the picture and a table of the ranks. `held`: the peak of each rank in microbatches."""
     sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
-    in_color = console.is_terminal and console.color_system is not None and not console.no_color
+    in_color = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
     write(console, Text(f"{schedule.name}: {sizes}", style="bold"))
     write(console, Text(summary(timeline)))
     write(console, Text())
@@ -89,24 +89,29 @@ def _text(line: Line) -> Text:
 
 
 def _legend(timeline: Timeline, picture: list[Line], in_color: bool) -> Text:
-    kinds = boxes_of(timeline).kinds
     legend = Text("\n")
+    kinds = boxes_of(timeline).kinds
     for kind, name in KIND_NAMES.items():
         if kind not in kinds:
             continue
         if in_color:
-            legend.append(f" {name} ", Style(color=text_color(kind), bgcolor=color(None, kind)))
-            legend.append("  ")
+            legend.append(f" {name} ", Style(color=text_color(kind), bgcolor=color(None, kind))).append("   ")
         else:
             legend.append(f"{kind} {name}   ")
-    if in_color:
-        return legend.append("colour: microbatch")
     shown = {character for line in picture for piece in line[1:] for character in piece.text}
-    for character, meaning in ((BOTH_AT_ONCE, "both at once"), (SEVERAL, "several kinds"), (".", "idle")):
+    for character, meaning in _CHARACTERS.items():
         if character in shown:
             legend.append(f"{character} {meaning}   ")
     legend.rstrip()
     return legend
+
+
+_CHARACTERS = {
+    BOTH_AT_ONCE: "both at once",
+    HALVES: "forward above and backward below at once",
+    SEVERAL: "several kinds",
+    IDLE: "idle",
+}
 
 
 _TITLES = ("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")

@@ -27,7 +27,7 @@ _CHARACTER = 0.602 / 72
 """Width of a character of the font, per point of its size."""
 
 _FONT = ["DejaVu Sans Mono", "monospace"]
-_IDLE, _EDGE, _INK = "#f1f1f1", "#404040", "#202020"
+_IDLE, _EDGE, _INK = "#f7f7f7", "#404040", "#202020"
 _MANY_BOXES = 50_000
 """Above this, boxes are pixels even in SVG and PDF, which would else be hard to open."""
 
@@ -42,15 +42,15 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     if suffix not in _FORMATS:
         raise EchelonError(f"cannot draw into {os.fspath(path)!r}: give a name that ends in .svg, .png or .pdf")
     try:
-        import matplotlib
+        from matplotlib import style
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         raise EchelonError("drawing needs matplotlib: pip install 'echelon[plot]'") from None
-    # Text as text: it can be searched, and the file is small.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}):
-        figure = _figure([timeline] if against is None else [against, timeline])
-        figure.savefig(path, format=suffix[1:], dpi=150, metadata=_FORMATS[suffix], facecolor="white")
+    # Whatever style the program has set for its own figures. Text as text can be searched, and the file is small.
+    own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}
+    with style.context(["default", own]):
+        figure_of(timeline, against).savefig(path, format=suffix[1:], dpi=150, metadata=_FORMATS[suffix])
 
 
 class _Panel(NamedTuple):
@@ -81,10 +81,11 @@ class _Font(NamedTuple):
         return len(self.label(box)) * self.size * _CHARACTER + _PADDING
 
 
-def _figure(timelines: list[Timeline]) -> Figure:
+def figure_of(timeline: Timeline, against: Timeline | None = None) -> Figure:
+    """Returns the picture as a figure of matplotlib, for a notebook, say. See `Timeline.draw`."""
     from matplotlib.figure import Figure
 
-    panels = _panels(timelines)
+    panels = _panels([timeline] if against is None else [against, timeline])
     legends = _legends(panels)
     width = max(map(_wanted_width, panels))
     heights = [_TITLE + panel.height + _TIME_AXIS for panel in panels]

@@ -32,7 +32,7 @@ _HUES = (
     _Hue(176, 0.110, 0.040),
 )
 _GREY = _Hue(0, 0, 0)
-_LIGHTNESS: dict[Kind, float] = {"F": 0.87, "I": 0.73, "B": 0.62, "W": 0.45}
+_LIGHTNESS: dict[Kind, float] = {"F": 0.88, "I": 0.755, "B": 0.615, "W": 0.45}
 
 NUM_HUES = len(_HUES)
 """How many microbatches have a colour of their own."""

@@ -17,8 +17,14 @@ from echelon.pipeline.boxes import Box, boxes_of
 from echelon.pipeline.palette import color, text_color
 from echelon.trace import Timeline
 
-BOTH_AT_ONCE, SEVERAL = "&", "#"
-"""The letters of a step that is two actions, and of a column in which several kinds ran."""
+IDLE = "."
+"""Without colour: the rank waits."""
+BOTH_AT_ONCE = "&"
+"""Without colour: a forward and a backward that run as one step."""
+HALVES = "▀"
+"""The same in colour: the forward is the upper half, the backward the lower."""
+SEVERAL = "#"
+"""Several kinds ran in a column."""
 
 
 class Piece(NamedTuple):
@@ -111,7 +117,7 @@ def _whole_steps(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterat
 
 
 def _idle(width: int, scale: _Scale) -> Piece:
-    return Piece((" " if scale.in_color else ".") * width)
+    return Piece((" " if scale.in_color else IDLE) * width)
 
 
 def _step(step: _Step, width: int, scale: _Scale) -> Piece:
@@ -122,9 +128,8 @@ def _step(step: _Step, width: int, scale: _Scale) -> Piece:
         return Piece(text[: width - len(border)].ljust(width - len(border), "-") + border)
     if len(step) == 1:
         return Piece(text[:width].ljust(width), text_color(step[0].kind), color(step[0].hue, step[0].kind))
-    # Half blocks: the forward above, the backward below.
     upper, lower = step
-    return Piece("▀" * width, color(upper.hue, upper.kind), color(lower.hue, lower.kind))
+    return Piece(HALVES * width, color(upper.hue, upper.kind), color(lower.hue, lower.kind))
 
 
 def _shares(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterator[Piece]:
