@@ -72,17 +72,22 @@ ANYTHING = {
 
 
 @pytest.mark.parametrize("timeline", ANYTHING.values(), ids=ANYTHING.keys())
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
-def test_anything_can_be_drawn(timeline, suffix, tmp_path):
-    path = tmp_path / f"picture{suffix}"
-    timeline.draw(path)
-    assert path.read_bytes().startswith({".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix])
+def test_anything_can_be_drawn(timeline, tmp_path):
+    timeline.draw(tmp_path / "picture.svg")
+    assert "idle" in texts((tmp_path / "picture.svg").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("timeline", ANYTHING.values(), ids=ANYTHING.keys())
 def test_anything_can_be_drawn_against_anything(timeline, tmp_path):
-    simulated("1f1b", 2, 2).draw(tmp_path / "a.svg", against=timeline)
-    timeline.draw(tmp_path / "b.svg", against=simulated("1f1b", 2, 2))
+    for number, (below, above) in enumerate([(timeline, ANYTHING["text"]), (ANYTHING["text"], timeline)]):
+        below.draw(tmp_path / f"{number}.svg", against=above)
+        assert "all_reduce" in texts((tmp_path / f"{number}.svg").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".SVG", b"<?xml")])
+def test_the_suffix_says_the_format(suffix, magic, tmp_path):
+    ANYTHING["text"].draw(tmp_path / f"picture{suffix}")
+    assert (tmp_path / f"picture{suffix}").read_bytes().startswith(magic)
 
 
 def test_text_is_drawn_as_it_is(tmp_path):
@@ -136,7 +141,7 @@ def test_two_plans_with_equal_costs_share_a_scale():
     assert above.get_xlim() == below.get_xlim() == (0, 33)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (8, 32), (32, 64), (64, 128)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (8, 32), (32, 64)])
 def test_labels_stay_inside_their_boxes(num_ranks, num_microbatches):
     figure = figure_of(simulated("1f1b", num_ranks, num_microbatches))
     (axes,) = figure.axes

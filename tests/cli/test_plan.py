@@ -1,0 +1,207 @@
+"""`echelon plan`: what it prints, what it writes, and what it says to a wrong command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from echelon.cli import main
+from echelon.pipeline import Costs, Schedule, schedules
+
+PLAN = """\
+1f1b: 2 ranks, 2 stages, 4 microbatches
+simulated: makespan 15.4, bubble rate 22.1 %, peak activations 2 1
+
+rank 0  0F0 0F1 .........0B0---- 0F2 0B1---- 0F3 .0B2---- ....0B3----
+rank 1  ....1F0 1B0---- 1F1 1B1---- .1F2 1B2---- 1F3 1B3---- .........
+
+F forward   B backward   . idle
+
+rank  stages  busy  warm-up  waiting  transfer  drain  peak  microbatches
+   0       0    12        0      3.1       0.3      0     2             2
+   1       1    12      1.1      0.1       0.1    2.1     1             1
+"""
+
+
+@pytest.fixture(autouse=True)
+def wide_and_plain(monkeypatch, tmp_path):
+    """The console is 80 columns wide without colour, wherever the tests run."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_is_printed(capsys):
+    assert run(capsys, "1f1b", "-r", "2", "-m", "4", "--transfer", "0.1") == PLAN
+
+
+def test_the_width_of_the_terminal_is_used(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "0F0 0F1 ..." in run(capsys, "1f1b", "-r", "2", "-m", "8")
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = run(capsys, "1f1b", "-r", "2", "-m", "8").splitlines()[3:5]
+    assert [len(row) for row in rows] == [35, 35]
+
+
+def test_colour_where_there_is_colour(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    assert "\x1b[38;2;0;0;0;48;2;" in run(capsys, "1f1b", "-r", "2", "-m", "4")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "....." in run(capsys, "1f1b", "-r", "2", "-m", "4"), "what colour would show must be said by characters"
+
+
+def test_json_says_what_the_timeline_says(capsys):
+    found = json.loads(run(capsys, "zb-v", "-r", "4", "-m", "8", "--transfer", "0.25", "--json"))
+    timeline = schedules.build("zb-v", 4, 8).simulate(Costs(transfer=0.25))
+    assert {key: found[key] for key in ("schedule", "num_ranks", "num_microbatches", "num_stages")} == {
+        "schedule": "zb-v",
+        "num_ranks": 4,
+        "num_microbatches": 8,
+        "num_stages": 8,
+    }
+    assert (found["makespan"], found["span"]) == (timeline.makespan, timeline.span)
+    assert found["bubble_rate"] == pytest.approx(timeline.bubble_rate)
+    assert [rank["stages"] for rank in found["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    for rank, peak in zip(found["ranks"], timeline.peak_activations, strict=True):
+        assert rank["peak_activations"] == peak
+        assert rank["peak_microbatches"] == peak / 2
+        assert rank["busy"] + sum(rank["idle"].values()) == pytest.approx(found["makespan"])
+
+
+def test_every_cost_counts(capsys):
+    options = "--forward 1,2 --backward-input 2 --backward-weight 3 --transfer 1/2 --recompute 1 --activation 5,7"
+    more = "--weight-activation 2 --recomputed-activation 1"
+    found = json.loads(run(capsys, "zb-h1", "-r", "2", "-m", "4", *options.split(), *more.split(), "--json"))
+    timeline = schedules.build("zb-h1", 2, 4).simulate(
+        Costs(
+            forward=(1, 2),
+            backward_input=2,
+            backward_weight=3,
+            transfer=0.5,
+            recompute=1,
+            activation=(5, 7),
+            weight_activation=2,
+            recomputed_activation=1,
+        )
+    )
+    assert found["makespan"] == timeline.makespan
+    assert [rank["peak_activations"] for rank in found["ranks"]] == list(timeline.peak_activations)
+    slow = json.loads(run(capsys, "dualpipe-v", "-r", "2", "-m", "4", "--json"))
+    fast = json.loads(run(capsys, "dualpipe-v", "-r", "2", "-m", "4", "--overlapped", "2", "--json"))
+    assert fast["makespan"] < slow["makespan"]
+
+
+def test_sizes_of_the_schedule(capsys):
+    found = run(
+        capsys, "interleaved-1f1b", "-r", "2", "-m", "6", "--chunks", "3", "--group-size", "3", "--csv", "a.csv"
+    )
+    assert found.startswith("interleaved-1f1b: 2 ranks, 6 stages, 6 microbatches\n")
+    assert Schedule.from_csv("a.csv").orders == schedules.build("interleaved-1f1b", 2, 6, 3, 3).orders
+
+
+def test_files_are_written(capsys, tmp_path):
+    files = ("plan.svg", "plan.png", "plan.json", "plan.csv")
+    options = [word for pair in zip(("--svg", "--png", "--chrome", "--csv"), files, strict=True) for word in pair]
+    found = run(capsys, "1f1b", "-r", "2", "-m", "4", *options)
+    assert found.endswith("".join(f"wrote {name}\n" for name in files))
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "plan.json").read_text())["traceEvents"]) > 16
+    assert Schedule.from_csv("plan.csv").orders == schedules.build("1f1b", 2, 4).orders
+    assert json.loads(run(capsys, "1f1b", "-r", "2", "-m", "4", "--json", *options))["files"] == list(files)
+
+
+def test_a_file_is_read_and_checked(capsys, tmp_path):
+    schedules.build("zb-h1", 2, 4).to_csv("own.csv")
+    assert run(capsys, "own.csv").splitlines()[1:] == run(capsys, "zb-h1", "-r", "2", "-m", "4").splitlines()[1:]
+    (tmp_path / "own.csv").write_text("0F0,0B0\n1F0\n")
+    assert main(["plan", "own.csv"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("echelon: schedule 'own' has ")
+    assert "1B0" in error
+
+
+def test_search_finds_what_fits(capsys):
+    arguments = ("--search", "-r", "3", "-m", "6", "--memory-limit", "2", "--json")
+    found = json.loads(run(capsys, *arguments))
+    assert max(rank["peak_microbatches"] for rank in found["ranks"]) <= 2
+    assert found["makespan"] == schedules.search(Costs(), 3, 6, 2).simulate().makespan
+    with_chunks = json.loads(run(capsys, *arguments, "--chunks", "2"))
+    assert with_chunks["num_stages"] == 6
+    assert max(rank["peak_microbatches"] for rank in with_chunks["ranks"]) <= 2
+
+
+def test_the_memory_limit_counts_microbatches(capsys):
+    interleaved = ("interleaved-1f1b", "-r", "4", "-m", "8", "--chunks", "2", "--activation", "3")
+    run(capsys, *interleaved, "--memory-limit", "5.5")
+    assert main(["plan", *interleaved, "--memory-limit", "5.4"]) == 2
+    assert capsys.readouterr().err == (
+        "echelon: interleaved-1f1b does not fit: rank 0 holds 5.5 microbatches, over the limit of 5.4; "
+        "give --memory-limit 5.5, or let --search find a schedule that fits\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "no schedule was named: give one of gpipe, 1f1b, "),
+        ("1f1b", "-r is missing: give the numbers of ranks and of microbatches, as -r 4 -m 16"),
+        ("1f1b -r 4", "-m is missing: give the numbers of ranks and of microbatches, as -r 4 -m 16"),
+        ("1f1b -r 0 -m 4", "-r 0 is too few: give the numbers of ranks and of microbatches, as -r 4 -m 16"),
+        ("1f1b -r 2 -m -4", "-m -4 is too few: "),
+        ("1f1b -r two -m 4", "Invalid value for '-r'"),
+        ("2f2b -r 2 -m 4", "no schedule is called '2f2b': choose from gpipe, "),
+        ("1f1b --search -r 2 -m 4", "1f1b and --search are two requests: give one of them"),
+        ("1f1b -r 2 -m 4 --chunks 2", "num_chunks=2: 1f1b has 1 per rank; pass 1, or take interleaved-1f1b"),
+        ("dualpipe-v -r 4 -m 7", "num_microbatches=7: dualpipe-v needs at least 2 x num_ranks; give 8 or more "),
+        ("1f1b -r 2 -m 4 --forward x", "--forward x: not a number; give one, such as 1.5"),
+        ("1f1b -r 2 -m 4 --forward 1,", "--forward : not a number; give one, such as 1.5"),
+        ("1f1b -r 2 -m 4 --forward nan", "--forward nan: not a number; "),
+        ("1f1b -r 2 -m 4 --transfer -1", "--transfer -1: below 0; give a number of at least 0, such as 1.5"),
+        ("1f1b -r 2 -m 4 --forward 1,2,3", "forward has 3 values for 2 stages: give one number, or 2 of them"),
+        ("1f1b -r 2 -m 4 --memory-limit 1", "1f1b does not fit: rank 0 holds 2 microbatches, over the limit of 1; "),
+        ("1f1b -r 2 -m 4 --memory-limit all", "--memory-limit all: not a number; "),
+        ("1f1b -r 2 -m 4 --svg a.png", "--svg a.png: give a name that ends in .svg, such as plan.svg"),
+        ("1f1b -r 2 -m 4 --png a", "--png a: give a name that ends in .png, such as plan.png"),
+        ("1f1b -r 2 -m 4 --csv no/a.csv", "cannot write no/a.csv: No such file or directory; give a place that can "),
+        ("1f1b -r 2 -m 4 --svg no/a.svg", "cannot write no/a.svg: No such file or directory; give a place that can "),
+        ("no.csv", "cannot read no.csv: No such file or directory; give a file that exists"),
+        ("no.csv -r 4", "-r 4: no.csv itself says that; leave -r out"),
+        ("--search -r 2 -m 4 --memory-limit 1/2", "memory_limit=0.5: a rank must hold at least 1 microbatch; "),
+    ],
+)
+def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):
+    assert main(["plan", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"echelon: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_is_no_text(capsys, tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00")
+    assert main(["plan", "a.csv"]) == 2
+    assert capsys.readouterr().err == "echelon: cannot read a.csv: it is not text; give what --csv writes\n"
+
+
+def test_without_matplotlib_there_is_a_hint(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plan", "1f1b", "-r", "2", "-m", "4", "--svg", "a.svg"]) == 1
+    assert capsys.readouterr().err == "echelon: drawing needs matplotlib: pip install 'echelon[plot]'\n"
+
+
+def test_neither_torch_nor_matplotlib_is_imported_for_text():
+    code = (
+        "import sys; from echelon.cli import main; status = main(['plan', '1f1b', '-r', '2', '-m', '2'])\n"
+        "sys.exit(status or bool({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)

@@ -1,0 +1,98 @@
+"""Timelines as text."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from echelon.pipeline import Costs, schedules
+from echelon.pipeline.action import parse
+from echelon.pipeline.palette import color
+from echelon.pipeline.terminal import lines, plain
+from echelon.trace import Timeline
+
+
+def simulated(name: str, num_ranks: int, num_microbatches: int, **costs) -> Timeline:
+    return schedules.build(name, num_ranks, num_microbatches).simulate(Costs(**costs))
+
+
+PICTURES = {
+    80: """
+rank 0  0F0 0F1 ........0B0---- 0F2 0B1---- ....0B2----
+rank 1  ....1F0 1B0---- 1F1 1B1---- 1F2 1B2---- ........
+""",
+    50: """
+rank 0  F0 F1 ......B0--- F2 B1--- ...B2---
+rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......
+""",
+    34: """
+rank 0  F-F-....B---F-B---..B---
+rank 1  ..F-B---F-B---F-B---....
+""",
+    20: """
+rank 0  FF..B-FB-.B-
+rank 1  .FB-FB-FB-..
+""",
+    16: """
+rank 0  F..B#B.B
+rank 1  .#####B.
+""",
+}
+
+
+@pytest.mark.parametrize("width", PICTURES)
+def test_a_step_says_as_much_as_fits(width):
+    assert plain(simulated("1f1b", 2, 3), width) == PICTURES[width].strip()
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 20, 80, 81, 120, 300])
+@pytest.mark.parametrize("in_color", [True, False])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (3, 7), (12, 40)])
+def test_lines_fit_the_width_and_are_equally_long(num_ranks, num_microbatches, in_color, width):
+    timeline = simulated("zb-h1", num_ranks, num_microbatches, forward=0.7, transfer=0.3)
+    found = lines(timeline, width, in_color)
+    lengths = {sum(len(piece.text) for piece in line) for line in found}
+    assert len(found) == num_ranks
+    assert len(lengths) == 1
+    assert lengths.pop() <= max(width, len("rank 11  ") + 1)
+
+
+def test_colours_are_those_of_the_microbatch():
+    first = lines(simulated("1f1b", 2, 3), 80, in_color=True)[0]
+    assert [(piece.text, piece.background) for piece in first if piece.text.strip()] == [
+        ("rank 0  ", ""),
+        ("0F0", color(0, "F")),
+        ("0F1", color(1, "F")),
+        ("0B0   ", color(0, "B")),
+        ("0F2", color(2, "F")),
+        ("0B1   ", color(1, "B")),
+        ("0B2   ", color(2, "B")),
+    ]
+
+
+def test_a_step_of_two_actions():
+    timeline = Timeline(((parse("(0F1;3B0)OVERLAP_F_B"), parse("0F2")),), ((0, 3),), ((3, 4),))
+    assert plain(timeline, 80) == "rank 0  0F1;3B0---------------- 0F2----"
+    assert plain(timeline, 16) == "rank 0  &-----F-"
+    (line,) = lines(timeline, 16, in_color=True)
+    assert (line[2].text, line[2].foreground, line[2].background) == ("▀▀▀▀▀▀", color(1, "F"), color(0, "B"))
+
+
+@pytest.mark.parametrize(
+    ("timeline", "text"),
+    [
+        (Timeline((), (), ()), ""),
+        (Timeline(((), ()), ((), ()), ((), ())), "rank 0\nrank 1"),
+        (Timeline((("a", "b"),), ((3, 3),), ((3, 3),)), "rank 0"),
+        (Timeline((("a", "b"),), ((3, 3),), ((3, 6),)), "rank 0  b"),
+        (Timeline((("wait",), ()), ((0.5,), ()), ((2.5,), ())), "rank 0  wait\nrank 1  ....."),
+        (Timeline((("wait 1", "go"),), ((0, Fraction(3, 2)),), ((1, 2),)), "rank 0  wait 1------- .......go----"),
+        (Timeline((("", "go"),), ((0, 1),), ((1, 2),)), "rank 0  -- go"),
+        (Timeline((("a", "b", "c"),), ((0, 1, 2),), ((5, 2, 3),)), "rank 0  a--------"),
+    ],
+)
+def test_anything_can_be_shown(timeline, text):
+    assert plain(timeline, 80) == text
+    assert len(lines(timeline, 80, in_color=True)) == timeline.num_ranks
+    assert len(lines(timeline, 10, in_color=True)) == timeline.num_ranks
