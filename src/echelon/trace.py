@@ -259,7 +259,7 @@ class Timeline:
         Raises:
             EchelonError: `seconds` is not above 0.
         """
-        from echelon.chrome import to_chrome
+        from echelon.pipeline.chrome import to_chrome
 
         to_chrome(self, path, seconds)
 
