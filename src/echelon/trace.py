@@ -239,8 +239,8 @@ class Timeline:
 
         Args:
             path: Where to write.
-            against: Another timeline, drawn above, such as the planned run above the measured one. The two may be in
-                different units of time: equal work is drawn equally wide.
+            against: Another timeline, drawn above, or below if it is a measured one and this is planned. The two may be
+                in different units of time: equal work is drawn equally wide.
 
         Raises:
             EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.

@@ -124,10 +124,12 @@ def test_an_overlapped_step_is_two_halves():
     assert [text.get_text() for text in axes.texts] == ["0F1", "3B0"]
 
 
-def test_the_plan_is_drawn_above_the_run_with_equal_work_equally_wide(tmp_path):
+@pytest.mark.parametrize("plan_first", [True, False])
+def test_the_plan_is_drawn_above_the_run_with_equal_work_equally_wide(plan_first):
     schedule = schedules.build("1f1b", 2, 8)
     plan, run = schedule.simulate(Costs()), recorded(schedule, unit=0.01, wait=0.2)
-    above, below = figure_of(run, against=plan).axes
+    order = (plan, run) if plan_first else (run, plan)
+    above, below = figure_of(*order).axes
     assert above.get_position().y0 > below.get_position().y1
     width_of_work = [max(timeline.busy) / axes.get_xlim()[1] for timeline, axes in ((plan, above), (run, below))]
     assert width_of_work[0] == pytest.approx(width_of_work[1])
@@ -138,6 +140,7 @@ def test_the_plan_is_drawn_above_the_run_with_equal_work_equally_wide(tmp_path):
 
 def test_two_plans_with_equal_costs_share_a_scale():
     above, below = figure_of(simulated("zb-h1", 4, 8), against=simulated("gpipe", 4, 8)).axes
+    assert "makespan 33" in above.get_title(loc="left")
     assert above.get_xlim() == below.get_xlim() == (0, 33)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from echelon.errors import EchelonError
 from echelon.pipeline.boxes import Box, Boxes, boxes_of
 from echelon.pipeline.palette import KIND_NAMES, NUM_HUES, color, text_color
-from echelon.pipeline.summary import summary
+from echelon.pipeline.summary import is_measured, summary
 from echelon.trace import Timeline
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def figure_of(timeline: Timeline, against: Timeline | None = None) -> Figure:
     """Returns the picture as a figure of matplotlib, for a notebook, say. See `Timeline.draw`."""
     from matplotlib.figure import Figure
 
-    panels = _panels([timeline] if against is None else [against, timeline])
+    panels = _panels([timeline] if against is None else _planned_first(against, timeline))
     legends = _legends(panels)
     width = max(map(_wanted_width, panels))
     heights = [_TITLE + panel.height + _TIME_AXIS for panel in panels]
@@ -100,6 +100,12 @@ def figure_of(timeline: Timeline, against: Timeline | None = None) -> Figure:
     for line, handles in enumerate(reversed(legends)):
         _place_legend(figure, handles, (line * _LEGEND_LINE + 0.04) / total, _LEFT / width)
     return figure
+
+
+def _planned_first(above: Timeline, below: Timeline) -> list[Timeline]:
+    """Puts a measured run below a planned one, whichever is drawn against which."""
+    swapped = is_measured(above) and not is_measured(below)
+    return [below, above] if swapped else [above, below]
 
 
 def _panels(timelines: list[Timeline]) -> list[_Panel]:

@@ -15,8 +15,8 @@ def summary(timeline: Timeline) -> str:
     ]
     if timeline.peak_activations:
         parts.append(f"peak activations {_per_rank(timeline.peak_activations)}")
-    kind = _origin(timeline)
-    return (f"{kind}: " if kind else "") + ", ".join(parts)
+    origin = {True: "measured: ", False: "simulated: ", None: ""}[is_measured(timeline)]
+    return origin + ", ".join(parts)
 
 
 def number(value: Time) -> str:
@@ -24,11 +24,9 @@ def number(value: Time) -> str:
     return f"{float(value):.4g}"
 
 
-def _origin(timeline: Timeline) -> str:
-    """Only a simulation knows when a transfer arrived; without transfers there is no telling."""
-    for transfer in timeline.transfers:
-        return "measured" if transfer.end is None else "simulated"
-    return ""
+def is_measured(timeline: Timeline) -> bool | None:
+    """Only a simulation knows when a transfer arrived. Without transfers there is no telling (None)."""
+    return next((transfer.end is None for transfer in timeline.transfers), None)
 
 
 def _per_rank(values: tuple[Time, ...]) -> str:
