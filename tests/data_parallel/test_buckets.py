@@ -1,0 +1,72 @@
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.data_parallel.buckets import MEBIBYTE, bucket_layout
+
+PARAMETERS = st.lists(
+    st.tuples(st.integers(0, 6 * MEBIBYTE), st.sampled_from(["float32 on cpu", "bfloat16 on cpu"])), max_size=30
+)
+
+
+def test_the_picture_in_the_docstring():
+    sizes = [number * MEBIBYTE for number in (6, 5, 4, 3, 2)]
+    layout = bucket_layout(sizes, ["float32"] * 5, bucket_mb=6, first_bucket_mb=2)
+    assert layout.homes() == (4, 3, 2, 1, 0)
+
+
+def test_small_parameters_share_buckets_and_the_first_is_small():
+    layout = bucket_layout([MEBIBYTE // 2] * 12, ["float32"] * 12, bucket_mb=2)
+    assert [bucket.members for bucket in layout.buckets] == [(11, 10), (9, 8, 7, 6), (5, 4, 3, 2), (1, 0)]
+
+
+def test_a_bucket_has_one_kind_and_goes_when_its_last_parameter_is_there():
+    layout = bucket_layout([4, 2, 4, 2, 4], ["a", "b", "a", "b", "b"], bucket_mb=25)
+    assert str(layout) == "b 8 B: 4 3 1\na 8 B: 2 0"
+
+
+def test_a_parameter_larger_than_the_bucket_has_its_own():
+    layout = bucket_layout([4, 40 * MEBIBYTE, 4], ["a"] * 3, bucket_mb=25)
+    assert [bucket.members for bucket in layout.buckets] == [(2,), (1,), (0,)]
+
+
+def test_no_parameters_make_no_buckets():
+    assert bucket_layout([], [], bucket_mb=25).buckets == ()
+
+
+@given(PARAMETERS, st.floats(0.1, 8), st.floats(0.1, 2))
+def test_every_layout_is_complete_ordered_and_bounded(parameters, bucket_mb, first_bucket_mb):
+    sizes, kinds = [size for size, _ in parameters], [kind for _, kind in parameters]
+    layout = bucket_layout(sizes, kinds, bucket_mb, first_bucket_mb)
+    members = [member for bucket in layout.buckets for member in bucket.members]
+    assert sorted(members) == list(range(len(sizes)))
+    for number, bucket in enumerate(layout.buckets):
+        assert list(bucket.members) == sorted(bucket.members, reverse=True)
+        assert {kinds[member] for member in bucket.members} == {bucket.kind}
+        assert bucket.num_bytes == sum(sizes[member] for member in bucket.members)
+        assert len(bucket.members) == 1 or bucket.num_bytes <= bucket_mb * MEBIBYTE
+        assert all(layout.homes()[member] == number for member in bucket.members)
+    full = [bucket.members[-1] for bucket in layout.buckets]
+    assert full == sorted(full, reverse=True)
+    if sizes:
+        first = layout.buckets[layout.homes()[len(sizes) - 1]]
+        assert len(first.members) == 1 or first.num_bytes <= first_bucket_mb * MEBIBYTE
+
+
+@given(PARAMETERS)
+def test_neighbours_of_a_kind_are_not_split_without_need(parameters):
+    sizes, kinds = [size for size, _ in parameters], [kind for _, kind in parameters]
+    layout = bucket_layout(sizes, kinds, bucket_mb=3, first_bucket_mb=3)
+    for kind in set(kinds):
+        mine = [bucket for bucket in layout.buckets if bucket.kind == kind]
+        for bucket, following in itertools.pairwise(mine):
+            assert bucket.num_bytes + sizes[following.members[0]] > 3 * MEBIBYTE
+
+
+@pytest.mark.parametrize("bucket_mb", [0, -1, math.nan])
+def test_a_size_that_cannot_be_is_refused(bucket_mb):
+    with pytest.raises(ValueError, match=r"bucket_mb=.*above 0"):
+        bucket_layout([4], ["a"], bucket_mb)

@@ -1,0 +1,178 @@
+"""DistributedDataParallel behaves as the module that it wraps."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import DDP
+from tests.data_parallel.models import (
+    assert_all_equal,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+    single,
+)
+
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), float(value)))
+        self.register_buffer("seen", torch.tensor(value))
+        self.register_buffer("scratch", torch.full((2, 2), float(value)).t(), persistent=False)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def construct(group, src):
+    module = WithBuffer(group.rank + 1)
+    places = [tensor.data_ptr() for tensor in (module.weight, module.seen, module.scratch)]
+    model = DDP(module, group)
+    values = []
+    for source in (0, src):
+        if source:
+            with torch.no_grad():
+                module.weight.fill_(10.0 * group.rank)
+                module.seen.fill_(10 * group.rank)
+            model.broadcast_parameters(src=source)
+        values.append((module.weight.tolist(), module.seen.item(), module.scratch.tolist()))
+    assert places == [tensor.data_ptr() for tensor in (module.weight, module.seen, module.scratch)]
+    return values
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_parameters_and_buffers_are_broadcast_in_place(run, world_size):
+    src = world_size - 1
+    for first, second in run(construct, world_size, src):
+        assert first == ([1.0] * 4, 1, [[1.0, 1.0], [1.0, 1.0]])
+        assert src == 0 or second == ([10.0 * src] * 4, 10 * src, [[1.0, 1.0], [1.0, 1.0]])
+
+
+def forward_with_buffers(group, enabled):
+    module = WithBuffer(0)
+    model = DDP(module, group, broadcast_buffers=enabled)
+    seen = []
+
+    def forward():
+        module.seen.fill_(group.rank + 5)
+        model(torch.ones(4))
+        seen.append(module.seen.item())
+
+    forward()
+    with model.no_sync():
+        forward()
+    with torch.no_grad():
+        forward()
+    model.eval()
+    forward()
+    model.train()
+    forward()
+    return seen
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_buffers_become_those_of_rank_0_before_each_training_forward(run, enabled):
+    for rank, seen in enumerate(run(forward_with_buffers, 2, enabled)):
+        own = rank + 5
+        first = 5 if enabled else own
+        assert seen == [first, own, own, own, first]
+
+
+def frozen_statistics(group):
+    """BatchNorm in eval mode keeps its buffers for backward; writing them between would be refused by autograd."""
+    module = nn.Sequential(fill(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    model = DDP(module, group)
+    module[1].eval()
+    (loss_of(model(part(batch(0), group))) + loss_of(model(part(batch(1), group)))).backward()
+    return gradients(model)
+
+
+def test_buffers_that_are_right_already_are_not_written(run):
+    expected = nn.Sequential(fill(nn.Linear(4, 4)), nn.BatchNorm1d(4)).eval()
+    (loss_of(expected(batch(0))) + loss_of(expected(batch(1)))).backward()
+    assert_all_equal(run(frozen_statistics, 2), gradients(expected))
+
+
+def as_the_module(group):
+    module = WithBuffer(3)
+    module.scale = 2.0
+    module.layers = nn.ModuleList([mlp()])
+    model = DDP(module, group)
+    bare = WithBuffer(0)
+    bare.layers = nn.ModuleList([mlp(seed=9)])
+    bare.load_state_dict(model.state_dict())
+    same = all(torch.equal(value, bare.state_dict()[name]) for name, value in module.state_dict().items())
+    other = WithBuffer(8)
+    other.layers = nn.ModuleList([mlp(seed=8)])
+    model.load_state_dict(other.state_dict())
+    model.scale = 5.0
+    model.label = "new"
+    model.eval()
+    modes = [module.training, module.layers[0].training, model.training]
+    model.train()
+    with pytest.raises(AttributeError, match="'WithBuffer' object has no attribute 'absent'"):
+        _ = model.absent
+    with pytest.raises(ValueError, match="assign=True"):
+        model.load_state_dict(other.state_dict(), assign=True)
+    return {
+        "state": same,
+        "loaded": module.seen.item() == 8 and model.weight is module.weight,
+        "scale": (module.scale, module.label),
+        "modes": (modes, module.training),
+        "parameters": [name for name, _ in model.named_parameters()] == [name for name, _ in module.named_parameters()],
+        "modules": list(model.modules()) == list(module.modules()),
+        "buffers": [name for name, _ in model.named_buffers()],
+        "submodule": model.get_submodule("layers.0") is module.layers[0],
+        "parameter": model.get_parameter("layers.0.0.weight") is module.layers[0][0].weight,
+    }
+
+
+def test_it_behaves_as_the_module(run):
+    for got in run(as_the_module, 2):
+        assert got == {
+            "state": True,
+            "loaded": True,
+            "scale": (5.0, "new"),
+            "modes": ([False, False, False], True),
+            "parameters": True,
+            "modules": True,
+            "buffers": ["seen", "scratch"],
+            "submodule": True,
+            "parameter": True,
+        }
+
+
+def without_the_wrapper(group):
+    module = mlp()
+    model = DDP(module, group)
+    clone = copy.deepcopy(model.module)
+    loss_of(clone(part(batch(), group))).backward()
+    del model
+    loss_of(module(part(batch(), group))).backward()
+    return gradients(module), gradients(clone)
+
+
+def test_a_copy_and_a_module_whose_wrapper_is_gone_are_ordinary(run):
+    for rank, (kept, copied) in enumerate(run(without_the_wrapper, 2)):
+        expected = single(mlp(), batch().chunk(2)[rank])
+        assert_all_equal([kept], expected)
+        assert_all_equal([copied], expected)
+
+
+def empty_models(group):
+    nothing = DDP(nn.ReLU(), group)
+    frozen = DDP(mlp().requires_grad_(False), group)
+    nothing.sync_gradients()
+    return nothing(torch.tensor([-1.0, 1.0])).tolist(), frozen(batch()).requires_grad
+
+
+def test_models_without_anything_to_train(run):
+    assert run(empty_models, 2) == [([0.0, 1.0], False)] * 2
