@@ -240,7 +240,7 @@ class Timeline:
         Args:
             path: Where to write.
             against: Another timeline, drawn above, or below if it is a measured one and this is planned. The two may be
-                in different units of time: equal work is drawn equally wide.
+                in different units of time: then equal work is drawn equally wide.
 
         Raises:
             EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.

@@ -144,6 +144,13 @@ def test_two_plans_with_equal_costs_share_a_scale():
     assert above.get_xlim() == below.get_xlim() == (0, 33)
 
 
+def test_a_run_in_the_unit_of_its_plan_shares_its_scale():
+    schedule = schedules.build("1f1b", 2, 8)
+    plan, run = schedule.simulate(Costs()), recorded(schedule, unit=1.1, wait=0.2)
+    above, below = figure_of(run, against=plan).axes
+    assert above.get_xlim() == below.get_xlim() == (0, pytest.approx(run.makespan))
+
+
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (8, 32), (32, 64)])
 def test_labels_stay_inside_their_boxes(num_ranks, num_microbatches):
     figure = figure_of(simulated("1f1b", num_ranks, num_microbatches))

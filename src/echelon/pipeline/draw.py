@@ -28,6 +28,8 @@ _CHARACTER = 0.602 / 72
 
 _FONT = ["DejaVu Sans Mono", "monospace"]
 _IDLE, _EDGE, _INK = "#f7f7f7", "#404040", "#202020"
+_SAME_UNIT = 1.5
+"""Two timelines whose work differs by no more than this factor are taken to be in the same unit."""
 _MANY_BOXES = 50_000
 """Above this, boxes are pixels even in SVG and PDF, which would else be hard to open."""
 
@@ -109,21 +111,26 @@ def _planned_first(above: Timeline, below: Timeline) -> list[Timeline]:
 
 
 def _panels(timelines: list[Timeline]) -> list[_Panel]:
-    """Gives equal work equal widths, so that what two timelines differ in is their idle time.
-
-    The two may be in different units: a plan counts forwards, a measured run seconds.
-    """
-    work = [float(max(timeline.busy, default=0)) for timeline in timelines]
-    ratios = [float(timeline.makespan) / busy if busy else 1.0 for timeline, busy in zip(timelines, work, strict=True)]
     return [
-        _Panel(
-            timeline,
-            boxes_of(timeline),
-            length=(busy * max(ratios) if busy else float(timeline.makespan)) or 1.0,
-            row=min(0.45, max(0.1, 0.08 + 3.4 / max(1, timeline.num_ranks))),
-        )
-        for timeline, busy in zip(timelines, work, strict=True)
+        _Panel(timeline, boxes_of(timeline), length, row=min(0.45, max(0.1, 0.08 + 3.4 / max(1, timeline.num_ranks))))
+        for timeline, length in zip(timelines, _lengths(timelines), strict=True)
     ]
+
+
+def _lengths(timelines: list[Timeline]) -> list[float]:
+    """How much time each axis shows.
+
+    The same for both, if their work is about the same. Else they are in different units, such as a plan that counts
+    forwards and a measured run in seconds: then equal work is equally wide, and idle time is what they differ in.
+    """
+    makespans = [float(timeline.makespan) for timeline in timelines]
+    work = [float(max(timeline.busy, default=0)) for timeline in timelines]
+    if not all(work):
+        return [makespan or 1.0 for makespan in makespans]
+    if max(work) <= _SAME_UNIT * min(work):
+        return [max(makespans)] * len(makespans)
+    stretch = max(makespan / busy for makespan, busy in zip(makespans, work, strict=True))
+    return [busy * stretch for busy in work]
 
 
 def _wanted_width(panel: _Panel) -> float:
