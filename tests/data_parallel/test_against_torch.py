@@ -1,0 +1,75 @@
+"""torch's own DistributedDataParallel on Gloo as the yardstick: the same gradients on the same ranks."""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import DDP
+from tests.data_parallel.models import TINY_MB, Shared, batch, fill, gradients, loss_of, mlp, part
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available(), reason="this torch was built without Gloo, which is the yardstick"
+)
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 2)
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        features = torch.relu(self.norm(self.conv(x.view(-1, 1, 2, 2))))
+        return self.head(features.flatten(1))
+
+
+MODELS = {"mlp": mlp, "shared": lambda: fill(Shared()), "conv": lambda: fill(ConvNet())}
+
+
+@contextmanager
+def gloo(group, path):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=group.rank, world_size=group.world_size
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def train(model, group):
+    """Three steps with momentum; the second accumulates over two backwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    history = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            with model.no_sync():
+                loss_of(model(part(batch(10), group))).backward()
+        loss_of(model(part(batch(step), group))).backward()
+        history.append(gradients(model))
+        optimizer.step()
+    return history, model.state_dict()
+
+
+def both(group, name, path):
+    ours = train(DDP(MODELS[name](), group, bucket_mb=TINY_MB), group)
+    with gloo(group, path):
+        theirs = train(nn.parallel.DistributedDataParallel(MODELS[name](), bucket_cap_mb=1), group)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_and_states_are_those_of_torch(pool, tmp_path, name):
+    for ours, theirs in pool.run(both, 2, name, str(tmp_path / "store")):
+        for mine, other in zip(ours[0], theirs[0], strict=True):
+            assert mine.keys() == {key.removeprefix("module.") for key in other}
+            for key, value in mine.items():
+                torch.testing.assert_close(value, other[f"module.{key}"], rtol=1e-6, atol=1e-6)
+        for key, value in ours[1].items():
+            torch.testing.assert_close(value, theirs[1][f"module.{key}"], rtol=1e-6, atol=1e-6)
