@@ -129,6 +129,77 @@ def test_reduce_scatter_splits_uneven_rows(run, world_size, num_rows):
         assert unchanged
 
 
+def reduce_to(group, dst, op):
+    tensor = torch.tensor([group.rank + 1.0, 2.0])
+    return group.reduce(tensor, dst, op), tensor
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_reduce_changes_the_tensor_of_one_rank(run, world_size):
+    for dst in range(world_size):
+        for op, first in (
+            ("sum", world_size * (world_size + 1) / 2),
+            ("mean", (world_size + 1) / 2),
+            ("max", world_size),
+        ):
+            for rank, (returned, tensor) in enumerate(run(reduce_to, world_size, dst, op)):
+                assert tensor[0].item() == (first if rank == dst else rank + 1)
+                assert torch.equal(returned, tensor)
+
+
+def gather_and_scatter(group, root):
+    rows = torch.full((group.rank + 1, 2), group.rank)
+    table = torch.arange(7).reshape(7, 1) if group.rank == root else None
+    return group.gather(rows, root), group.scatter(table, root)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gather_and_scatter_move_uneven_rows(run, world_size):
+    parts = torch.arange(7).reshape(7, 1).tensor_split(world_size)
+    for root in range(world_size):
+        for rank, (gathered, scattered) in enumerate(run(gather_and_scatter, world_size, root)):
+            assert torch.equal(scattered, parts[rank])
+            if rank == root:
+                assert gathered[:, 0].tolist() == [src for src in range(world_size) for _ in range(src + 1)]
+            else:
+                assert gathered is None
+
+
+def test_scatter_without_a_tensor_is_refused_where_it_is_missing():
+    with pytest.raises(echelon.SizeMismatch, match="scatter on its src, rank 0"):
+        echelon.simulate(lambda group: group.scatter(None, 0), 1)
+
+
+def exchange_rows(group, even):
+    size = group.world_size
+    if even:
+        return group.all_to_all(torch.arange(size * 2).reshape(size * 2, 1) + 100 * group.rank)
+    splits = [(group.rank + dst) % 3 for dst in range(size)]
+    rows = torch.tensor([10 * group.rank + dst for dst in range(size) for _ in range(splits[dst])])
+    expected = [(src + group.rank) % 3 for src in range(size)]
+    out = torch.empty(sum(expected), dtype=rows.dtype)
+    return group.all_to_all(rows, out=out, in_splits=splits, out_splits=expected)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_to_all_exchanges_even_and_uneven_parts(run, world_size):
+    for rank, rows in enumerate(run(exchange_rows, world_size, True)):
+        assert rows[:, 0].tolist() == [100 * src + 2 * rank + row for src in range(world_size) for row in (0, 1)]
+    for rank, rows in enumerate(run(exchange_rows, world_size, False)):
+        assert rows.tolist() == [10 * src + rank for src in range(world_size) for _ in range((src + rank) % 3)]
+
+
+def wrong_splits(group):
+    with pytest.raises(echelon.SizeMismatch, match="2 numbers that add up to 4"):
+        group.all_to_all(torch.ones(4), in_splits=[1, 2])
+    with pytest.raises(echelon.EchelonError, match="rows: make them agree"):
+        group.all_to_all(torch.ones(4), out_splits=[1, 3])
+
+
+def test_all_to_all_refuses_splits_that_do_not_add_up(run):
+    run(wrong_splits, 2)
+
+
 def talk_to_all(group):
     works = [
         group.isend(torch.tensor([group.rank, dst]), dst, tag=dst)

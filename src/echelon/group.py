@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, overload
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, TypeVar, cast, overload
 
 import torch
+from torch import Tensor
 
 from echelon.backends.base import Backend, Tag, Work
-from echelon.backends.memory import check_tensor, describe
-from echelon.collectives import algorithms
-from echelon.collectives.operators import accumulation_dtype, operator
-from echelon.collectives.run import Channel, run
+from echelon.backends.memory import check_tensor
+from echelon.collectives import operations
+from echelon.collectives.operations import Operation, write_out
+from echelon.collectives.run import Channel
 from echelon.errors import (
     Closed,
     CollectiveMismatch,
@@ -34,7 +35,9 @@ from echelon.errors import (
 )
 
 T = TypeVar("T")
-
+Seconds: TypeAlias = float | None
+No: TypeAlias = Literal[False]
+Yes: TypeAlias = Literal[True]
 JsonLike = None | bool | int | float | str | list["JsonLike"] | dict[str, "JsonLike"]
 """What the object collectives carry."""
 
@@ -59,7 +62,7 @@ class ProcessGroup:
         ranks: Sequence[int] | None = None,
         *,
         context: int = _WORLD_CONTEXT,
-        timeout: float | None = None,
+        timeout: Seconds = None,
         name: str = "world",
     ) -> None:
         """Makes the group of all ranks of a backend; for parts of it use `subgroup`.
@@ -95,16 +98,12 @@ class ProcessGroup:
     # Collectives
 
     @overload
-    def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", async_op: Literal[False] = False, timeout: float | None = None
-    ) -> torch.Tensor: ...
+    def all_reduce(self, tensor: Tensor, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
     @overload
+    def all_reduce(self, tensor: Tensor, op: str = ..., *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", *, async_op: Literal[True], timeout: float | None = None
-    ) -> Work[torch.Tensor]: ...
-    def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False, timeout: float | None = None
-    ) -> torch.Tensor | Work[torch.Tensor]:
+        self, tensor: Tensor, op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
         """Combines `tensor` over all ranks, in place, and returns it. Bit-identical on all ranks.
 
         Args:
@@ -114,32 +113,34 @@ class ProcessGroup:
             timeout: seconds for the whole operation.
         """
         self._check(tensor, "all_reduce")
-        reduction = operator(op, tensor.dtype)
-        note = f"all_reduce({op}) of {describe(tensor.shape, tensor.dtype)}"
-
-        def act(channel: Channel) -> torch.Tensor:
-            wide = tensor.detach().to(accumulation_dtype(tensor.dtype)).contiguous()
-            chunks: list[torch.Tensor | None] = list(wide.view(-1).tensor_split(self.world_size))
-            run(algorithms.ring_all_reduce(self.world_size), channel, chunks, reduction.combine)
-            if reduction.divides:
-                wide /= self.world_size
-            if wide.data_ptr() != tensor.data_ptr() or wide.dtype != tensor.dtype:
-                tensor.detach().copy_(wide)
-            return tensor
-
-        return self._collective(note, act, async_op, timeout)
+        return self._call(operations.all_reduce(tensor, op), async_op, timeout)
 
     @overload
-    def broadcast(
-        self, tensor: torch.Tensor, src: int = 0, async_op: Literal[False] = False, timeout: float | None = None
-    ) -> torch.Tensor: ...
+    def reduce(self, tensor: Tensor, dst: int, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
     @overload
+    def reduce(
+        self, tensor: Tensor, dst: int, op: str = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def reduce(
+        self, tensor: Tensor, dst: int, op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks, in place on rank `dst`, and returns it; on others it stays as it is.
+
+        Args:
+            tensor, op, async_op, timeout: as in `all_reduce`.
+            dst: the rank that gets the result.
+        """
+        self._check(tensor, "reduce")
+        self._check_rank(dst, "dst")
+        return self._call(operations.reduce(tensor, dst, op), async_op, timeout)
+
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
     def broadcast(
-        self, tensor: torch.Tensor, src: int = 0, *, async_op: Literal[True], timeout: float | None = None
-    ) -> Work[torch.Tensor]: ...
-    def broadcast(
-        self, tensor: torch.Tensor, src: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> torch.Tensor | Work[torch.Tensor]:
+        self, tensor: Tensor, src: int = 0, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
         """Overwrites `tensor` on every rank with that of rank `src`, in place, and returns it.
 
         Args:
@@ -149,41 +150,19 @@ class ProcessGroup:
         """
         self._check(tensor, "broadcast")
         self._check_rank(src, "src")
-        note = f"broadcast(src={src}) of {describe(tensor.shape, tensor.dtype)}"
-
-        def act(channel: Channel) -> torch.Tensor:
-            flat = tensor.detach().contiguous()
-            run(algorithms.binomial_broadcast(self.world_size, src), channel, [flat])
-            if flat.data_ptr() != tensor.data_ptr() and self.rank != src:
-                tensor.detach().copy_(flat)
-            return tensor
-
-        return self._collective(note, act, async_op, timeout)
+        return self._call(operations.broadcast(tensor, src), async_op, timeout)
 
     @overload
     def all_gather(
-        self,
-        tensor: torch.Tensor,
-        out: torch.Tensor | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-    ) -> torch.Tensor: ...
+        self, tensor: Tensor, out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
     @overload
     def all_gather(
-        self,
-        tensor: torch.Tensor,
-        out: torch.Tensor | None = None,
-        *,
-        async_op: Literal[True],
-        timeout: float | None = None,
-    ) -> Work[torch.Tensor]: ...
+        self, tensor: Tensor, out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
     def all_gather(
-        self,
-        tensor: torch.Tensor,
-        out: torch.Tensor | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> torch.Tensor | Work[torch.Tensor]:
+        self, tensor: Tensor, out: Tensor | None = None, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
         """Returns the tensors of all ranks, concatenated along dim 0 in rank order.
 
         Args:
@@ -195,44 +174,67 @@ class ProcessGroup:
             SizeMismatch: `out` has not the shape or dtype of the result.
         """
         self._check(tensor, "all_gather")
-        rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
-        note = f"all_gather of {describe(rows.shape[1:], rows.dtype)} rows"
+        return self._call(operations.all_gather(tensor), async_op, timeout, out)
 
-        def act(channel: Channel) -> torch.Tensor:
-            chunks: list[torch.Tensor | None] = [None] * self.world_size
-            chunks[self.rank] = rows.contiguous()
-            run(algorithms.ring_all_gather(self.world_size), channel, chunks)
-            return torch.cat([chunk for chunk in chunks if chunk is not None])
+    @overload
+    def gather(self, tensor: Tensor, dst: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor | None: ...
+    @overload
+    def gather(self, tensor: Tensor, dst: int, *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor | None]: ...
+    def gather(
+        self, tensor: Tensor, dst: int, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor | None] | None:
+        """Returns what `all_gather` does on rank `dst`, and None on the others.
 
-        return self._collective(note, act, async_op, timeout, out)
+        Args:
+            tensor: as in `all_gather`.
+            dst: the rank that gets the result.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check(tensor, "gather")
+        self._check_rank(dst, "dst")
+        return self._call(operations.gather(tensor, dst), async_op, timeout)
+
+    @overload
+    def scatter(self, tensor: Tensor | None, src: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def scatter(self, tensor: Tensor | None, src: int, *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
+    def scatter(
+        self, tensor: Tensor | None, src: int, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Returns this rank's part of the tensor of rank `src`; shape and dtype travel along.
+
+        Args:
+            tensor: on rank `src`, at least one dim; dim 0 is split as torch.tensor_split does. Not looked at on others.
+            src: the rank whose tensor it is.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: rank `src` has no tensor, or one without dims.
+        """
+        self._check_rank(src, "src")
+        if self.rank == src:
+            if tensor is None or tensor.dim() == 0:
+                got = "None" if tensor is None else "a zero-dim tensor"
+                raise SizeMismatch("a tensor with at least 1 dim", got, f"scatter on its src, rank {src}")
+            self._check(tensor, "scatter")
+        return self._call(operations.scatter(tensor, src), async_op, timeout)
 
     @overload
     def reduce_scatter(
-        self,
-        tensor: torch.Tensor,
-        op: str = "sum",
-        out: torch.Tensor | None = None,
-        async_op: Literal[False] = False,
-        timeout: float | None = None,
-    ) -> torch.Tensor: ...
+        self, tensor: Tensor, op: str = ..., out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self,
-        tensor: torch.Tensor,
-        op: str = "sum",
-        out: torch.Tensor | None = None,
-        *,
-        async_op: Literal[True],
-        timeout: float | None = None,
-    ) -> Work[torch.Tensor]: ...
+        self, tensor: Tensor, op: str = ..., out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
     def reduce_scatter(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         op: str = "sum",
-        out: torch.Tensor | None = None,
+        out: Tensor | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
-    ) -> torch.Tensor | Work[torch.Tensor]:
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor]:
         """Combines `tensor` over all ranks and returns this rank's part of the result; `tensor` is unchanged.
 
         Args:
@@ -243,43 +245,78 @@ class ProcessGroup:
             async_op, timeout: as in `all_reduce`.
 
         Raises:
-            SizeMismatch: `out` has not the shape or dtype of this rank's part.
+            SizeMismatch: `out` has not the shape or dtype of this rank's part, or `tensor` has no dims.
         """
         self._check(tensor, "reduce_scatter")
         if tensor.dim() == 0:
             raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter")
-        reduction = operator(op, tensor.dtype)
-        note = f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}"
+        return self._call(operations.reduce_scatter(tensor, op), async_op, timeout, out)
 
-        def act(channel: Channel) -> torch.Tensor:
-            wide = tensor.detach().to(accumulation_dtype(tensor.dtype))
-            parts = wide.tensor_split(self.world_size)
-            chunks: list[torch.Tensor | None] = [part.contiguous().clone() for part in parts]
-            run(algorithms.ring_reduce_scatter(self.world_size), channel, chunks, reduction.combine)
-            part = chunks[self.rank]
-            assert part is not None
-            if reduction.divides:
-                part /= self.world_size
-            return part.to(tensor.dtype)
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = ...,
+        in_splits: Sequence[int] | None = ...,
+        out_splits: Sequence[int] | None = ...,
+        async_op: No = ...,
+        timeout: Seconds = ...,
+    ) -> Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = ...,
+        in_splits: Sequence[int] | None = ...,
+        out_splits: Sequence[int] | None = ...,
+        *,
+        async_op: Yes,
+        timeout: Seconds = ...,
+    ) -> Work[Tensor]: ...
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = None,
+        in_splits: Sequence[int] | None = None,
+        out_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor]:
+        """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated along dim 0.
 
-        return self._collective(note, act, async_op, timeout, out)
+        Args:
+            tensor: same dtype and same dims but the first on every rank.
+            out: written and returned; None: a new tensor.
+            in_splits: rows for each rank; None: dim 0 is split as torch.tensor_split does.
+            out_splits: rows expected from each rank; None: as many as come.
+            async_op, timeout: as in `all_reduce`.
 
-    def barrier(self, timeout: float | None = None) -> None:
+        Raises:
+            SizeMismatch: `in_splits` are not one per rank that add up to dim 0, or `out` does not fit.
+            CollectiveMismatch: other numbers of rows came than `out_splits` says.
+        """
+        self._check(tensor, "all_to_all")
+        rows = len(tensor) if tensor.dim() else 1
+        if in_splits is not None and (
+            len(in_splits) != self.world_size or sum(in_splits) != rows or min(in_splits) < 0
+        ):
+            raise SizeMismatch(
+                f"{self.world_size} numbers that add up to {rows}", list(in_splits), "all_to_all(in_splits=)"
+            )
+        return self._call(operations.all_to_all(tensor, in_splits, out_splits), async_op, timeout, out)
+
+    def barrier(self, timeout: Seconds = None) -> None:
         """Returns when every rank has called it."""
+        self._call(operations.barrier(), False, timeout)
 
-        def act(channel: Channel) -> None:
-            run(algorithms.dissemination_barrier(self.world_size), channel, [torch.empty(0, dtype=torch.uint8)])
-
-        self._collective("barrier", act, False, timeout)
-
-    def all_gather_object(self, value: JsonLike, timeout: float | None = None) -> list[JsonLike]:
+    def all_gather_object(self, value: JsonLike, timeout: Seconds = None) -> list[JsonLike]:
         """Returns the values of all ranks, in rank order. Values are JSON-like; nothing is pickled."""
         data = _encode(value)
         sizes = self.all_gather(torch.tensor([data.numel()]), timeout=timeout)
         parts = torch.split(self.all_gather(data, timeout=timeout), sizes.tolist())
         return [_decode(part) for part in parts]
 
-    def broadcast_object(self, value: JsonLike = None, src: int = 0, timeout: float | None = None) -> JsonLike:
+    def broadcast_object(self, value: JsonLike = None, src: int = 0, timeout: Seconds = None) -> JsonLike:
         """Returns the value of rank `src` on every rank; what other ranks pass does not matter."""
         self._check_rank(src, "src")
         mine = value if self.rank == src else None
@@ -287,14 +324,12 @@ class ProcessGroup:
 
     # Point to point
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, timeout: float | None = None) -> None:
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, timeout: Seconds = None) -> None:
         """Sends a tensor to rank `dst`; returns when `tensor` may be changed again, not when it was received."""
         with self.backend.attend():
             self.isend(tensor, dst, tag).wait(self.timeout if timeout is None else timeout)
 
-    def recv(
-        self, src: int, tag: int = 0, out: torch.Tensor | None = None, timeout: float | None = None
-    ) -> torch.Tensor:
+    def recv(self, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None) -> Tensor:
         """Returns the next tensor that rank `src` sends with this tag; its shape and dtype travel along.
 
         Args:
@@ -314,12 +349,12 @@ class ProcessGroup:
                 self.backend.cancel(work)
                 raise
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work[None]:
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
         self._check(tensor, "send")
         return self.backend.isend(tensor.detach().contiguous(), self._peer(dst, "dst"), self._tag(tag))
 
-    def irecv(self, src: int, tag: int = 0, out: torch.Tensor | None = None) -> Work[torch.Tensor]:
+    def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""
         self._check_open()
         return self.backend.irecv(self._peer(src, "src"), self._tag(tag), out=out)
@@ -377,49 +412,24 @@ class ProcessGroup:
 
     # Inside
 
-    @overload
-    def _collective(
-        self, note: str, act: Callable[[Channel], None], async_op: bool, timeout: float | None
-    ) -> Work[None] | None: ...
-    @overload
-    def _collective(
-        self,
-        note: str,
-        act: Callable[[Channel], torch.Tensor],
-        async_op: bool,
-        timeout: float | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor | Work[torch.Tensor]: ...
-    def _collective(
-        self,
-        note: str,
-        act: Callable[[Channel], torch.Tensor | None],
-        async_op: bool,
-        timeout: float | None,
-        out: torch.Tensor | None = None,
-    ) -> object:
+    def _call(
+        self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
+    ) -> T | Work[T]:
         """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks."""
         self._check_open()
         sequence = next(self._sequences)
         seconds = self.timeout if timeout is None else timeout
-        note = f"{note}, #{sequence}"
+        note = f"{operation.note}, #{sequence}"
 
-        def attempt() -> torch.Tensor | None:
-            channel = Channel(
-                self.backend,
-                self.ranks,
-                self.rank,
-                self.context,
-                sequence,
-                note,
-                self.backend.now() + seconds,
-            )
+        def attempt() -> T:
+            deadline = self.backend.now() + seconds
+            channel = Channel(self.backend, self.ranks, self.rank, self.context, sequence, note, deadline)
             with torch.no_grad():
                 try:
-                    result = act(channel)
+                    result = operation.act(channel)
                 except EchelonError as error:
                     raise self._give_up(error, f"rank {self.backend.rank} in {note} of group {self.name!r}") from error
-                return result if out is None or result is None else _write(out, result, note)
+                return result if out is None else cast("T", write_out(out, cast("Tensor", result), note))
 
         if async_op:
             return self.backend.start(attempt, f"{note} of group {self.name!r}", self.context)
@@ -438,9 +448,9 @@ class ProcessGroup:
         self.backend.revoke(self.context, self.ranks, failure)
         return told
 
-    def _check(self, tensor: torch.Tensor, what: str) -> None:
+    def _check(self, tensor: Tensor, what: str) -> None:
         self._check_open()
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
             if tensor.is_conj() or tensor.is_neg():
                 raise UnsupportedOp(f"{what} takes plain tensors: call .resolve_conj().resolve_neg() first")
             if tensor.device.type in self.backend.devices:
@@ -475,16 +485,10 @@ def _context_of(parent: int, number: int) -> int:
     return int.from_bytes(digest, "little") | 1 << 63
 
 
-def _write(out: torch.Tensor, result: torch.Tensor, what: str) -> torch.Tensor:
-    if out.shape != result.shape or out.dtype != result.dtype:
-        raise SizeMismatch(describe(result.shape, result.dtype), describe(out.shape, out.dtype), what)
-    return out.copy_(result)
-
-
-def _encode(value: JsonLike) -> torch.Tensor:
+def _encode(value: JsonLike) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _decode(data: torch.Tensor) -> JsonLike:
+def _decode(data: Tensor) -> JsonLike:
     value: JsonLike = json.loads(bytes(data.numpy()))
     return value

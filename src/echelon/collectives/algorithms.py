@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from echelon.collectives.plan import Plan, Recv, Reduce, Round, Send
+from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Round, Send, Step
 
 
 @lru_cache(maxsize=64)
@@ -54,6 +54,57 @@ def binomial_broadcast(num_ranks: int, src: int) -> Plan:
     return Plan("binomial broadcast", 1, tuple(map(tuple, rounds)))
 
 
+@lru_cache(maxsize=256)
+def binomial_reduce(num_ranks: int, dst: int) -> Plan:
+    """Combines the one chunk of all ranks on rank `dst`: ceil(log2 p) rounds, n (p - 1) bytes in all.
+
+    The broadcast's tree, walked from the leaves to the root.
+    """
+    tree = binomial_broadcast(num_ranks, dst)
+    rounds = (tuple(tuple(map(_reversed, steps)) for steps in reversed(program)) for program in tree.rounds)
+    return Plan("binomial reduce", 1, tuple(rounds))
+
+
+@lru_cache(maxsize=256)
+def direct_gather(num_ranks: int, dst: int) -> Plan:
+    """Brings chunk r of every rank r to rank `dst`: 1 round, each other rank sends its chunk."""
+    receives: Round = tuple(Recv(rank, rank) for rank in range(num_ranks) if rank != dst)
+    rounds: list[tuple[Round, ...]] = [((Send(dst, rank),),) for rank in range(num_ranks)]
+    rounds[dst] = (receives,)
+    return Plan("direct gather", num_ranks, tuple(rounds))
+
+
+@lru_cache(maxsize=256)
+def direct_scatter(num_ranks: int, src: int) -> Plan:
+    """Brings chunk r of rank `src` to every rank r: 1 round, `src` sends each other rank its chunk."""
+    sends: Round = tuple(Send(rank, rank) for rank in range(num_ranks) if rank != src)
+    rounds: list[tuple[Round, ...]] = [((Recv(src, rank),),) for rank in range(num_ranks)]
+    rounds[src] = (sends,)
+    return Plan("direct scatter", num_ranks, tuple(rounds))
+
+
+@lru_cache(maxsize=64)
+def pairwise_all_to_all(num_ranks: int) -> Plan:
+    """Brings chunk s of rank r to rank s as its chunk p + r: p - 1 rounds, each rank sends all chunks but its own.
+
+    In round k every rank sends to the k-th after it and receives from the k-th before it, so nobody is flooded.
+    """
+    programs = (
+        (
+            (Copy(rank, num_ranks + rank),),
+            *(
+                (
+                    Send((rank + distance) % num_ranks, (rank + distance) % num_ranks),
+                    Recv((rank - distance) % num_ranks, num_ranks + (rank - distance) % num_ranks),
+                )
+                for distance in range(1, num_ranks)
+            ),
+        )
+        for rank in range(num_ranks)
+    )
+    return Plan("pairwise all-to-all", 2 * num_ranks, tuple(programs))
+
+
 @lru_cache(maxsize=64)
 def dissemination_barrier(num_ranks: int) -> Plan:
     """Lets no rank go on before all have come: ceil(log2 p) rounds of empty messages (Hensgen, Finkel, Manber,
@@ -65,6 +116,10 @@ def dissemination_barrier(num_ranks: int) -> Plan:
             rounds[rank].append((Send((rank + distance) % num_ranks, 0), Recv((rank - distance) % num_ranks, 0)))
         distance *= 2
     return Plan("dissemination barrier", 1, tuple(map(tuple, rounds)))
+
+
+def _reversed(step: Step) -> Step:
+    return Reduce(step.peer, step.chunk) if isinstance(step, Send) else Send(step[0], step[1])
 
 
 def _scatter_rounds(rank: int, num_ranks: int) -> tuple[Round, ...]:

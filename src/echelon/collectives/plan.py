@@ -31,7 +31,14 @@ class Reduce(NamedTuple):
     chunk: int
 
 
-Step: TypeAlias = Send | Recv | Reduce
+class Copy(NamedTuple):
+    """Lets the rank's own chunk `source` be its chunk `chunk` as well."""
+
+    source: int
+    chunk: int
+
+
+Step: TypeAlias = Send | Recv | Reduce | Copy
 Round: TypeAlias = tuple[Step, ...]
 
 
@@ -58,4 +65,6 @@ class Plan:
 
 
 def _text(step: Step) -> str:
+    if isinstance(step, Copy):
+        return f"copy {step.source} as {step.chunk}"
     return f"{type(step).__name__.lower()} {step.chunk} {'to' if isinstance(step, Send) else 'from'} {step.peer}"

@@ -9,7 +9,7 @@ import torch
 
 from echelon.backends.base import Backend, Tag, Work
 from echelon.collectives.operators import Combine
-from echelon.collectives.plan import Plan, Recv, Reduce, Send
+from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class Channel:
     note: str
     deadline: float
     """In the backend's time."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the plan."""
+        return len(self.ranks)
 
     def seconds_left(self) -> float:
         """Returns the time that is left until the deadline."""
@@ -48,7 +53,9 @@ def run(plan: Plan, channel: Channel, chunks: list[torch.Tensor | None], combine
             tag = Tag(channel.context, channel.sequence, number)
             receives: list[tuple[Recv | Reduce, Work[torch.Tensor]]] = []
             for step in steps:
-                if not isinstance(step, Send):
+                if isinstance(step, Copy):
+                    chunks[step.chunk] = chunks[step.source]
+                elif not isinstance(step, Send):
                     out = chunks[step.chunk] if isinstance(step, Recv) else None
                     src = channel.ranks[step.peer]
                     receives.append((step, channel.backend.irecv(src, tag, out=out, note=channel.note)))
