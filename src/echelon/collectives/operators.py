@@ -22,13 +22,17 @@ class Operator:
     accepts: Callable[[torch.dtype], bool]
     divides: bool = False
 
+    def finish(self, total: torch.Tensor, num_ranks: int) -> torch.Tensor:
+        """Makes the result of what all ranks were combined to, in place."""
+        return total.div_(num_ranks) if self.divides else total
+
 
 def _is_number(dtype: torch.dtype) -> bool:
-    return dtype != torch.bool
+    return dtype not in (torch.bool, torch.uint64)  # torch neither adds nor compares uint64
 
 
 def _is_ordered(dtype: torch.dtype) -> bool:
-    return not dtype.is_complex
+    return not dtype.is_complex and dtype != torch.uint64
 
 
 def _is_continuous(dtype: torch.dtype) -> bool:
@@ -68,6 +72,12 @@ def operator(name: str, dtype: torch.dtype) -> Operator:
     return found
 
 
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.complex32: torch.complex64}
+"""Where torch lacks the arithmetic; what overflows wraps around as it would in the narrow dtype."""
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that values of `dtype` are combined in: float32 for 8- and 16-bit floats."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    return _WIDER.get(dtype, dtype)
