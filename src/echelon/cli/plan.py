@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from echelon.cli.amounts import costs, one_number
 from echelon.cli.plan_files import Files
-from echelon.cli.plan_report import as_values, print_plan, write
+from echelon.cli.plan_report import as_values, print_plan, to_json, write
 from echelon.cli.plan_request import Request, check_limit, held_microbatches
 
 
@@ -92,7 +91,7 @@ def plan(
     check_limit(found, held, limit)
     written = files.write(found, timeline)
     if as_json:
-        print(json.dumps({**as_values(found, timeline, held), "files": written}, indent=2))
+        print(to_json({**as_values(found, timeline, held), "files": written}))
         return
     console = Console(highlight=False)
     print_plan(console, found, timeline, held)

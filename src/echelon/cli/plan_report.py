@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,17 @@ def as_values(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> 
             for rank in range(schedule.num_ranks)
         ],
     }
+
+
+def to_json(values: dict[str, Any]) -> str:
+    """Writes values as JSON, one a line, and of a list of objects one object a line."""
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_inner_json(value)}" for key, value in values.items()) + "\n}"
+
+
+def _inner_json(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"    {json.dumps(item)}" for item in value) + "\n  ]"
+    return json.dumps(value)
 
 
 def exact(value: Time) -> int | float:

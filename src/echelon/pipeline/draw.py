@@ -69,6 +69,11 @@ class _Panel(NamedTuple):
     def height(self) -> float:
         return self.row * max(1, self.timeline.num_ranks)
 
+    @property
+    def unlabelled(self) -> float:
+        """The part of the boxes that may stay without a label. Among measured ones some are narrow by chance."""
+        return 0.35 if is_measured(self.timeline) else 0.1
+
 
 class _Font(NamedTuple):
     """How boxes are labelled: the size in points, and whether in full."""
@@ -138,7 +143,7 @@ def _wanted_width(panel: _Panel) -> float:
     boxes = sorted((box for row in panel.boxes.rows for box in row if box.width > 0), key=lambda box: box.width)
     if not boxes:
         return _MIN_WIDTH
-    narrow = boxes[len(boxes) // 10]
+    narrow = boxes[int(len(boxes) * panel.unlabelled)]
     needed = _Font(6.5, in_full=True).width(max(boxes, key=lambda box: len(box.label)))
     return min(_MAX_WIDTH, max(_MIN_WIDTH, needed * panel.length / narrow.width + _LEFT + _RIGHT))
 
@@ -153,7 +158,7 @@ def _paint(axes: Axes, panel: _Panel, width: float) -> None:
     # An edge would hide a narrow box; of one that took no time it is all there is to see.
     _paint_boxes(axes, [item for item in flat if 0 < item[1].width * scale <= _PADDING], edge_width=0)
     _paint_boxes(axes, [item for item in flat if item[1].width <= 0] + wide, edge_width=0.4)
-    _paint_labels(axes, wide, panel.row, scale)
+    _paint_labels(axes, wide, panel, scale)
 
 
 def _paint_rows(axes: Axes, panel: _Panel) -> None:
@@ -193,9 +198,9 @@ def _paint_boxes(axes: Axes, boxes: list[tuple[int, Box]], edge_width: float) ->
     )
 
 
-def _paint_labels(axes: Axes, boxes: list[tuple[int, Box]], row: float, scale: float) -> None:
+def _paint_labels(axes: Axes, boxes: list[tuple[int, Box]], panel: _Panel, scale: float) -> None:
     """Labels the boxes, all in one way; those in which it does not fit stay without."""
-    font = _font([box for _, box in boxes], row, scale)
+    font = _font([box for _, box in boxes], panel, scale)
     if font is None:
         return
     for rank, box in boxes:
@@ -215,19 +220,18 @@ def _paint_labels(axes: Axes, boxes: list[tuple[int, Box]], row: float, scale: f
         )
 
 
-def _font(boxes: list[Box], row: float, scale: float) -> _Font | None:
-    """The largest that fits into 9 in 10 boxes, in full if possible; else one that fits into the wider kind of them.
+def _font(boxes: list[Box], panel: _Panel, scale: float) -> _Font | None:
+    """In full if nearly all boxes have room for that, else in short if the wider kind of them has; as large as can be.
 
     None: a label here and there would not help.
     """
-    height = row * 72 * 0.88 * min((box.upper - box.lower for box in boxes), default=1.0)
+    height = panel.row * 72 * 0.88 * min((box.upper - box.lower for box in boxes), default=1.0)
     sizes = [size for size in (8.0, 7.0, 6.0, 5.0) if size < 0.75 * height] or [0.75 * height]
-    fonts = [_Font(size, in_full) for in_full in (True, False) for size in sizes]
-    fitting = [sum(font.width(box) <= box.width * scale for box in boxes) for font in fonts]
-    for part in (0.9, 0.4):
-        for font, count in zip(fonts, fitting, strict=True):
-            if count >= part * len(boxes):
-                return font
+    for in_full, part in ((True, 1 - panel.unlabelled), (False, 0.4)):
+        fonts = [_Font(size, in_full) for size in sizes]
+        fitting = [sum(font.width(box) <= box.width * scale for box in boxes) for font in fonts]
+        if fitting[-1] >= part * len(boxes):
+            return next(font for font, count in zip(fonts, fitting, strict=True) if count >= 0.95 * fitting[-1])
     return None
 
 

@@ -1,0 +1,54 @@
+"""Makes the pictures in docs/images, from real schedules and from a real run: `python docs/make_images.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+import echelon
+from echelon.group import ProcessGroup
+from echelon.pipeline import Costs, Pipeline, schedules
+from echelon.trace import Timeline
+
+IMAGES = Path(__file__).parent / "images"
+
+
+def draw_plans() -> None:
+    """Draws the schedules that docs/plan.md compares."""
+    costs = Costs(transfer=0.1)
+    one_f_one_b = schedules.build("1f1b", 4, 8).simulate(costs)
+    one_f_one_b.draw(IMAGES / "1f1b.svg")
+    schedules.build("zb-h1", 4, 8).simulate(costs).draw(IMAGES / "zb-h1-and-1f1b.svg", against=one_f_one_b)
+    schedules.build("dualpipe-v", 4, 10).simulate(costs).draw(IMAGES / "dualpipe-v.svg")
+    schedules.build("1f1b", 32, 64).simulate(costs).draw(IMAGES / "1f1b-32.png")
+
+
+def measure(group: ProcessGroup) -> Timeline:
+    """Runs a pipeline of two stages on this rank until it is warm, and returns its last step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
+    pipe = Pipeline(nn.Sequential(*layers), group, "1f1b", 8, nn.functional.mse_loss)
+    data = torch.randn(8 * 256, 512)
+    for _ in range(5):
+        pipe.step(data, target=data)
+    return pipe.timeline
+
+
+def draw_run() -> None:
+    """Draws a measured run below its plan, which has the median times of the run."""
+    measured, *_ = echelon.spawn(measure, 2)
+    times: dict[tuple[int, str], list[float]] = {}
+    for span in (span for spans in measured.spans for span in spans):
+        times.setdefault((span.step.stage, span.step.kind), []).append(span.duration)
+    forward, backward = ([median(times[stage, kind]) for stage in range(2)] for kind in "FB")
+    planned = schedules.build("1f1b", 2, 8).simulate(Costs(forward, backward, backward_weight=0))
+    measured.draw(IMAGES / "planned-and-measured.svg", against=planned)
+
+
+if __name__ == "__main__":
+    draw_plans()
+    draw_run()
