@@ -1,0 +1,260 @@
+"""Trains a small language model on the source of Python's own standard library, on any number of ranks.
+
+    python examples/train_gpt.py                                      # one process, no ranks to speak of
+    echelon run -n 4 examples/train_gpt.py --dp 2 --pp 2              # 2 copies of the model, each in 2 stages
+    torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --pp 2   # the same, under torchrun
+    python examples/train_gpt.py --simulate 4 --dp 2 --pp 2           # the same, on threads of one process
+
+With --check it trains for a few steps, then does the same again in one process and compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from gpt import Text, Windows, even_windows, loss_of, make_gpt, random_windows, read_text, unigram_loss
+from torch import Tensor, nn
+
+import echelon
+from echelon import Mesh, ProcessGroup
+from echelon.pipeline import Costs, Pipeline
+from echelon.trace import Timeline
+
+TOLERANCE = 1e-9
+"""The most that --check lets losses and weights differ. It computes in float64; a mistake shows at 1e-4 and above."""
+
+
+def train(options: argparse.Namespace) -> None:
+    # Who am I, and who are the others? The ranks make a grid: those of a row hold the stages of one copy of the model,
+    # those of a column hold the same stage of different copies.
+    group = echelon.init()
+    dp, pp = grid(group.world_size, options)
+    mesh = Mesh(group, dp=dp, pp=pp)
+    say = print if group.rank == 0 else silent
+
+    text = read_text()
+    validation = even_windows(text.validation, options.validation_windows, options.context)
+    unigram = unigram_loss(text.training, validation.target)
+    model = make_model(options)
+    say(f"{count(model.parameters()):,} parameters: {dp} copies x {pp} stages, {options.microbatches} microbatches")
+    say(f"{len(text.training) / 1e6:.1f} MB of Python to learn from; byte frequencies alone give {per_byte(unigram)}")
+
+    # The pipeline keeps this rank's part of the model. What is ordinary about training stays ordinary.
+    pipe = Pipeline(
+        model,
+        mesh["pp"],
+        schedule=options.schedule,
+        num_microbatches=options.microbatches,
+        loss_fn=loss_of,
+        data_parallel=mesh["dp"],
+    )
+    optimizer = make_optimizer(pipe.parameters())
+
+    say(f"\n{'step':>9} {'loss':>8} {'tokens/s':>9}   bubble: {'measured':>8} {'predicted':>9}")
+    losses = []
+    begun = reported = time.perf_counter()
+    for step in range(options.steps):
+        batch = share(batch_of(text, step, options), mesh)
+        loss = pipe.step(batch.inputs, target=batch.target).loss  # adds into .grad, as loss.backward() does
+        pipe.clip_grad_norm_(1.0)
+        set_learning_rate(optimizer, step, options)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+        if step % options.report_every == 0 or step == options.steps - 1:
+            num_steps = step % options.report_every or min(step, options.report_every) or 1
+            reported, elapsed = time.perf_counter(), time.perf_counter() - reported
+            speed = num_steps * options.batch * options.context / elapsed
+            measured, predicted = pipe.timeline.bubble_rate, plan(pipe).bubble_rate
+            place = f"{step + 1}/{options.steps}"
+            say(f"{place:>9} {losses[-1]:8.3f} {speed:9,.0f}           {measured:8.0%} {predicted:9.0%}")
+
+    say(f"\ntrained for {time.perf_counter() - begun:.0f} s; validation loss, on modules it has not seen:")
+    say(f"  this model              {per_byte(validate(pipe, group, share(validation, mesh), options.batch))}")
+    say(f"  byte frequencies alone  {per_byte(unigram)}")
+    if options.sample:
+        say(f"\nit continues {options.prompt!r}:\n\n{sample(pipe, mesh['pp'], options)}\n")
+    if group.rank == 0:
+        draw(pipe, options.out / "train_gpt.png")
+    if options.check:
+        check(pipe, mesh, text, losses, options)
+
+
+def silent(_: str) -> None:
+    """Says nothing: only rank 0 reports."""
+
+
+def grid(world_size: int, options: argparse.Namespace) -> tuple[int, int]:
+    """Returns dp and pp as given; one that was not given is what the other leaves."""
+    dp = options.dp if options.dp is not None else world_size // max(1, options.pp or 1)
+    return dp, options.pp if options.pp is not None else world_size // max(1, dp)
+
+
+def make_model(options: argparse.Namespace) -> nn.Sequential:
+    # --check needs to tell rounding from mistakes; in float64 one is far below the other.
+    dtype = torch.float64 if options.check else torch.float32
+    return make_gpt(options.layers, options.width, options.heads, options.context).to(dtype)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, options: argparse.Namespace) -> None:
+    """Rises for 20 steps, then falls to nearly zero along half a cosine."""
+    decay = 0.525 + 0.475 * math.cos(math.pi * step / options.steps)
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = options.learning_rate * min(1.0, (step + 1) / 20) * decay
+
+
+def batch_of(text: Text, step: int, options: argparse.Namespace) -> Windows:
+    """Returns the batch of a step, the same on every rank."""
+    return random_windows(text.training, options.batch, options.context, seed=step)
+
+
+def share(windows: Windows, mesh: Mesh) -> Windows:
+    """Returns the part that this rank's copy of the model works on."""
+    return Windows(*(part.tensor_split(mesh.shape["dp"])[mesh.coordinates["dp"]] for part in windows))
+
+
+def plan(pipe: Pipeline) -> Timeline:
+    """Plays the schedule on a virtual clock, with the median time that each stage's work took in the last step."""
+    times: dict[tuple[int, str], list[float]] = {}
+    for spans in pipe.timeline.spans:
+        for span in spans:
+            times.setdefault((span.step.stage, span.step.kind), []).append(span.duration)
+    forward, backward = (
+        [statistics.median(times[stage, kind]) for stage in range(pipe.num_stages)] for kind in ("F", "B")
+    )
+    return pipe.schedule.simulate(Costs(forward=forward, backward_input=backward, backward_weight=0.0))
+
+
+def validate(pipe: Pipeline, group: ProcessGroup, windows: Windows, batch: int) -> float:
+    """Returns the mean loss over the windows of all ranks."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for inputs, target in zip(windows.inputs.split(batch), windows.target.split(batch), strict=True):
+        scores = pipe.forward(inputs)
+        if scores is not None:  # on the rank that holds the last stage
+            total += torch.tensor([loss_of(scores, target) * target.numel(), target.numel()])
+    group.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def sample(pipe: Pipeline, stages: ProcessGroup, options: argparse.Namespace) -> str:
+    """Lets the model continue the prompt, a byte at a time: the last stage draws it and tells the others."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.tensor(list(options.prompt.encode()))
+    for _ in range(options.sample):
+        scores = pipe.forward(text[None, -options.context :])
+        following = torch.zeros(1, dtype=torch.int64)
+        if scores is not None:
+            following = torch.multinomial(torch.softmax(scores[0, -1] / 0.7, dim=0), 1, generator=generator)
+        text = torch.cat([text, stages.broadcast(following, src=stages.world_size - 1)])
+    return bytes(text.tolist()).decode(errors="replace")
+
+
+def draw(pipe: Pipeline, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        pipe.timeline.draw(path, against=plan(pipe))
+        print(f"the last step as planned and, below, as it ran: {path}")
+    except echelon.EchelonError as error:
+        print(f"no picture of the last step: {error}")
+
+
+def check(pipe: Pipeline, mesh: Mesh, text: Text, losses: list[float], options: argparse.Namespace) -> None:
+    """Trains the same model on the same batches in one process and compares. Ends the program if they differ."""
+    weights = gather_weights(pipe, mesh["pp"])
+    if mesh.group.rank != 0:
+        return
+    model = make_model(options)
+    optimizer = make_optimizer(model.parameters())
+    loss_error = 0.0
+    for step in range(options.steps):
+        loss = accumulate_gradients(model, batch_of(text, step, options), mesh.shape["dp"], options)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        set_learning_rate(optimizer, step, options)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_error = max(loss_error, abs(loss - losses[step]))
+    weight_error = max((weights[name] - value).abs().max().item() for name, value in model.state_dict().items())
+
+    print(f"\nagainst one process, after {options.steps} steps in {next(model.parameters()).dtype}:")
+    print(f"  largest difference of losses   {loss_error:.1e}\n  largest difference of weights  {weight_error:.1e}")
+    if not max(loss_error, weight_error) <= TOLERANCE:
+        sys.exit(f"  that is more than rounding, {TOLERANCE:.0e}: the ranks did not train the same model")
+    print(f"  that is rounding: at most {TOLERANCE:.0e}")
+
+
+def gather_weights(pipe: Pipeline, stages: ProcessGroup) -> dict[str, Tensor]:
+    """Returns the weights of the whole model, from the ranks that hold its stages."""
+    mine = pipe.state_dict()
+    shapes = [[name, list(value.shape)] for name, value in mine.items()]
+    all_shapes = [item for part in stages.all_gather_object(shapes) for item in part]
+    flat = stages.all_gather(torch.cat([value.flatten() for value in mine.values()]))
+    values = flat.split([math.prod(shape) for _, shape in all_shapes])
+    return {name: value.view(shape) for (name, shape), value in zip(all_shapes, values, strict=True)}
+
+
+def accumulate_gradients(model: nn.Module, batch: Windows, dp: int, options: argparse.Namespace) -> float:
+    """Runs forward and backward over the same microbatches as the ranks did, and returns the loss of the batch."""
+    total = 0.0
+    for copy in zip(*(part.tensor_split(dp) for part in batch), strict=True):
+        for inputs, target in zip(*(part.tensor_split(options.microbatches) for part in copy), strict=True):
+            loss = loss_of(model(inputs), target) * (len(inputs) / options.batch)
+            loss.backward()
+            total += loss.item()
+    return total
+
+
+def per_byte(nats: float) -> str:
+    return f"{nats:.3f} nats = {nats / math.log(2):.3f} bits per byte"
+
+
+def count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a small language model on Python's standard library.")
+    parser.add_argument("--dp", type=int, help="copies of the model (default: ranks / pp)")
+    parser.add_argument("--pp", type=int, help="stages of each copy (default: ranks / dp)")
+    parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b"], help="of the pipeline")
+    parser.add_argument("--microbatches", type=int, default=8, help="of each copy's share of the batch")
+    parser.add_argument("--simulate", type=int, metavar="RANKS", help="run on so many threads of this process")
+    parser.add_argument("--check", action="store_true", help="compare with a single process (10 steps, float64)")
+    parser.add_argument("--steps", type=int, help="how long to train (default: 300, with --check 10)")
+    parser.add_argument("--batch", type=int, default=32, help="samples in a step, over all copies")
+    parser.add_argument("--context", type=int, default=128, help="bytes in a sample")
+    parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
+    parser.add_argument("--width", type=int, default=144, help="numbers that stand for a byte")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its highest")
+    parser.add_argument("--validation-windows", type=int, default=400, help="samples to validate with")
+    parser.add_argument("--report-every", type=int, default=10, metavar="STEPS", help="progress")
+    parser.add_argument("--sample", type=int, default=300, metavar="BYTES", help="text to write at the end")
+    parser.add_argument("--prompt", default="def ", help="what the text begins with")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
+    options = parser.parse_args(arguments)
+    options.steps = options.steps or (10 if options.check else 300)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.simulate is None:
+        train(options)
+    else:
+        echelon.simulate(lambda _: train(options), options.simulate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The example trains what one process trains, however its ranks are laid out and started."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import echelon
+from tests.examples.ranks import EXAMPLES, SMALL, train_gpt, train_gpt_as_rank
+
+FAST = ["--sample", "8"]
+
+
+def losses(output):
+    return [float(loss) for loss in re.findall(r"^ *\d+/\d+ +([\d.]+)", output, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, ""),
+        (2, "--dp 2"),
+        (2, "--pp 2"),
+        (3, "--pp 3"),
+        (4, "--dp 2 --pp 2"),
+        (4, "--pp 4 --schedule gpipe"),
+        (4, "--dp 2 --pp 2 --batch 13 --microbatches 4"),
+    ],
+)
+def test_simulated_ranks_train_the_same_model_as_one_process(world_size, layout, tmp_path, capsys):
+    train_gpt(["--simulate", str(world_size), *layout.split(), "--check", *FAST, "--out", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert "that is rounding" in output
+    assert len(losses(output)) == 2  # the first step and the last one
+    assert (tmp_path / "train_gpt.png").stat().st_size > 10_000
+
+
+def test_real_processes_train_the_same_model_as_one_process(pool, tmp_path):
+    pool.run(train_gpt_as_rank, 4, "--dp", "2", "--pp", "2", "--check", *FAST, "--out", str(tmp_path))
+    assert (tmp_path / "train_gpt.png").exists()
+
+
+def test_the_loss_does_not_depend_on_the_layout(tmp_path, capsys):
+    seen = []
+    for layout in ("--dp 4 --pp 1", "--dp 1 --pp 4"):
+        train_gpt(["--simulate", "4", *layout.split(), "--report-every", "1", *FAST, "--out", str(tmp_path)])
+        seen.append(losses(capsys.readouterr().out))
+    assert len(seen[0]) == 3
+    assert seen[0] == seen[1]
+
+
+def test_check_finds_a_model_that_differs(tmp_path, capsys, monkeypatch):
+    train_gpt(["--simulate", "1", "--check", *FAST, "--out", str(tmp_path)])  # imports the example
+    example = sys.modules["train_gpt"]
+    made = []
+
+    def other_weights(*arguments):
+        made.append(example.__dict__["gpt"](*arguments, seed=len(made)))
+        return made[-1]
+
+    monkeypatch.setitem(example.__dict__, "gpt", example.make_gpt)
+    monkeypatch.setattr(example, "make_gpt", other_weights)
+    with pytest.raises(SystemExit, match="more than rounding"):
+        train_gpt(["--simulate", "1", "--check", *FAST, "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ("--dp 3 --pp 2", echelon.InvalidWorldSize, "dp=3 x pp=2 does not make 4 ranks"),
+        ("--pp 3", echelon.InvalidWorldSize, "dp=1 x pp=3 does not make 4 ranks"),
+        ("--pp 4 --layers 1", echelon.PartitionError, "3 layers cannot make 4 stages"),
+        ("--pp 4 --batch 2", echelon.SizeMismatch, "2"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(arguments, error, message):
+    with pytest.raises(error, match=message) as caught:
+        train_gpt(["--simulate", "4", *arguments.split()])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [],
+        ["-m", "echelon", "run", "-n", "4"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "4"],
+    ],
+)
+def test_every_launcher_starts_the_same_script(launcher, tmp_path):
+    layout = ["--dp", "2", "--pp", "2"] if launcher else []
+    command = [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *SMALL, *layout, "--check", *FAST]
+    ended = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=170, env=os.environ
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "that is rounding" in ended.stdout
