@@ -11,6 +11,7 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── Closed               (RuntimeError)        you: used after close()
     ├── UnsupportedOp        (NotImplementedError) you: not on this backend, dtype or device
     ├── ScheduleError        (ValueError)          you: a pipeline schedule that cannot run
+    ├── PlanError            (ValueError)          you: a collective plan that cannot run
     ├── PartitionError       (ValueError)          you: a model that cannot be cut that way
     ├── LaunchError          (ValueError)          you: a job that cannot be started that way
     ├── DeadlockError        (RuntimeError)        the program: every rank waits for another
@@ -86,6 +87,10 @@ class UnsupportedOp(EchelonError, NotImplementedError):
 
 class ScheduleError(EchelonError, ValueError):
     """A pipeline schedule that cannot run. Lists every problem found."""
+
+
+class PlanError(EchelonError, ValueError):
+    """A collective's plan or algorithm that cannot run. Lists every problem found."""
 
 
 class PartitionError(EchelonError, ValueError):
