@@ -1,0 +1,260 @@
+"""Collectives that return new tensors and that autograd goes through.
+
+The gradient of each is that of the sum of all ranks' losses. Backward is itself made of these functions, so it can be
+differentiated again. Every rank must run the backward of every call: on ranks that get no result (of `reduce` and
+`gather`) the tensor returned has no elements, and belongs into the loss there, for example by adding its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from echelon.errors import SizeMismatch, UnsupportedOp
+from echelon.group import ProcessGroup
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """Returns `tensor` combined over all ranks.
+
+    Args:
+        tensor: same shape and dtype on every rank.
+        group: the ranks.
+        op: sum, mean, product, min or max. Where ranks tie for min or max, they share the gradient. The gradients of
+        product,
+            min and max cannot be differentiated again.
+
+    Raises:
+        UnsupportedOp: another op.
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
+    """
+    if op == "sum":
+        return _apply(_Sum, tensor, group)
+    if op == "mean":
+        return _apply(_Sum, tensor, group) / group.world_size
+    if op == "product":
+        return _apply(_Product, tensor, group)
+    if op in ("min", "max"):
+        return _apply(_Extreme, tensor, group, op)
+    raise UnsupportedOp(f"op={op!r} has no gradient: use sum, mean, product, min or max")
+
+
+def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """Returns `tensor` combined over all ranks on rank `dst`, and a tensor without elements on the others.
+
+    Args:
+        tensor: same shape and dtype on every rank.
+        dst: the rank that gets the result.
+        group: the ranks.
+        op: sum or mean.
+
+    Raises:
+        UnsupportedOp: another op.
+    """
+    if op not in ("sum", "mean"):
+        raise UnsupportedOp(f"op={op!r}: functional.reduce does sum and mean; use functional.all_reduce for others")
+    total = _apply(_Reduce, tensor, group, dst)
+    return total / group.world_size if op == "mean" else total
+
+
+def broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
+    """Returns the tensor of rank `src`; the gradients of all ranks add up there.
+
+    Args:
+        tensor: same shape and dtype on every rank.
+        src: the rank whose tensor it is.
+        group: the ranks.
+    """
+    return _apply(_Broadcast, tensor, group, src)
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns the tensors of all ranks, concatenated along dim 0.
+
+    Args:
+        tensor: at least one dim; same dtype and same dims but the first on every rank.
+        group: the ranks.
+    """
+    sizes = _all_sizes(tensor, group, "all_gather")
+    copies = tensor.expand(group.world_size, *tensor.shape).flatten(0, 1)
+    return _apply(_AllToAll, copies, group, [len(tensor)] * group.world_size, sizes)
+
+
+def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
+    """Returns what `all_gather` does on rank `dst`, and a tensor without rows on the others."""
+    sizes = _all_sizes(tensor, group, "gather")
+    ranks = range(group.world_size)
+    sends = [len(tensor) if rank == dst else 0 for rank in ranks]
+    return _apply(_AllToAll, tensor, group, sends, sizes if group.rank == dst else [0 for _ in ranks])
+
+
+def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
+    """Returns this rank's part of the tensor of rank `src`, split along dim 0 as torch.tensor_split does.
+
+    Args:
+        tensor: on rank `src`, what to split; on others any tensor of the same dtype and the same dims but the first.
+        src: the rank whose tensor it is.
+        group: the ranks.
+    """
+    rows = _all_sizes(tensor, group, "scatter")[src]
+    sizes = _even(rows, group.world_size)
+    nothing = [0] * group.world_size
+    arrives = [sizes[group.rank] if rank == src else 0 for rank in range(group.world_size)]
+    mine = tensor if group.rank == src else tensor[:0]
+    return _apply(_AllToAll, mine, group, sizes if group.rank == src else nothing, arrives)
+
+
+def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """Returns this rank's part of `tensor` combined over all ranks, split along dim 0 as torch.tensor_split does.
+
+    Args:
+        tensor: same shape and dtype on every rank, at least one dim.
+        group: the ranks.
+        op: sum or mean.
+
+    Raises:
+        UnsupportedOp: another op.
+        SizeMismatch: a tensor without dims.
+    """
+    if op not in ("sum", "mean"):
+        raise UnsupportedOp(f"op={op!r}: functional.reduce_scatter does sum and mean")
+    if tensor.dim() == 0:
+        raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "functional.reduce_scatter")
+    total = _apply(_ReduceScatter, tensor, group)
+    return total / group.world_size if op == "mean" else total
+
+
+def all_to_all(
+    tensor: Tensor,
+    group: ProcessGroup,
+    in_splits: Sequence[int] | None = None,
+    out_splits: Sequence[int] | None = None,
+) -> Tensor:
+    """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated along dim 0.
+
+    Args:
+        tensor: at least one dim; same dtype and same dims but the first on every rank.
+        group: the ranks.
+        in_splits: rows for each rank; None: split as torch.tensor_split does.
+        out_splits: rows from each rank; None: asked of them, in a small collective before.
+    """
+    sends = _even(len(tensor), group.world_size) if in_splits is None else list(in_splits)
+    if out_splits is None:
+        out_splits = group.all_to_all(torch.tensor(sends)).tolist()
+    return _apply(_AllToAll, tensor, group, sends, list(out_splits))
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(_copy(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _apply(_Sum, gradient, ctx.group), None
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        everyone = group.all_gather(tensor.detach()[None])
+        others = torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]])
+        ctx.group = group
+        ctx.save_for_backward(others.prod(0).conj())
+        return everyone.prod(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.group.all_reduce(_copy(gradient)) * ctx.saved_tensors[0], None
+
+
+class _Extreme(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, op: str) -> Tensor:
+        result = group.all_reduce(_copy(tensor), op)
+        mine = (tensor == result).to(tensor.dtype)
+        ctx.group = group
+        ctx.save_for_backward(mine / group.all_reduce(mine.clone()))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.group.all_reduce(_copy(gradient)) * ctx.saved_tensors[0], None, None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dst: int) -> Tensor:
+        ctx.group, ctx.dst, ctx.shape = group, dst, tensor.shape
+        total = group.reduce(_copy(tensor), dst)
+        return total if group.rank == dst else tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # The sum of no elements: zero, but part of the graph, since every rank takes part in a second backward too.
+        mine = gradient if ctx.group.rank == ctx.dst else gradient.new_zeros(ctx.shape) + gradient.sum()
+        return _apply(_Broadcast, mine, ctx.group, ctx.dst), None, None
+
+
+class _Broadcast(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, src: int) -> Tensor:
+        ctx.group, ctx.src, ctx.shape = group, src, tensor.shape
+        return group.broadcast(_copy(tensor), src)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = _apply(_Reduce, gradient, ctx.group, ctx.src)
+        return (total if ctx.group.rank == ctx.src else gradient.new_zeros(ctx.shape) + total.sum()), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return group.reduce_scatter(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_gather(gradient, ctx.group), None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, sends: list[int], arrives: list[int]) -> Tensor:
+        ctx.group, ctx.sends, ctx.arrives = group, sends, arrives
+        return group.all_to_all(tensor.detach(), in_splits=sends, out_splits=arrives)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _apply(_AllToAll, gradient, ctx.group, ctx.arrives, ctx.sends), None, None, None
+
+
+def _apply(function: type[Function], *args: object) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _all_sizes(tensor: Tensor, group: ProcessGroup, what: str) -> list[int]:
+    """Returns the number of rows that each rank has."""
+    if tensor.dim() == 0:
+        raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", f"functional.{what}")
+    return [int(size) for size in group.all_gather(torch.tensor([len(tensor)])).tolist()]
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
