@@ -21,8 +21,8 @@ rank 1  ....1F0 1B0---- 1F1 1B1---- .1F2 1B2---- 1F3 1B3---- .........
 F forward   B backward   . idle
 
 rank  stages  busy  warm-up  waiting  transfer  drain  peak  microbatches
-   0       0    12        0      3.1       0.3      0     2             2
-   1       1    12      1.1      0.1       0.1    2.1     1             1
+0          0    12        0      3.1       0.3      0     2             2
+1          1    12      1.1      0.1       0.1    2.1     1             1
 """
 
 
@@ -141,6 +141,36 @@ def test_search_finds_what_fits(capsys):
     assert max(rank["peak_microbatches"] for rank in with_chunks["ranks"]) <= 2
 
 
+def test_compare_prints_a_table(capsys):
+    title, _, names, first, *others = run(capsys, "--compare", "-r", "4", "-m", "8", "--memory-limit", "4").splitlines()
+    assert title == "4 ranks, 8 microbatches"
+    assert names.split() == [
+        "schedule",
+        "chunks",
+        "makespan",
+        "span",
+        "bubble",
+        "rate",
+        "microbatches",
+        "memory",
+        "fits",
+    ]
+    assert first.split() == ["zb-v", "2", "25.5", "24", "0.0", "%", "4", "4", "yes"]
+    assert len(others) == len(schedules.names()) - 2
+    assert [line.split()[-1] for line in others].count("no") == 5
+
+
+def test_compare_counts_memory_and_searches(capsys):
+    memory = ("--activation", "2", "--parameters", "10,20", "--capacity", "24")
+    found = json.loads(run(capsys, "--compare", "--search", "-r", "2", "-m", "4", "--json", *memory))
+    assert (found["num_ranks"], found["num_microbatches"]) == (2, 4)
+    by_name = {option["schedule"]: option for option in found["schedules"]}
+    assert by_name["1f1b"]["peak_memory"] == [14, 22]
+    assert by_name["1f1b"]["peak_microbatches"] == [2, 1]
+    assert (by_name["1f1b"]["fits"], by_name["gpipe"]["fits"]) == (True, False)
+    assert found["schedules"][0]["bubble_rate"] == 0
+
+
 def test_the_memory_limit_counts_microbatches(capsys):
     interleaved = ("interleaved-1f1b", "-r", "4", "-m", "8", "--chunks", "2", "--activation", "3")
     run(capsys, *interleaved, "--memory-limit", "5.5")
@@ -162,6 +192,13 @@ def test_the_memory_limit_counts_microbatches(capsys):
         ("1f1b -r two -m 4", "Invalid value for '-r'"),
         ("2f2b -r 2 -m 4", "no schedule is called '2f2b': choose from gpipe, "),
         ("1f1b --search -r 2 -m 4", "1f1b and --search are two requests: give one of them"),
+        ("1f1b --compare -r 2 -m 4", "1f1b and --compare are two requests: give one of them"),
+        ("--compare -r 2", "-m is missing: "),
+        ("--compare -r 2 -m 4 --chunks 2", "--chunks 2: --compare takes all schedules, with one chunk and with two; "),
+        ("--compare -r 2 -m 4 --png a.png", "--png a.png: --compare has many schedules; name the one to write"),
+        ("--compare -r 2 -m 4 --parameters 1,2,3", "parameters has 3 values for 2 ranks: "),
+        ("--search -r 2 -m 4 --group-size 2", "--group-size 2: --search is not for interleaved-1f1b; leave "),
+        ("1f1b -r 2 -m 4 --capacity 3", "--capacity 3: only --compare counts parameters; give --memory-limit instead"),
         ("1f1b -r 2 -m 4 --chunks 2", "num_chunks=2: 1f1b has 1 per rank; pass 1, or take interleaved-1f1b"),
         ("dualpipe-v -r 4 -m 7", "num_microbatches=7: dualpipe-v needs at least 2 x num_ranks; give 8 or more "),
         ("1f1b -r 2 -m 4 --forward x", "--forward x: not a number; give one, such as 1.5"),

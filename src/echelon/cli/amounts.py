@@ -31,10 +31,15 @@ def costs(given: Mapping[str, str | None]) -> Costs:
     Raises:
         ScheduleError: a value that is no cost.
     """
-    amounts = {name: _amount("--" + name.replace("_", "-"), text) for name, text in given.items() if text is not None}
+    amounts = {name: amount("--" + name.replace("_", "-"), text) for name, text in given.items() if text is not None}
     return Costs(**amounts)
 
 
-def _amount(option: str, text: str) -> Amount:
+def amount(option: str, text: str) -> Amount:
+    """Reads one number, or several between commas.
+
+    Raises:
+        ScheduleError: one of them is not a number of at least 0.
+    """
     values = tuple(one_number(option, part) for part in text.split(","))
     return values if len(values) > 1 else values[0]

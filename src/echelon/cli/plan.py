@@ -8,10 +8,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli.amounts import costs, one_number
+from echelon.cli.amounts import costs
+from echelon.cli.plan_compare import Memory, compare_schedules
 from echelon.cli.plan_files import Files
 from echelon.cli.plan_report import as_values, print_plan, to_json, write
-from echelon.cli.plan_request import Request, check_limit, held_microbatches
+from echelon.cli.plan_request import Request, check_limit
+from echelon.pipeline.recommend import held_microbatches
 
 
 def plan(
@@ -54,8 +56,15 @@ def plan(
     memory_limit: Annotated[
         str | None, typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules instead.")] = False,
-    search: Annotated[bool, typer.Option("--search", help="Look for the best schedule instead.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Look for the best schedule.")] = False,
+    parameters: Annotated[
+        str | None,
+        typer.Option(metavar="MEMORY", help="With --compare: what a rank holds throughout.  [default: 0]"),
+    ] = None,
+    capacity: Annotated[
+        str | None, typer.Option(metavar="MEMORY", help="With --compare: what a rank can hold in all.")
+    ] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as SVG.")] = None,
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as PNG.")] = None,
     chrome: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a Chrome trace (Perfetto).")] = None,
@@ -69,8 +78,10 @@ def plan(
     """
     request = Request(schedule, num_ranks, num_microbatches, chunks, group_size, search, compare)
     request.check()
+    memory = Memory(memory_limit, parameters, capacity)
+    memory.check(compare)
     files = Files(svg, png, chrome, csv)
-    files.check()
+    files.check(compare)
     stage_costs = costs(
         {
             "forward": forward,
@@ -84,7 +95,11 @@ def plan(
             "recomputed_activation": recomputed_activation,
         }
     )
-    limit = None if memory_limit is None else one_number("--memory-limit", memory_limit)
+    console = Console(highlight=False)
+    if compare:
+        compare_schedules(console, request, stage_costs, memory, as_json)
+        return
+    limit = memory.limit
     found = request.make(stage_costs, limit)
     timeline = found.simulate(stage_costs)
     held = held_microbatches(found, stage_costs, timeline)
@@ -93,7 +108,6 @@ def plan(
     if as_json:
         print(to_json({**as_values(found, timeline, held), "files": written}))
         return
-    console = Console(highlight=False)
     print_plan(console, found, timeline, held)
     for path in written:
         write(console, Text(f"wrote {path}"))

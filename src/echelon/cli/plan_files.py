@@ -18,12 +18,15 @@ class Files(NamedTuple):
     chrome: str | None
     csv: str | None
 
-    def check(self) -> None:
+    def check(self, compare: bool) -> None:
         """Looks at the names, before any work is done.
 
         Raises:
-            ScheduleError: a picture whose name says that it is something else.
+            ScheduleError: a picture whose name says that it is something else, or a file for a comparison.
         """
+        for option, path in self._asdict().items():
+            if compare and path is not None:
+                raise ScheduleError(f"--{option} {path}: --compare has many schedules; name the one to write")
         for path, suffix in ((self.svg, ".svg"), (self.png, ".png")):
             if path is not None and not path.lower().endswith(suffix):
                 raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")

@@ -85,11 +85,11 @@ def write(console: Console, text: Text) -> None:
 
 
 def print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Prints columns aligned to the right, the first row as their titles."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for index, row in enumerate(rows):
-        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        write(console, Text("  ".join(cells), style="bold" if index == 0 else ""))
+    """Prints columns, the first row as their titles; all but the first are aligned to the right."""
+    first, *others = ([len(cell) for cell in column] for column in zip(*rows, strict=True))
+    for index, (name, *cells) in enumerate(rows):
+        aligned = (cell.rjust(max(lengths)) for cell, lengths in zip(cells, others, strict=True))
+        write(console, Text("  ".join([name.ljust(max(first)), *aligned]), style="bold" if index == 0 else ""))
 
 
 def _text(line: Line) -> Text:

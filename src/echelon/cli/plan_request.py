@@ -10,8 +10,7 @@ from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
 from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.search.problem import rank_limits
-from echelon.trace import Time, Timeline
+from echelon.trace import Time
 
 
 class Request(NamedTuple):
@@ -36,25 +35,31 @@ class Request(NamedTuple):
         Raises:
             ScheduleError: there are such.
         """
-        choices = {self.schedule: self.schedule is not None, "--search": self.search, "--compare": self.compare}
-        chosen = [choice for choice, given in choices.items() if given]
-        if len(chosen) > 1:
-            raise ScheduleError(f"{chosen[0]} and {chosen[1]} are two requests: give one of them")
-        if not chosen:
+        option = "--compare" if self.compare else "--search" if self.search else None
+        if self.schedule is not None and option is not None:
+            raise ScheduleError(f"{self.schedule} and {option} are two requests: give one of them")
+        if self.schedule is None and option is None:
             raise ScheduleError(f"no schedule was named: give one of {_names()}, a .csv file, --search or --compare")
         if self.is_file:
-            self._refuse("-r", self.num_ranks)
-            self._refuse("--chunks", self.chunks)
-            self._refuse("--group-size", self.group_size)
-            return
-        for option, value in (("-r", self.num_ranks), ("-m", self.num_microbatches)):
-            if value is None or value < 1:
-                given = "is missing" if value is None else f"{value} is too few"
-                raise ScheduleError(f"{option} {given}: give the numbers of ranks and of microbatches, as -r 4 -m 16")
+            self._refuse(f"{self.schedule} itself says that", "-r", "--chunks", "--group-size")
+        elif self.compare:
+            self._refuse("--compare takes all schedules, with one chunk and with two", "--chunks", "--group-size")
+        elif self.search:
+            self._refuse("--search is not for interleaved-1f1b", "--group-size")
+        if not self.is_file:
+            self._check_size("-r", self.num_ranks)
+            self._check_size("-m", self.num_microbatches)
 
-    def _refuse(self, option: str, value: int | None) -> None:
-        if value is not None:
-            raise ScheduleError(f"{option} {value}: {self.schedule} itself says that; leave {option} out")
+    def _refuse(self, reason: str, *options: str) -> None:
+        values = {"-r": self.num_ranks, "--chunks": self.chunks, "--group-size": self.group_size}
+        for option in options:
+            if values[option] is not None:
+                raise ScheduleError(f"{option} {values[option]}: {reason}; leave {option} out")
+
+    def _check_size(self, option: str, value: int | None) -> None:
+        if value is None or value < 1:
+            given = "is missing" if value is None else f"{value} is too few"
+            raise ScheduleError(f"{option} {given}: give the numbers of ranks and of microbatches, as -r 4 -m 16")
 
     def make(self, costs: Costs, limit: Time | None) -> Schedule:
         """Reads, searches or builds the schedule.
@@ -79,14 +84,6 @@ class Request(NamedTuple):
             raise ScheduleError(f"cannot read {self.schedule}: {error.strerror}; give a file that exists") from None
         except UnicodeDecodeError:
             raise ScheduleError(f"cannot read {self.schedule}: it is not text; give what --csv writes") from None
-
-
-def held_microbatches(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float, ...]:
-    """Returns for each rank its peak in microbatches: one is what all of its stages hold for one."""
-    units = rank_limits(costs, schedule.placement, schedule.num_microbatches, 1)
-    return tuple(
-        float(peak / unit) if unit else 0.0 for peak, unit in zip(timeline.peak_activations, units, strict=True)
-    )
 
 
 def check_limit(schedule: Schedule, held: Sequence[float], limit: Time | None) -> None:

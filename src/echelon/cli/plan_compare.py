@@ -1,0 +1,95 @@
+"""`echelon plan --compare`: all schedules in one table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from echelon.cli.amounts import amount, one_number
+from echelon.cli.plan_report import exact, print_table, to_json, write
+from echelon.cli.plan_request import Request
+from echelon.errors import ScheduleError
+from echelon.pipeline.cost import Costs
+from echelon.pipeline.recommend import Option, recommend
+from echelon.pipeline.summary import number
+from echelon.trace import Time
+
+
+class Memory(NamedTuple):
+    """The arguments that say what ranks may hold, as they were given."""
+
+    memory_limit: str | None
+    parameters: str | None
+    capacity: str | None
+
+    def check(self, compare: bool) -> None:
+        """Finds arguments that mean nothing without --compare.
+
+        Raises:
+            ScheduleError: there are such.
+        """
+        for option, text in (("--parameters", self.parameters), ("--capacity", self.capacity)):
+            if text is not None and not compare:
+                raise ScheduleError(f"{option} {text}: only --compare counts parameters; give --memory-limit instead")
+
+    @property
+    def limit(self) -> Time | None:
+        """The most microbatches that a rank may hold."""
+        return None if self.memory_limit is None else one_number("--memory-limit", self.memory_limit)
+
+
+def compare_schedules(console: Console, request: Request, costs: Costs, memory: Memory, as_json: bool) -> None:
+    """Prints what each schedule takes in time and memory, the fastest that fits first.
+
+    Raises:
+        ScheduleError: sizes, costs or limits that cannot be.
+    """
+    assert request.num_ranks is not None, "checked"
+    assert request.num_microbatches is not None, "checked"
+    options = recommend(
+        costs,
+        request.num_ranks,
+        request.num_microbatches,
+        memory.limit,
+        parameters=0 if memory.parameters is None else amount("--parameters", memory.parameters),
+        capacity=None if memory.capacity is None else one_number("--capacity", memory.capacity),
+        search=request.search,
+    )
+    if as_json:
+        sizes = {"num_ranks": request.num_ranks, "num_microbatches": request.num_microbatches}
+        print(to_json({**sizes, "schedules": [_values(option) for option in options]}))
+        return
+    write(console, Text(f"{request.num_ranks} ranks, {request.num_microbatches} microbatches", style="bold"))
+    write(console, Text())
+    print_table(console, [_TITLES, *map(_row, options)])
+
+
+_TITLES = ("schedule", "chunks", "makespan", "span", "bubble rate", "microbatches", "memory", "fits")
+
+
+def _row(option: Option) -> tuple[str, ...]:
+    return (
+        option.schedule.name,
+        str(option.schedule.num_chunks),
+        number(option.timeline.makespan),
+        number(option.timeline.span),
+        f"{100 * float(option.timeline.bubble_rate):.1f} %",
+        number(max(option.peak_microbatches)),
+        number(max(option.peak_memory)),
+        "yes" if option.fits else "no",
+    )
+
+
+def _values(option: Option) -> dict[str, Any]:
+    return {
+        "schedule": option.schedule.name,
+        "num_chunks": option.schedule.num_chunks,
+        "makespan": exact(option.timeline.makespan),
+        "span": exact(option.timeline.span),
+        "bubble_rate": exact(option.timeline.bubble_rate),
+        "peak_microbatches": [exact(peak) for peak in option.peak_microbatches],
+        "peak_memory": [exact(peak) for peak in option.peak_memory],
+        "fits": option.fits,
+    }

@@ -1,0 +1,178 @@
+"""Compares schedules for the same model: what each takes in time and memory, the fastest that fits first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from echelon.errors import ScheduleError
+from echelon.pipeline import schedules
+from echelon.pipeline.cost import Amount, Costs
+from echelon.pipeline.placement import loop
+from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.search.problem import rank_limits
+from echelon.trace import Time, Timeline
+
+_CHUNKS = 2
+"""Stages per rank, for schedules that have a choice."""
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Option:
+    """A schedule, and what it would cost.
+
+    Args:
+        schedule: What to run.
+        costs: Of its stages. A schedule with v chunks has v times as many as ranks, each with 1/v of the work.
+        timeline: How it would run.
+        peak_microbatches: For each rank, how many microbatches' activations it holds at most.
+        peak_memory: For each rank, its activations and what it holds throughout, in the unit of `Costs.activation`.
+        fits: No limit is exceeded.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+    peak_microbatches: tuple[float, ...]
+    peak_memory: tuple[Time, ...]
+    fits: bool
+
+    def __str__(self) -> str:
+        """One line of a table."""
+        memory = max(self.peak_microbatches)
+        return (
+            f"{self.schedule.name}: span {float(self.timeline.span):.4g}, "
+            f"bubble rate {float(self.timeline.bubble_rate):.1%}, "
+            f"up to {memory:.4g} microbatches{'' if self.fits else ' (does not fit)'}"
+        )
+
+
+def recommend(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: Time | None = None,
+    *,
+    parameters: Amount = 0,
+    capacity: Time | None = None,
+    search: bool = False,
+) -> tuple[Option, ...]:
+    """Compares all schedules for training that there are for these sizes.
+
+    Those that fit come first, among them those with the shortest span: it is what a step takes when steps follow each
+    other. Schedules that do not exist for the sizes are left out.
+
+    Args:
+        costs: Of the stages of a model that is cut into one per rank. Schedules with several chunks cut each stage into
+            as many equal parts.
+        num_ranks: How many ranks take part.
+        num_microbatches: How many microbatches a step has.
+        memory_limit: The most that a rank may hold, in microbatches: one counts what all of its stages hold for one.
+        parameters: What a rank holds throughout (parameters, gradients, the optimizer's state), in the unit of
+            `costs.activation`, such as bytes. One number, or one per rank.
+        capacity: The most that a rank may hold of activations and parameters together, in the same unit.
+        search: Look for a schedule made to measure as well. This may take long.
+
+    Raises:
+        ScheduleError: sizes that no schedule has, or costs that are not for one stage per rank.
+    """
+    costs.per_stage(schedules.build("1f1b", num_ranks, num_microbatches).placement)
+    throughout = _per_rank(parameters, num_ranks)
+    known = list(_named(num_ranks, num_microbatches))
+    if search:
+        known += [found for found in _searched(costs, num_ranks, num_microbatches, memory_limit) if found not in known]
+    options = [_option(schedule, costs, memory_limit, throughout, capacity) for schedule in known]
+    return tuple(sorted(options, key=lambda option: (not option.fits, option.timeline.span, max(option.peak_memory))))
+
+
+def cut(costs: Costs, placement: Sequence[int]) -> Costs:
+    """Makes the costs of a schedule's stages from those of one stage per rank.
+
+    Each stage is cut into equal parts, as many as a rank has chunks. Between two ranks that are neighbours a transfer
+    takes what it took before, between others as long as the longest.
+    """
+    num_ranks = max(placement) + 1
+    chunks = len(placement) // num_ranks
+    if chunks == 1:
+        return costs
+
+    def parts(amount: Amount) -> Amount:
+        if isinstance(amount, Sequence):
+            return tuple(_divided(amount[stage // chunks], chunks) for stage in range(len(placement)))
+        return _divided(amount, chunks)
+
+    return Costs(
+        forward=parts(costs.forward),
+        backward_input=parts(costs.backward_input),
+        backward_weight=parts(costs.backward_weight),
+        transfer=_transfers(costs.transfer, placement),
+        activation=parts(costs.activation),
+        weight_activation=None if costs.weight_activation is None else parts(costs.weight_activation),
+        overlapped=None if costs.overlapped is None else parts(costs.overlapped),
+        recompute=parts(costs.recompute),
+        recomputed_activation=parts(costs.recomputed_activation),
+    )
+
+
+def held_microbatches(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float, ...]:
+    """Returns for each rank its peak in microbatches: one is what all of its stages hold for one."""
+    units = rank_limits(costs, schedule.placement, schedule.num_microbatches, 1)
+    return tuple(
+        float(peak / unit) if unit else 0.0 for peak, unit in zip(timeline.peak_activations, units, strict=True)
+    )
+
+
+def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
+    for name in schedules.names():
+        for chunks in (_CHUNKS, None):
+            try:
+                schedule = schedules.build(name, num_ranks, num_microbatches, chunks)
+            except ScheduleError:
+                continue
+            if not schedule.forward_only:
+                yield schedule
+            break
+
+
+def _searched(costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None) -> Iterator[Schedule]:
+    yield schedules.search(costs, num_ranks, num_microbatches, memory_limit, num_chunks=1)
+    # The search tries two placements of two chunks. A transfer of its own for each boundary fits only one of them.
+    if not isinstance(costs.transfer, Sequence):
+        halves = cut(costs, loop(num_ranks, _CHUNKS))
+        yield schedules.search(halves, num_ranks, num_microbatches, memory_limit, num_chunks=_CHUNKS)
+
+
+def _option(
+    schedule: Schedule, costs: Costs, memory_limit: Time | None, throughout: Sequence[Time], capacity: Time | None
+) -> Option:
+    costs = cut(costs, schedule.placement)
+    timeline = schedule.simulate(costs)
+    held = held_microbatches(schedule, costs, timeline)
+    memory = tuple(peak + more for peak, more in zip(timeline.peak_activations, throughout, strict=True))
+    fits = (memory_limit is None or max(held) <= memory_limit * _ROUNDING) and (
+        capacity is None or max(memory) <= capacity * _ROUNDING
+    )
+    return Option(schedule, costs, timeline, held, memory, fits)
+
+
+def _divided(amount: Time, parts: int) -> Time:
+    return Fraction(amount, parts) if isinstance(amount, int) else amount / parts
+
+
+def _transfers(transfer: Amount, placement: Sequence[int]) -> Amount:
+    if not isinstance(transfer, Sequence):
+        return transfer
+    pairs = pairwise(placement)
+    return tuple(transfer[min(pair)] if abs(pair[0] - pair[1]) == 1 else max(transfer, default=0) for pair in pairs)
+
+
+def _per_rank(amount: Amount, num_ranks: int) -> tuple[Time, ...]:
+    values = tuple(amount) if isinstance(amount, Sequence) else (amount,) * num_ranks
+    if len(values) != num_ranks:
+        raise ScheduleError(
+            f"parameters has {len(values)} values for {num_ranks} ranks: give one number, or one per rank"
+        )
+    return values

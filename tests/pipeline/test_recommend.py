@@ -1,0 +1,103 @@
+"""The table of schedules: the fastest that fits first, all for the same model."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from echelon.errors import ScheduleError
+from echelon.pipeline import Costs, schedules
+from echelon.pipeline.placement import loop, vee
+from echelon.pipeline.recommend import cut, held_microbatches, recommend
+
+
+def test_every_schedule_for_training_is_compared():
+    options = recommend(Costs(), 4, 8)
+    assert {option.schedule.name for option in options} == set(schedules.names()) - {"forward-only"}
+    assert all(option.fits for option in options)
+
+
+def test_all_are_for_the_same_work():
+    for option in recommend(Costs(forward=2, backward_input=3, backward_weight=1), 4, 8):
+        assert option.timeline.busy == (48,) * 4, option.schedule.name
+
+
+def test_those_that_fit_come_first_and_then_the_fastest():
+    options = recommend(Costs(transfer=0.1), 4, 8, memory_limit=4)
+    assert [(not option.fits, option.timeline.span) for option in options] == sorted(
+        (not option.fits, option.timeline.span) for option in options
+    )
+    for option in options:
+        assert option.fits == (max(option.peak_microbatches) <= 4)
+    assert (options[0].schedule.name, options[-1].fits) == ("zb-v", False)
+    assert str(options[0]) == "zb-v: span 25.4, bubble rate 5.5%, up to 4 microbatches"
+    assert str(options[-1]).endswith("up to 8 microbatches (does not fit)")
+
+
+def test_memory_counts_what_is_there_throughout():
+    options = recommend(Costs(activation=3), 4, 8, parameters=(10, 20, 30, 40), capacity=45)
+    found = {option.schedule.name: option for option in options}
+    assert found["1f1b"].peak_memory == (10 + 4 * 3, 20 + 3 * 3, 30 + 2 * 3, 40 + 3)
+    assert found["1f1b"].fits
+    assert found["gpipe"].peak_memory == (34, 44, 54, 64)
+    assert not found["gpipe"].fits
+
+
+def test_a_schedule_that_does_not_exist_for_the_sizes_is_left_out():
+    assert "dualpipe-v" not in {option.schedule.name for option in recommend(Costs(), 4, 6)}
+
+
+def test_the_search_takes_part_if_asked_to():
+    best, *_ = recommend(Costs(forward=3, backward_input=4, transfer=1), 3, 6, memory_limit=2, search=True)
+    without, *_ = recommend(Costs(forward=3, backward_input=4, transfer=1), 3, 6, memory_limit=2)
+    assert best.fits
+    assert best.timeline.span <= without.timeline.span
+    assert recommend(Costs(transfer=(1, 2)), 3, 6, search=True)[0].fits
+
+
+def test_one_rank():
+    assert {option.timeline.makespan for option in recommend(Costs(1, 1, 1, transfer=()), 1, 3)} == {9}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Costs(), 0, 4), "num_ranks=0: 1f1b needs a whole number of at least 1, such as 4"),
+        ((Costs(), 4, 0), "num_microbatches=0: "),
+        ((Costs(forward=(1, 2)), 4, 4), "forward has 2 values for 4 stages"),
+    ],
+)
+def test_sizes_and_costs_that_cannot_be(arguments, message):
+    with pytest.raises(ScheduleError, match=message):
+        recommend(*arguments)
+
+
+def test_parameters_for_other_ranks():
+    with pytest.raises(ScheduleError, match="parameters has 3 values for 2 ranks: give one number, or one per rank"):
+        recommend(Costs(), 2, 4, parameters=(1, 2, 3))
+
+
+def test_stages_are_cut_into_equal_parts():
+    costs = Costs(forward=(2, 4), backward_input=3, weight_activation=1, overlapped=(5.0, 6.0), transfer=(7,))
+    halves = cut(costs, loop(2, 2))
+    assert halves.forward == (1, 1, 2, 2), "the first rank's layers become the first two stages"
+    assert halves.backward_input == Fraction(3, 2)
+    assert (halves.activation, halves.weight_activation) == (0.5, Fraction(1, 2))
+    assert halves.overlapped == (2.5, 2.5, 3.0, 3.0)
+    assert cut(costs, loop(2)) is costs
+
+
+def test_a_transfer_belongs_to_the_link_between_two_ranks():
+    costs = Costs(transfer=(1, 5, 2))
+    assert cut(costs, loop(4, 2)).transfer == (1, 5, 2, 5, 1, 5, 2), "from the last to the first: as the longest"
+    assert cut(costs, vee(4)).transfer[:3] == (1, 5, 2)
+    assert cut(costs, vee(4)).transfer[4:] == (2, 5, 1)
+    assert cut(Costs(transfer=3), vee(4)).transfer == 3
+
+
+def test_memory_in_microbatches():
+    schedule, costs = schedules.build("interleaved-1f1b", 4, 8, 2), Costs(activation=3)
+    assert held_microbatches(schedule, costs, schedule.simulate(costs)) == (5.5, 4.5, 3.5, 2.5)
+    nothing = Costs(activation=0)
+    assert held_microbatches(schedule, nothing, schedule.simulate(nothing)) == (0, 0, 0, 0)
