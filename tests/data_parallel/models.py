@@ -7,7 +7,7 @@ BATCH = 12
 """Samples in the global batch: divides evenly over 1, 2, 3 and 4 ranks."""
 
 TINY_MB = 1e-4
-"""About 100 bytes: nearly every parameter of the small models gets a bucket of its own, and some are larger."""
+"""About 100 bytes: nearly every layer of the small models gets a bucket of its own, and some are larger."""
 
 
 def fill(module, seed=0):

@@ -46,21 +46,21 @@ def bucket_layout(
     """Makes the layout for parameters of these sizes.
 
     Parameters are taken in reverse order, which is about the order in which backward computes their gradients. Each
-    joins the open bucket of its kind; where it does not fit, that bucket is closed and a new one opened. A bucket
-    holds more than `bucket_mb` only if it holds a single parameter. Buckets are launched in the order of their last
-    parameters, as that is when they are full.
+    joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by less than its
+    last parameter, and the small bias behind a large weight makes no bucket of its own. Buckets are launched in the
+    order of their last parameters, as that is when they are complete.
 
     With sizes 6 5 4 3 2 MiB of one kind, buckets of 6 MiB and a first bucket of 2 MiB:
 
         parameter   4    3    2   1   0
         MiB         2    3    4   5   6
-        bucket      0    1    2   3   4
+        bucket      0    1    1   2   2
 
     Args:
         sizes: bytes of each parameter, in the model's order.
         kinds: what parameters must have in common to share a bucket.
-        bucket_mb: largest size of a bucket, in mebibytes (2**20 bytes).
-        first_bucket_mb: largest size of the first bucket opened; `bucket_mb`, if that is smaller.
+        bucket_mb: size at which a bucket is full, in mebibytes (2**20 bytes).
+        first_bucket_mb: the same for the bucket that is opened first; `bucket_mb`, if that is smaller.
 
     Raises:
         ValueError: a size is not above 0.
@@ -74,14 +74,14 @@ def bucket_layout(
     opened: dict[str, _Open] = {}
     closed: list[_Open] = []
     for index in reversed(range(len(sizes))):
-        bucket = opened.get(kinds[index])
-        if bucket is None or not bucket.fits(sizes[index]):
-            if bucket is not None:
-                closed.append(bucket)
-            bucket = opened[kinds[index]] = _Open(kinds[index], capacity)
-            capacity = limit
+        kind = kinds[index]
+        if kind not in opened:
+            opened[kind], capacity = _Open(kind, capacity), limit
+        bucket = opened[kind]
         bucket.members.append(index)
         bucket.num_bytes += sizes[index]
+        if bucket.num_bytes >= bucket.capacity:
+            closed.append(opened.pop(kind))
     closed.extend(opened.values())
     closed.sort(key=lambda bucket: bucket.members[-1], reverse=True)
     return Layout(tuple(Bucket(bucket.kind, tuple(bucket.members), bucket.num_bytes) for bucket in closed))
@@ -95,6 +95,3 @@ class _Open:
     capacity: float
     members: list[int] = field(default_factory=list)
     num_bytes: int = 0
-
-    def fits(self, size: int) -> bool:
-        return self.num_bytes + size <= self.capacity

@@ -46,7 +46,7 @@ class GradientReducer:
         Args:
             parameters: name and parameter; the same ones in the same order on every rank, each once.
             group: the ranks to reduce over. A subgroup of it is made, so every rank must make the same reducers.
-            bucket_mb: largest size of a bucket, in mebibytes; the same on every rank.
+            bucket_mb: mebibytes at which a bucket is full; the same on every rank.
 
         Raises:
             ValueError: `bucket_mb` is not above 0.
