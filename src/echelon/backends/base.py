@@ -15,7 +15,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from echelon.errors import Closed, InvalidRank, InvalidWorldSize, PeerFailed, SelfSend, Timeout
+from echelon.backends.wire import MAX_STEP
+from echelon.errors import Closed, InvalidRank, InvalidWorldSize, PeerFailed, SelfSend, SizeMismatch, Timeout
 
 T = TypeVar("T")
 
@@ -36,8 +37,16 @@ class Tag(NamedTuple):
 
     @classmethod
     def of(cls, tag: int | Tag) -> Tag:
-        """Returns `tag` itself, or the point-to-point tag of that number."""
-        return tag if isinstance(tag, Tag) else cls(step=tag)
+        """Returns `tag` itself, or the point-to-point tag of that number.
+
+        Raises:
+            SizeMismatch: a number outside 0 to 2**32 - 1.
+        """
+        if isinstance(tag, Tag):
+            return tag
+        if not 0 <= tag <= MAX_STEP:
+            raise SizeMismatch(f"a tag from 0 to {MAX_STEP}", tag)
+        return cls(step=tag)
 
     def __str__(self) -> str:
         if self.context == 0 and self.sequence == 0:
@@ -141,6 +150,7 @@ class Backend(ABC):
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
+        self._num_barriers = 0
 
     @property
     @abstractmethod
@@ -158,7 +168,8 @@ class Backend(ABC):
             note: what this rank believes it is doing, at most 1024 bytes of UTF-8; compared with the receiver's.
 
         Raises:
-            InvalidRank, SelfSend, Closed, UnsupportedOp: at once. Everything else comes from `Work.wait`.
+            InvalidRank, SelfSend, Closed, UnsupportedOp, SizeMismatch (of the tag): at once. Everything else comes
+            from `Work.wait`.
         """
 
     @abstractmethod
@@ -238,12 +249,13 @@ class Backend(ABC):
 
     def barrier(self, timeout: float | None = None) -> None:
         """Waits until every rank has called it, in ceil(log2(world_size)) rounds of empty messages (dissemination)."""
-        token = torch.empty(0, dtype=torch.uint8)
+        token = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._num_barriers += 1  # part of the tag: what a barrier that timed out left behind is not taken for the next
         distance, step = 1, 0
         while distance < self.world_size:
             dst = (self.rank + distance) % self.world_size
             src = (self.rank - distance) % self.world_size
-            tag = Tag(context=0, sequence=1, step=step)
+            tag = Tag(context=0, sequence=self._num_barriers, step=step)
             with self.attend():
                 sent = self.isend(token, dst, tag)
                 self.recv(src, tag, timeout=timeout)

@@ -32,7 +32,10 @@ _MAX_JSON_BYTES = 1 << 20
 
 
 class HungUp(ConnectionError):
-    """The other end closed before it had shown what it is."""
+    """The other end closed before it had said what it was to say."""
+
+    def __init__(self) -> None:
+        super().__init__("the other end closed the connection")
 
 
 async def prove_as_connector(connection: socket.socket, secret: bytes, rank: int) -> None:
@@ -102,7 +105,7 @@ async def receive_json(connection: socket.socket) -> dict[str, Any]:
         raise ProtocolError(f"a greeting of {size} bytes is over the limit of {_MAX_JSON_BYTES}")
     try:
         value = json.loads(await _receive_exactly(connection, size))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for a million brackets
         raise ProtocolError("a greeting that is not JSON") from error
     if not isinstance(value, dict):
         raise ProtocolError("a greeting that is not a JSON object")
@@ -115,6 +118,6 @@ async def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = await loop.sock_recv(connection, size - len(data))
         if not part:
-            raise HungUp
+            raise HungUp()
         data += part
     return bytes(data)

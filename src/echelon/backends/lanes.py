@@ -70,3 +70,4 @@ class Lanes:
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := queue.get()) is not None:
         job()
+        del job  # and with it the tensors it works on, which would else live until the next one comes

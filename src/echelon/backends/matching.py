@@ -8,13 +8,19 @@ step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from echelon.backends.base import Tag, Work
-from echelon.backends.memory import bytes_of, describe
-from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, SizeMismatch
+from echelon.backends.memory import bytes_of, describe, new_tensor
+from echelon.backends.wire import as_sent
+from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, SizeMismatch, UnsupportedOp
+
+T = TypeVar("T")
+Key: TypeAlias = tuple[int, Tag]
+"""Source and tag."""
 
 
 class Receive:
@@ -29,7 +35,7 @@ class Receive:
         self.src = src
         self.tag = tag
         self.out = out
-        self.note = note
+        self.note = None if note is None else as_sent(note)
 
     def refusal(self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> EchelonError | None:
         """Returns why a message with this head cannot be the one waited for; None if it can."""
@@ -50,26 +56,33 @@ class Receive:
 class Delivery:
     """A message on its way: where its bytes go, and what happens when they are there."""
 
-    __slots__ = ("_arrived", "_head", "_receive", "memory", "tensor")
+    __slots__ = ("_arrived", "_error", "_head", "_receive", "memory", "tag", "tensor")
 
     def __init__(
-        self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str, receive: Receive | None
+        self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, receive: Receive | None
     ) -> None:
         self._head = (src, shape, dtype, note)
         self._arrived = False
-        self._receive = receive
+        self._error: EchelonError | None = None
+        self._receive: Receive | None = None
+        self.tag = tag
         self.tensor: torch.Tensor | None = None
         self.memory: memoryview | None = None
         """Where the bytes are to be written; None: drop them."""
         if receive is not None and (error := receive.refusal(*self._head)):
             receive.work.complete(error=error)
-            self._receive = None
-        elif receive is not None and receive.out is not None:
-            self.tensor = receive.out
-        else:
-            self.tensor = torch.empty(shape, dtype=dtype)
-        if self.tensor is not None:
+            return
+        self._receive = receive
+        try:
+            self.tensor = new_tensor(shape, dtype) if receive is None or receive.out is None else receive.out
             self.memory = bytes_of(self.tensor)
+        except UnsupportedOp as error:
+            self.fail(error)
+
+    @property
+    def src(self) -> int:
+        """The rank that sent it."""
+        return self._head[0]
 
     def finish(self) -> None:
         """Says that every byte has arrived."""
@@ -79,29 +92,37 @@ class Delivery:
 
     def attach(self, receive: Receive) -> None:
         """Gives a message that came unasked to the receive that now asks for it."""
-        if error := receive.refusal(*self._head):
+        if error := receive.refusal(*self._head) or self._error:
             receive.work.complete(error=error)
             return
         self._receive = receive
         if self._arrived:
             self._hand_over(receive)
 
-    def withdraw(self, work: Work[torch.Tensor]) -> None:
-        """Drops the rest of the bytes if they are for the receive of `work`, which was cancelled."""
-        if self._receive is not None and self._receive.work is work:
-            self._receive = None
-            self.tensor = None
-            self.memory = None
+    def detach(self, work: Work[torch.Tensor]) -> bool:
+        """Takes the message away from the receive of `work`, which is cancelled; returns False if it is not its own.
 
-    def fail(self, error: BaseException) -> None:
-        """Ends a delivery that will never be complete."""
+        What has arrived is kept elsewhere, and so will be the rest: nothing is written to the receive's tensor later.
+        """
+        if self._receive is None or self._receive.work is not work:
+            return False
+        if self._receive.out is not None and self.tensor is not None:
+            self.tensor = self.tensor.detach().clone()
+            self.memory = bytes_of(self.tensor)
+        self._receive = None
+        return True
+
+    def fail(self, error: EchelonError) -> None:
+        """Ends a delivery that will never be complete, for the receive that it has or will get."""
+        self._error = error
         if self._receive is not None:
             self._receive.work.complete(error=error)
+            self._receive = None
 
     def _hand_over(self, receive: Receive) -> None:
         assert self.tensor is not None
         if receive.out is not None and receive.out is not self.tensor:
-            receive.out.copy_(self.tensor)
+            receive.out.detach().copy_(self.tensor)
             self.tensor = receive.out
         receive.work.note = self._head[3]
         receive.work.complete(self.tensor)
@@ -113,19 +134,15 @@ class Mailbox:
     def __init__(self) -> None:
         self.num_posted = 0
         """The number of receives that wait for the head of their message."""
-        self._posted: dict[tuple[int, Tag], deque[Receive]] = {}
-        self._unclaimed: dict[tuple[int, Tag], deque[Delivery]] = {}
+        self._posted: dict[Key, deque[Receive]] = {}
+        self._unclaimed: dict[Key, deque[Delivery]] = {}
         self._failed_peers: dict[int, EchelonError] = {}
         self._failed_contexts: dict[int, PeerFailed] = {}
 
     def post(self, receive: Receive) -> None:
         """Adds a receive; gives it the oldest unclaimed message of its source and tag, if there is one."""
         key = (receive.src, receive.tag)
-        unclaimed = self._unclaimed.get(key)
-        if unclaimed:
-            delivery = unclaimed.popleft()
-            if not unclaimed:
-                del self._unclaimed[key]
+        if delivery := _take_first(self._unclaimed, key):
             delivery.attach(receive)
         elif error := self.failure(receive.src, receive.tag):
             receive.work.complete(error=error)
@@ -135,21 +152,30 @@ class Mailbox:
 
     def arrive(self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> Delivery:
         """Opens the delivery of a message whose head has arrived."""
-        key = (src, tag)
-        posted = self._posted.get(key)
-        if posted:
-            receive = posted.popleft()
-            self.num_posted -= 1
-            if not posted:
-                del self._posted[key]
-            return Delivery(src, shape, dtype, note, receive)
-        delivery = Delivery(src, shape, dtype, note, None)
-        self._unclaimed.setdefault(key, deque()).append(delivery)
+        receive = _take_first(self._posted, (src, tag))
+        self.num_posted -= receive is not None
+        delivery = Delivery(src, tag, shape, dtype, note, receive)
+        if receive is None:
+            self._unclaimed.setdefault((src, tag), deque()).append(delivery)
         return delivery
 
-    def withdraw(self, work: Work[torch.Tensor], error: EchelonError) -> bool:
-        """Ends the posted receive of `work` with `error`; returns False if its message is already on its way."""
-        return self._end(error, lambda receive: receive.work is work) > 0
+    def withdraw(self, work: Work[torch.Tensor], error: EchelonError, arriving: Iterable[Delivery] = ()) -> None:
+        """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next."""
+        for delivery in arriving:
+            if delivery.detach(work):
+                self._return(delivery)
+        self._end(error, lambda receive: receive.work is work)
+        work.complete(error=error)
+
+    def _return(self, delivery: Delivery) -> None:
+        """Gives a message back that is still arriving, so none of its source and tag can have come after it."""
+        key = (delivery.src, delivery.tag)
+        receive = _take_first(self._posted, key)
+        self.num_posted -= receive is not None
+        if receive is not None:
+            delivery.attach(receive)
+        else:
+            self._unclaimed.setdefault(key, deque()).append(delivery)
 
     def fail_peer(self, rank: int, error: EchelonError) -> EchelonError:
         """Ends every receive from `rank`, now and later, except of messages that have arrived; returns the first
@@ -174,8 +200,8 @@ class Mailbox:
             return error
         return self._failed_peers.get(rank)
 
-    def _end(self, error: EchelonError, concerns: Callable[[Receive], bool]) -> int:
-        """Ends the posted receives that `concerns` picks, and returns how many there were."""
+    def _end(self, error: EchelonError, concerns: Callable[[Receive], bool]) -> None:
+        """Ends the posted receives that `concerns` picks."""
         ended = [receive for receives in self._posted.values() for receive in receives if concerns(receive)]
         for receive in ended:
             key = (receive.src, receive.tag)
@@ -184,4 +210,14 @@ class Mailbox:
                 del self._posted[key]
             receive.work.complete(error=error)
         self.num_posted -= len(ended)
-        return len(ended)
+
+
+def _take_first(queues: dict[Key, deque[T]], key: Key) -> T | None:
+    """Removes and returns the first of a queue, and the queue with the last."""
+    queue = queues.get(key)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[key]
+    return first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from echelon.backends.wire import DTYPES
@@ -33,6 +35,21 @@ def dtype_of(code: int) -> torch.dtype:
     if dtype is None:
         raise UnsupportedOp(f"this torch has no dtype {DTYPES[code][0]}, which a peer sent: use one version everywhere")
     return dtype
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Makes a CPU tensor, whatever the caller's default device.
+
+    Raises:
+        UnsupportedOp: there is no memory for it.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    except RuntimeError as error:  # torch's way of saying that it is out of memory
+        size = math.prod(shape) * dtype.itemsize
+        raise UnsupportedOp(
+            f"no memory for a message of {size} bytes, {describe(shape, dtype)}: send it in parts"
+        ) from error
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

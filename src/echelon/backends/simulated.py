@@ -17,6 +17,7 @@ from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Tag, Work
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox, Receive
 from echelon.backends.memory import check_tensor
+from echelon.backends.wire import as_sent
 from echelon.errors import InvalidWorldSize, PeerFailed, Timeout
 
 T = TypeVar("T")
@@ -122,9 +123,9 @@ class SimulatedBackend(Backend):
     def _deliver(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
         """Takes a message in; called by the sender's thread."""
         with self._changed:
-            delivery = self._mailbox.arrive(src, tag, tuple(tensor.shape), tensor.dtype, note)
+            delivery = self._mailbox.arrive(src, tag, tuple(tensor.shape), tensor.dtype, as_sent(note))
             if delivery.tensor is not None:
-                delivery.tensor.copy_(tensor)
+                delivery.tensor.detach().copy_(tensor)
             delivery.finish()
             self._changed.notify_all()
 

@@ -21,6 +21,8 @@ from echelon.errors import ProtocolError
 
 MAX_NOTE_BYTES = 1024
 MAX_DIMS = 64
+MAX_STEP = 2**32 - 1
+"""The largest user's tag, or step of a collective."""
 MAX_MESSAGE_BYTES = 1 << 36
 """The largest payload that is believed: 64 GiB, unless the backend is given a lower limit."""
 
@@ -79,7 +81,7 @@ class Frame:
 
     def encode(self) -> bytes:
         """Returns header, shape and note as bytes; the payload is to follow."""
-        note = encode_note(self.note)
+        note = _encode_note(self.note)
         return b"".join(
             (
                 _HEADER.pack(
@@ -98,9 +100,15 @@ class Frame:
         )
 
 
-def encode_note(note: str) -> bytes:
-    """Returns the note as UTF-8, cut to the limit at a character."""
-    data = note.encode()
+def as_sent(note: str) -> str:
+    """Returns the note as the other end will read it: cut to the limit, lone surrogates spelled out."""
+    if note.isascii() and len(note) <= MAX_NOTE_BYTES:
+        return note
+    return _encode_note(note).decode()
+
+
+def _encode_note(note: str) -> bytes:
+    data = note.encode(errors="backslashreplace")
     if len(data) > MAX_NOTE_BYTES:
         data = data[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
     return data
@@ -134,6 +142,8 @@ def decode(header: bytes | memoryview, extra: bytes | memoryview, max_message_by
     if dtype >= len(DTYPES):
         raise ProtocolError(f"frame with unknown dtype code {dtype}: the peer is of another version")
     expected = math.prod(shape) * DTYPES[dtype][1] if kind == FrameKind.DATA else 0
+    if math.prod(size or 1 for size in shape) > _MAX_INT64:
+        raise ProtocolError(f"frame with shape {_shortened(shape)}: the strides of such a tensor do not fit 64 bits")
     if payload_bytes != expected:
         raise ProtocolError(f"frame with a payload of {payload_bytes} bytes, but its shape needs {expected}")
     if payload_bytes > max_message_bytes:
@@ -148,4 +158,9 @@ def decode(header: bytes | memoryview, extra: bytes | memoryview, max_message_by
     return Frame(_KINDS[kind], context, sequence, step, dtype, shape, note, payload_bytes)
 
 
+def _shortened(shape: tuple[int, ...]) -> str:
+    return str(list(shape)) if len(shape) <= 4 else f"{list(shape[:4])} and {len(shape) - 4} more"
+
+
+_MAX_INT64 = 2**63 - 1
 _KINDS = {int(kind): kind for kind in FrameKind}

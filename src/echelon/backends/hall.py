@@ -1,0 +1,136 @@
+"""Where ranks are received: accepts connections, and lets in who proves itself and is expected.
+
+Strategy. One task accepts, and one more per connection has it prove itself, within a time of its own; so a stranger
+that says nothing keeps nobody else from coming in. Leaving the hall ends all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+from echelon.backends.handshake import prove_as_acceptor, receive_json, tell
+from echelon.backends.members import Job, Member
+from echelon.backends.sockets import Sockets
+from echelon.errors import AuthenticationError, ConnectError, EchelonError, ProtocolError
+
+logger = logging.getLogger("echelon")
+
+STRANGER_SECONDS = 10.0
+"""How long a connection may take to prove itself."""
+_MAX_STRANGERS = 64
+"""How many more connections than ranks may be proving themselves at one time; the rest are closed, and ours retry."""
+
+
+class Guest(NamedTuple):
+    """A rank that came, and the connection it came on."""
+
+    member: Member
+    connection: socket.socket
+
+
+class Hall:
+    """Receives the ranks of one job on one listening socket."""
+
+    def __init__(self, job: Job, sockets: Sockets, listener: socket.socket, *, greets: bool = True) -> None:
+        """Opens with `async with`.
+
+        Args:
+            job: whose ranks are let in.
+            sockets: owns all connections.
+            listener: where they arrive.
+            greets: whether a guest is told at once that it is let in.
+        """
+        self.guests: dict[int, Guest] = {}
+        self.host, self.port = listener.getsockname()[:2]
+        self._greets = greets
+        self._job = job
+        self._sockets = sockets
+        self._listener = listener
+        self._num_refused = 0
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Hall:
+        self._start(self._accept())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sockets.close(self._listener)
+
+    async def wait_for(self, ranks: set[int], deadline: float) -> dict[int, Guest]:
+        """Returns the guests once all of `ranks` have come; raises TimeoutError at the deadline."""
+        async with asyncio.timeout_at(deadline):
+            while not ranks <= set(self.guests):
+                self._changed.clear()
+                await self._changed.wait()
+        return {rank: self.guests[rank] for rank in ranks}
+
+    def missing(self, ranks: set[int], timeout: float) -> ConnectError:
+        """Makes the error that names who did not come."""
+        absent = sorted(ranks - set(self.guests))
+        present = sorted({self._job.rank, *self.guests})
+        hint = f" ({self._num_refused} connections without the right secret were refused)" if self._num_refused else ""
+        noun = "rank" if len(absent) == 1 else "ranks"
+        return ConnectError(
+            f"{noun} {', '.join(map(str, absent))} of {self._job.world_size} did not come within {timeout:g} s, "
+            f"{present} did{hint}: start the missing ones, or give a longer connect_timeout"
+        )
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # such as too many open files
+                logger.warning("%s cannot accept a connection: %s", self._job, error)
+                await asyncio.sleep(0.05)
+                continue
+            self._sockets.own(connection)
+            if len(self._tasks) > _MAX_STRANGERS + self._job.world_size:
+                self._sockets.close(connection)
+            else:
+                self._start(self._receive(connection))
+
+    async def _receive(self, connection: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(STRANGER_SECONDS):
+                await prove_as_acceptor(connection, self._job.secret)
+                hello = await receive_json(connection)
+        except (OSError, EchelonError) as error:  # TimeoutError is an OSError
+            self._num_refused += isinstance(error, AuthenticationError)
+            logger.warning("%s refused a connection: %s", self._job, error or type(error).__name__)
+            self._sockets.close(connection)
+            return
+        try:
+            guest = self._expect(hello, connection)
+        except EchelonError as error:
+            await tell(connection, {"error": str(error)})
+            self._sockets.close(connection)
+            return
+        self.guests[guest.member.rank] = guest
+        if self._greets:
+            await tell(connection, {})
+        self._changed.set()
+
+    def _expect(self, hello: dict[str, Any], connection: socket.socket) -> Guest:
+        """Returns the guest that a greeting announces; raises if one that knows the secret is still not one of us."""
+        if objection := self._job.objection(hello):
+            raise ProtocolError(objection)
+        member = Member.read(hello | {"host": connection.getpeername()[0]}, self._job.world_size)
+        if member.rank == self._job.rank or member.rank in self.guests:
+            pid = os.getpid() if member.rank == self._job.rank else self.guests[member.rank].member.pid
+            raise ProtocolError(f"rank {member.rank} is taken by process {pid}; give every process its own rank")
+        return Guest(member, connection)

@@ -1,0 +1,198 @@
+"""The other ranks as one rank sees them: what arrives from them, what is written to them, and when one of them is gone.
+
+Strategy. A peer is gone when its connection ends, when it says so, or, on the same machine, when its process ends
+(pidfd), even while children of that process still hold its sockets. The first cause stays, but whatever the kernel has
+of a peer's last words is read before it is given up: the words may be the cause. Everything here is called with the
+lock of `Progress` held, and none of it waits.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Iterable
+
+from echelon.backends import wire
+from echelon.backends.base import Tag, Work
+from echelon.backends.connection import Connection
+from echelon.backends.matching import Delivery, Mailbox
+from echelon.backends.members import Member
+from echelon.backends.memory import dtype_of
+from echelon.backends.progress import Progress
+from echelon.errors import EchelonError, PeerFailed
+
+_LAST_WORDS_SECONDS = 0.05
+"""How long what a dead process has sent may still be on its way."""
+
+
+class Peers:
+    """The connections of one rank, and the processes behind them."""
+
+    def __init__(self, progress: Progress, mailbox: Mailbox) -> None:
+        self._progress = progress
+        self._mailbox = mailbox
+        self._connections: dict[int, Connection] = {}
+        self._writing: set[int] = set()
+        """Ranks whose socket is full: the epoll watches for room."""
+        self._pidfds: dict[int, int] = {}
+        self._ended_at: dict[int, float] = {}
+
+    # Watching
+
+    def connect(self, rank: int, sock: socket.socket, max_message_bytes: int) -> None:
+        """Takes over the socket to a rank."""
+        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection = self._connections[rank] = Connection(rank, sock, max_message_bytes)
+        self._progress.watch(sock.fileno(), lambda events: self._on_socket(connection, events))
+
+    def watch_process(self, member: Member) -> None:
+        """Has the end of a process on this machine count as the end of its rank."""
+        try:
+            pidfd = os.pidfd_open(member.pid)
+        except ProcessLookupError:
+            self.fail(member.rank, _ended(member))
+            return
+        self._pidfds[member.rank] = pidfd
+        self._progress.watch(pidfd, lambda _: self._on_process_end(member))
+
+    # Sending
+
+    def send(self, rank: int, head: bytes, payload: memoryview, work: Work[None]) -> None:
+        """Queues a frame and writes what the kernel takes at once. The peer must not have failed."""
+        connection = self._connections[rank]
+        connection.enqueue(head, payload, work)
+        if rank not in self._writing:
+            self._flush(connection)
+
+    def tell(self, frame: wire.Frame, ranks: Iterable[int] | None = None) -> None:
+        """Sends a frame without payload to those of `ranks` (None: all) that are still there."""
+        for rank in list(self._connections if ranks is None else ranks):
+            if connection := self._connections.get(rank):
+                connection.enqueue(frame.encode())
+                self._flush(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.flush()
+        except OSError as error:
+            self._read_last_words(connection)
+            self.fail(connection.rank, PeerFailed(connection.rank, error.strerror or str(error)))
+            return
+        if connection.wants_to_write != (connection.rank in self._writing):
+            self._writing ^= {connection.rank}
+            self._progress.watch_for_room(connection.sock.fileno(), connection.wants_to_write)
+
+    # Receiving
+
+    def deliveries(self) -> list[Delivery]:
+        """Returns the messages whose payload is arriving."""
+        return [connection.delivery for connection in self._connections.values() if connection.delivery is not None]
+
+    def _on_socket(self, connection: Connection, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._flush(connection)
+        if events & ~select.EPOLLOUT and connection.rank in self._connections:
+            self._read(connection)
+
+    def _read(self, connection: Connection) -> None:
+        rank = connection.rank
+        try:
+            alive = connection.pump(lambda frame: self._on_frame(rank, frame))
+        except EchelonError as error:
+            self.fail(rank, PeerFailed(rank, str(error)))
+        except OSError as error:
+            self.fail(rank, PeerFailed(rank, error.strerror or str(error)))
+        else:
+            if not alive:
+                self.fail(rank, PeerFailed(rank, "its connection ended: the process died or exited without close()"))
+
+    def _on_frame(self, rank: int, frame: wire.Frame) -> Delivery | None:
+        if frame.kind == wire.FrameKind.DATA:
+            tag = Tag(frame.context, frame.sequence, frame.step)
+            return self._mailbox.arrive(rank, tag, frame.shape, dtype_of(frame.dtype), frame.note)
+        if frame.kind == wire.FrameKind.GOODBYE:
+            self._mailbox.fail_peer(rank, PeerFailed(rank, "it has closed its group"))
+            return None
+        origin = frame.step
+        failure = PeerFailed(origin, frame.note if origin == rank else f"{frame.note} (told by rank {rank})")
+        if frame.context:
+            self._mailbox.fail_context(frame.context, failure)
+        else:
+            self._mailbox.fail_peer(rank, failure)
+        return None
+
+    # The end of a peer
+
+    def fail(self, rank: int, error: PeerFailed) -> None:
+        """Ends everything with a peer; the first cause stays."""
+        cause = self._mailbox.fail_peer(rank, error)
+        if connection := self._connections.pop(rank, None):
+            self._progress.forget(connection.sock.fileno())
+            self._writing.discard(rank)
+            connection.fail(cause)
+        if (pidfd := self._pidfds.pop(rank, None)) is not None:
+            self._progress.forget(pidfd)
+            os.close(pidfd)
+        self._progress.wake()
+
+    def _on_process_end(self, member: Member) -> None:
+        """Called again and again from the end of the process on, until its last words have arrived or are overdue."""
+        if connection := self._connections.get(member.rank):
+            now = time.monotonic()
+            ended_at = self._ended_at.setdefault(member.rank, now)
+            if self._read_last_words(connection) or now < ended_at + _LAST_WORDS_SECONDS:
+                return
+        self.fail(member.rank, _ended(member))
+
+    def _read_last_words(self, connection: Connection) -> bool:
+        """Reads what the kernel has of a peer that is gone; returns whether that was anything."""
+        found = False
+        while connection.rank in self._connections and _has_input(connection.sock):
+            found = True
+            self._read(connection)
+        return found
+
+    # The end of this rank
+
+    def is_busy(self) -> bool:
+        """Says whether anything is under way that needs driving."""
+        return bool(self._mailbox.num_posted or self._writing or self.deliveries())
+
+    def unsent(self) -> list[int]:
+        """Returns the ranks for which something is queued that the kernel has not taken."""
+        return [rank for rank, connection in self._connections.items() if connection.wants_to_write]
+
+    def has_unconfirmed(self) -> bool:
+        """Says whether the kernel holds bytes that a peer's kernel has not confirmed."""
+        return any(connection.unacknowledged_bytes for connection in self._connections.values())
+
+    def close(self, error: EchelonError) -> None:
+        """Closes all sockets; what is under way ends with `error`."""
+        for connection in self._connections.values():
+            connection.fail(error)
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._connections.clear()
+        self._pidfds.clear()
+
+    def close_in_child(self) -> None:
+        """Closes a forked child's copies, so that the parent's end is the end of its connections."""
+        for connection in self._connections.values():
+            connection.sock.close()
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+
+
+def _ended(member: Member) -> PeerFailed:
+    return PeerFailed(member.rank, f"its process {member.pid} has ended")
+
+
+def _has_input(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False

@@ -1,0 +1,226 @@
+"""Who polls: the one epoll of a backend, the threads that wait on it, and the background thread that stands in.
+
+Strategy. One lock guards everything; no call blocks while it holds it. A thread that waits on a Work polls for all
+until its Work is done; at most one thread polls at a time, the others sleep on a condition, and the one that stops
+polling wakes another. Whoever completes something while another thread polls pokes that thread (eventfd). A background
+thread polls only while something is under way that no thread waits for; a thread that comes to wait pokes it and takes
+over. Closing pokes whoever polls, and frees the epoll only when nobody does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from echelon.backends.base import Work
+from echelon.errors import Closed
+
+logger = logging.getLogger("echelon")
+
+Handler = Callable[[int], None]
+"""Called with the events of a file descriptor, with the lock held."""
+
+_WARN_SECONDS = 60.0
+"""A wait that takes this long is worth a warning."""
+_LEAVE_SECONDS = 1.0
+"""How long closing waits for the thread that polls to notice."""
+
+
+class Progress:
+    """Drives everything that is under way in one backend. Methods are to be called with `lock` held unless they say
+    otherwise."""
+
+    def __init__(self, rank: int, is_busy: Callable[[], bool], closed_error: Callable[[], Closed]) -> None:
+        """Makes the epoll; no thread yet.
+
+        Args:
+            rank: shown in warnings and the name of the thread.
+            is_busy: says whether anything is under way.
+            closed_error: makes what waits end with when the backend is closed.
+        """
+        self.lock = threading.Lock()
+        self.is_closed = False
+        self._rank = rank
+        self._is_busy = is_busy
+        self._closed_error = closed_error
+        self._changed = threading.Condition(self.lock)
+        self._background_wanted = threading.Condition(self.lock)
+        self._num_waiters = 0
+        self._is_polling = False
+        self._background_polls = False
+        self._background: threading.Thread | None = None
+        self._attending: dict[int, int] = {}
+        self._epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._handlers: dict[int, Handler] = {}
+        self.watch(self._wakeup, self._on_wakeup)
+
+    # File descriptors
+
+    def watch(self, fd: int, handler: Handler) -> None:
+        """Has `handler` called when `fd` can be read."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def watch_for_room(self, fd: int, wanted: bool) -> None:
+        """Has the handler of `fd` also called when it can be written, or no longer."""
+        self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def forget(self, fd: int) -> None:
+        """Takes back `watch`; to be called before `fd` is closed."""
+        del self._handlers[fd]
+        self._epoll.unregister(fd)
+
+    # Waiting
+
+    def drive(self, work: Work[object], timeout: float | None) -> bool:
+        """Polls, or waits for the thread that does, until `work` is completed; returns False when the time is up.
+
+        Takes the lock itself.
+        """
+        begin = time.monotonic()
+        deadline = float("inf") if timeout is None else begin + timeout
+        warn_at = begin + _WARN_SECONDS
+        with self.lock:
+            self._num_waiters += 1
+            try:
+                while not work.is_completed():
+                    now = time.monotonic()
+                    if now >= deadline:
+                        return False
+                    if now >= warn_at:
+                        logger.warning("rank %d: %s: waiting since %.0f s", self._rank, work.description, now - begin)
+                        warn_at = now + _WARN_SECONDS
+                    self.step(min(deadline, warn_at) - now)
+                return True
+            finally:
+                self._num_waiters -= 1
+                if self._num_waiters:
+                    self._changed.notify_all()
+                else:
+                    self.call_background()
+
+    def step(self, seconds: float) -> None:
+        """Polls once, or sleeps until the thread that polls has something to say; gives up the lock meanwhile."""
+        if self.is_closed:
+            raise self._closed_error()
+        if not self._is_polling:
+            self._poll(seconds)
+            return
+        if self._background_polls:
+            os.eventfd_write(self._wakeup, 1)
+        self._changed.wait(seconds)
+
+    def wake(self) -> None:
+        """Has every waiting thread look again, because something was completed outside of polling."""
+        if self._is_polling:
+            os.eventfd_write(self._wakeup, 1)
+        self._changed.notify_all()
+
+    def attend(self) -> Attendance:
+        """Returns a context in which the calling thread waits for all that it starts. Needs no lock."""
+        return Attendance(self)
+
+    def enter(self) -> None:
+        """Counts the calling thread among those that attend. Needs no lock: a thread changes only its own entry."""
+        thread = threading.get_ident()
+        self._attending[thread] = self._attending.get(thread, 0) + 1
+
+    def leave(self) -> None:
+        """Takes back `enter`; what is still under way then is the background thread's. Takes the lock itself."""
+        thread = threading.get_ident()
+        self._attending[thread] -= 1
+        if not self._attending[thread]:
+            del self._attending[thread]
+            with self.lock:
+                self.call_background()
+
+    # The thread in the background
+
+    def call_background(self) -> None:
+        """Has the background thread drive what is under way, unless a thread waits, or said that it will."""
+        if self._num_waiters or threading.get_ident() in self._attending or self.is_closed or not self._is_busy():
+            return
+        if self._background is None:
+            name = f"echelon rank {self._rank}, progress"
+            self._background = threading.Thread(target=self._run_background, name=name, daemon=True)
+            self._background.start()
+        elif not self._background_polls:
+            self._background_wanted.notify()
+
+    def _run_background(self) -> None:
+        with self.lock:
+            while not self.is_closed:
+                if self._num_waiters or self._is_polling or not self._is_busy():
+                    self._background_wanted.wait()
+                    continue
+                self._background_polls = True
+                self._poll(-1)
+                self._background_polls = False
+
+    def _poll(self, seconds: float) -> None:
+        self._is_polling = True
+        self.lock.release()
+        try:
+            events = self._epoll.poll(seconds)
+        finally:
+            self.lock.acquire()
+            self._is_polling = False
+        if self.is_closed:
+            self._changed.notify_all()
+            return
+        for fd, mask in events:
+            if handler := self._handlers.get(fd):
+                handler(mask)
+        if self._num_waiters > 1 or (self._num_waiters and self._background_polls):
+            self._changed.notify_all()
+
+    def _on_wakeup(self, _: int) -> None:
+        os.eventfd_read(self._wakeup)
+
+    # The end
+
+    def close(self) -> None:
+        """Ends every wait, and waits until no thread polls any more."""
+        self.is_closed = True
+        os.eventfd_write(self._wakeup, 1)
+        self._changed.notify_all()
+        self._background_wanted.notify_all()
+        # Closing an epoll does not wake who sleeps in it, and its number may be another file's a moment later.
+        self._changed.wait_for(lambda: not self._is_polling, _LEAVE_SECONDS)
+
+    def free(self) -> None:
+        """Ends the background thread and closes the file descriptors, after `close`. To be called without the lock."""
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join()
+        self._epoll.close()
+        os.close(self._wakeup)
+
+    def become_child(self) -> None:
+        """Closes in a forked child what belongs to the parent; takes no lock.
+
+        The lock is replaced: the thread that may have held it is not here.
+        """
+        self.lock = threading.Lock()
+        self.is_closed = True
+        self._epoll.close()
+        os.close(self._wakeup)
+
+
+class Attendance:
+    """Counts the calling thread among those that wait for what they start."""
+
+    __slots__ = ("_progress",)
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __enter__(self) -> None:
+        self._progress.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.leave()
