@@ -114,7 +114,7 @@ def test_the_timeline_is_what_ran(run):
     planned = schedules.build("1f1b", num_ranks=2, num_microbatches=4)
     for _, _, _, timeline in results:
         assert timeline.steps == planned.orders
-        assert timeline.makespan > 0
+        assert timeline.makespan >= 0  # simulated ranks compute in no time
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
             times = [time for pair in zip(starts, ends, strict=True) for time in pair]
             assert times == sorted(times)

@@ -46,7 +46,7 @@ class Abortable(Protocol):
 def describe(rank: int, error: BaseException) -> RankFailure:
     """Returns the record of `error`, raised on this rank just now."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)]
+    own = [frame for frame in frames if not is_foreign(frame.filename)]
     return RankFailure(
         rank=rank,
         at=time.monotonic(),
@@ -55,6 +55,11 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
         blames=blamed_rank(error),
     )
+
+
+def is_foreign(path: str) -> bool:
+    """Says whether a source file is this package's, the standard library's or an installed one, not the user's own."""
+    return path.startswith(_FOREIGN)
 
 
 def summarize(error: BaseException) -> str:

@@ -1,0 +1,21 @@
+"""Simulated ranks: the real program in one process, deterministic, in virtual time, with a network and with faults."""
+
+from echelon.simulation.costs import Measured, Measurements
+from echelon.simulation.faults import Delay, Fault, Kill, Partition, Pause, Slow
+from echelon.simulation.network import PRESETS, Network
+from echelon.simulation.run import Simulation, simulate
+
+__all__ = [
+    "PRESETS",
+    "Delay",
+    "Fault",
+    "Kill",
+    "Measured",
+    "Measurements",
+    "Network",
+    "Partition",
+    "Pause",
+    "Simulation",
+    "Slow",
+    "simulate",
+]

@@ -1,0 +1,351 @@
+"""The backend of a simulated rank: messages are events in a world with a virtual clock.
+
+Strategy. Everything here runs in the one task whose turn it is, so nothing is locked. A send copies the tensor and
+enters its arrival in the world's queue of events; a wait gives the turn away until the Work is completed. A rank's
+own task and its lanes are tasks of the scheduler alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from echelon.backends.base import Backend, Tag, Work
+from echelon.backends.matching import Receive
+from echelon.backends.memory import check_tensor
+from echelon.errors import PeerFailed, Timeout
+from echelon.simulation.place import calling_place
+from echelon.simulation.scheduler import Ended, Task
+from echelon.simulation.world import World
+
+T = TypeVar("T")
+
+_NEARLY = 1 - 1e-9
+"""A time limit counts as the default if rounding alone makes it shorter."""
+_TRANSFERS = 1 << 63
+"""Sequence numbers from here on are those of transfers between the stages of a pipeline."""
+
+
+class VirtualWork(Work[T]):
+    """An operation of a simulated rank. To look whether it is done lets the others go on first."""
+
+    __slots__ = ("backend", "operation", "peer", "tag")
+
+    def __init__(self, backend: VirtualBackend, description: str, peer: int, operation: str, tag: Tag | None) -> None:
+        super().__init__(backend, description, backend.timeout)
+        self.backend = backend
+        self.peer = peer
+        """The rank that this waits for."""
+        self.operation = operation
+        """What the program calls it; empty for a plain send or receive."""
+        self.tag = tag
+        """Of a receive that is no part of a collective."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the operation has ended. Unlike `is_completed`, this lets nothing happen."""
+        return self._completed
+
+    def is_completed(self) -> bool:
+        """Says whether the operation has ended, after all that could happen before has happened."""
+        return self._completed or self.backend.poll(self)  # type: ignore[arg-type]
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the operation ends and returns its result; see `Work.wait`."""
+        result = super().wait(timeout)
+        if self.tag is not None:
+            self.backend.took(self.peer, self.tag)
+            self.tag = None
+        return result
+
+
+class _Lane:
+    """What is to be done beside a rank's own task, in order."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
+        self.last: VirtualWork[object] | None = None
+        self.task: Task | None = None
+
+
+class _Attention:
+    """Marks a call during which no code of the program runs."""
+
+    __slots__ = ("_backend", "_task")
+
+    def __init__(self, backend: VirtualBackend, task: Task) -> None:
+        self._backend = backend
+        self._task = task
+
+    def __enter__(self) -> None:
+        self._backend.enter_library(self._task)
+
+    def __exit__(self, *_: object) -> None:
+        self._backend.leave_library(self._task)
+
+
+class VirtualBackend(Backend):
+    """One rank of a simulated world."""
+
+    def __init__(self, rank: int, world_size: int, world: World, timeout: float) -> None:
+        super().__init__(rank, world_size, timeout)
+        self.world = world
+        self._scheduler = world.scheduler
+        self._mailbox = world.mailboxes[rank]
+        self._closed = False
+        self._lanes: dict[int, _Lane] = {}
+        self._num_messages = 0
+        self._dies_at = world.deaths_by_op.get(rank, math.inf)
+        self._is_computing = False
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return "simulated"
+
+    # Messages
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
+        self.check_peer(dst, "dst")
+        check_tensor(tensor, self.devices, "send")
+        tag = Tag.of(tag)
+        task = self._begin_message(tag, note)
+        work: VirtualWork[None] = VirtualWork(self, f"send to rank {dst}, {_name_of(tag)}", dst, note, None)
+        if error := self._mailbox.failure(dst, tag):
+            work.complete(error=error)
+        else:
+            left = self.world.send_tensor(self.rank, dst, tensor.detach().clone(), tag, note, _is_plain(tag))
+            if left <= self._scheduler.now:
+                work.complete()
+            else:
+                self._scheduler.at(left, work.complete)
+        self._end_call(task)
+        return work
+
+    def irecv(  # noqa: D102
+        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
+    ) -> Work[torch.Tensor]:
+        self.check_peer(src, "src")
+        if out is not None:
+            check_tensor(out, self.devices, "recv(out=)")
+        tag = Tag.of(tag)
+        task = self._begin_message(tag, note or "")
+        plain = tag if _is_plain(tag) else None
+        what = f"receive from rank {src}, {_name_of(tag)}"
+        work: VirtualWork[torch.Tensor] = VirtualWork(self, what, src, note or "", plain)
+        if plain is None:
+            self.world.expect(src, self.rank, tag, -1)
+        self._mailbox.post(Receive(work, src, tag, out, note))
+        self._end_call(task)
+        return work
+
+    def cancel(self, work: Work[torch.Tensor]) -> None:  # noqa: D102
+        self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
+
+    def took(self, src: int, tag: Tag) -> None:
+        """Says that the program has what a message brought: what it computes next needed it."""
+        self.world.recorder.took(self.rank, src, tag)
+
+    # Waiting
+
+    def drive(self, work: Work[object], timeout: float | None) -> bool:
+        """Lets the others go on until `work` is completed; returns False when the time is up."""
+        task = self._begin_call()
+        began = task.entered_at if task.depth else self._scheduler.now
+        deadline = math.inf if timeout is None else self._scheduler.now + timeout
+        done = self._scheduler.wait(work, deadline, deadline - began < self.timeout * _NEARLY)
+        self._end_call(task)
+        return done
+
+    def poll(self, work: Work[object]) -> bool:
+        """Lets the others go on with what can happen now; says whether `work` is completed then."""
+        if not self._scheduler.is_running_here():
+            return False
+        task = self._begin_call()
+        done = self._scheduler.poll(work)
+        self._end_call(task)
+        return done
+
+    def attend(self) -> AbstractContextManager[object]:  # noqa: D102
+        return _Attention(self, self._scheduler.current())
+
+    def enter_library(self, task: Task) -> None:
+        """Begins a call during which no code of the program runs."""
+        if task.depth == 0:
+            self._begin_call()
+            task.entered_at = self._scheduler.now
+            task.operation = ""
+        task.depth += 1
+        self._end_call(task)
+
+    def leave_library(self, task: Task) -> None:
+        """Ends such a call. A collective of the rank's own task becomes a span of the timeline."""
+        if task.depth > 1:
+            task.depth -= 1
+            return
+        try:
+            self._begin_call()
+        finally:
+            task.depth = 0
+        if task.operation and task.number == 0 and not self._is_computing:
+            self.world.recorder.span(self.rank, task.operation, task.entered_at, self._scheduler.now)
+        self._end_call(task)
+
+    # Computing
+
+    def now(self) -> float:
+        """Returns the virtual time."""
+        if self._scheduler.is_running_here():
+            self._end_call(self._begin_call())
+        return self._scheduler.now
+
+    @contextmanager
+    def compute(self, step: object) -> Iterator[None]:
+        """Lets the time pass that `step` costs, and adds it to the timeline; steps inside of others are not counted."""
+        if self._is_computing:
+            yield
+            return
+        began = self.now()
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
+        if self.world.cost is not None:
+            self._spend(self.world.cost(self.rank, step))
+        self.world.recorder.span(self.rank, step, began, self.now())
+
+    def _spend(self, seconds: float) -> None:
+        if self.world.faults.faults:
+            seconds = self.world.faults.duration(self.rank, self._scheduler.now, seconds)
+        if seconds > 0:
+            self._scheduler.sleep(seconds)
+
+    # Beside
+
+    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
+        task = self._begin_call()
+        if self._closed:
+            raise self.closed_error()
+        work: VirtualWork[T] = VirtualWork(self, description, self.rank, description, None)
+        line = self._lanes.setdefault(lane, _Lane())
+        line.jobs.append((function, work))  # type: ignore[arg-type]
+        line.last = work  # type: ignore[assignment]
+        place = calling_place()
+        if line.task is None:
+            line.task = self._scheduler.add(self.rank, partial(self._work_off, line), len(self._lanes), place)
+        else:
+            self._scheduler.rouse(line.task)
+        self._end_call(task)
+        return work
+
+    def _work_off(self, line: _Lane) -> None:
+        """The body of a lane's task. Ends when its rank is killed, or with the simulation."""
+        task = self._scheduler.current()
+        while True:
+            while not line.jobs:
+                self._scheduler.rest()
+            function, work = line.jobs.popleft()
+            self._end_call(task)
+            result, error = None, None
+            try:
+                result = function()
+            except Ended:
+                raise
+            except BaseException as raised:
+                error = raised
+            self._begin_call()
+            work.complete(result, error)
+            self._scheduler.stir()
+            del function, work, result, error  # and with them the tensors, which would live until the next job
+
+    # Ending
+
+    def close(self, timeout: float | None = None) -> None:  # noqa: D102
+        if not self._closed and not self._has_ended():
+            self.drain(timeout)
+            self._part(PeerFailed(self.rank, "it has closed its group"))
+
+    def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
+        if not self._closed and not self._has_ended():
+            failure = PeerFailed(self.rank if origin is None else origin, reason)
+            self._part(_told(failure, self.rank))
+
+    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
+        first = self._mailbox.fail_context(context, failure)
+        told = _told(first, self.rank)
+        if not self._closed and not self._has_ended():
+            for rank in sorted(set(ranks) - {self.rank}):
+                self.world.tell(self.rank, rank, lambda mailbox: mailbox.fail_context(context, told))
+        return first
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits for what was started beside; whether it succeeds does not matter."""
+        for lane in list(self._lanes.values()):
+            if lane.last is not None and not lane.last.has_ended:
+                self.drive(lane.last, self.timeout if timeout is None else timeout)
+
+    def _part(self, failure: PeerFailed) -> None:
+        """Leaves the world: nothing more is sent or received."""
+        self._closed = True
+        self.world.note(self.rank, f"leaves: {failure.reason}")
+        self._mailbox.fail_all(self.closed_error())
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure))
+
+    # Every call
+
+    def _has_ended(self) -> bool:
+        return self._scheduler.is_ending or self.rank in self.world.killed
+
+    def _begin_call(self) -> Task:
+        """Checks that the calling task may go on, and lets the time pass that it has computed since the last call."""
+        task = self._scheduler.current()
+        if task.doom is not None:
+            raise task.doom
+        if self.world.meter is not None:
+            self._spend(self.world.meter.stop((self.rank, task.number)))
+        return task
+
+    def _begin_message(self, tag: Tag, note: str) -> Task:
+        task = self._begin_call()
+        if self._closed:
+            raise self.closed_error()
+        self._num_messages += 1
+        if self._num_messages >= self._dies_at:
+            self.world.kill(self.rank)
+            raise task.doom or Ended()
+        if note and not _is_plain(tag):
+            task.operation = note
+        return task
+
+    def begin(self) -> None:
+        """Begins the program of this rank, in its own task."""
+        self._end_call(self._scheduler.current())
+
+    def _end_call(self, task: Task) -> None:
+        """Gives the process back to the program of this rank, with its random numbers."""
+        if task.depth == 0:
+            self.world.random_states.install(self.rank)
+        if self.world.meter is not None:
+            self.world.meter.start((self.rank, task.number))
+
+
+def _is_plain(tag: Tag) -> bool:
+    """Says whether a message is no part of a collective."""
+    return tag.sequence == 0 or tag.sequence >= _TRANSFERS
+
+
+def _name_of(tag: Tag) -> str:
+    """Returns the tag as the program knows it."""
+    return str(tag) if tag.sequence else f"tag {tag.step}"
+
+
+def _told(failure: PeerFailed, by: int) -> PeerFailed:
+    return failure if failure.rank == by else PeerFailed(failure.rank, f"{failure.reason} (told by rank {by})")

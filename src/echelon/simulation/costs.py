@@ -1,0 +1,157 @@
+"""What computing costs in a simulation: nothing, fixed figures, or the time that it took here."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
+
+from echelon.errors import LaunchError
+from echelon.pipeline.action import Action, Overlapped, actions_of
+from echelon.pipeline.cost import Costs
+from echelon.pipeline.simulate import Need, play
+
+StepCost: TypeAlias = Callable[[int, object], float]
+"""The seconds that a step costs a rank."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Computing costs the CPU time that it takes the rank's thread here, times `factor`.
+
+    A rank computes with one thread. The same figures come back in `Simulation.measurements`: with them as costs, the
+    simulation repeats exactly.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise LaunchError(f"Measured(factor={self.factor}): give a factor above 0")
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured: for each rank and each of its threads, in order, the seconds between its calls."""
+
+    seconds: Mapping[tuple[int, int], Sequence[float]]
+
+    def total(self, rank: int) -> float:
+        """Returns the seconds that a rank computed, in all its threads."""
+        return math.fsum(second for (whose, _), seconds in self.seconds.items() if whose == rank for second in seconds)
+
+
+CostsLike: TypeAlias = Costs | Mapping[str, float] | StepCost | Measured | Measurements | str | None
+"""What computing costs: see `simulate`."""
+
+
+class Meter:
+    """Measures what each thread of each rank computes between two calls, or reads it from what was measured before."""
+
+    def __init__(self, source: Measured | Measurements) -> None:
+        self._factor = source.factor if isinstance(source, Measured) else 1.0
+        self._replay: dict[tuple[int, int], Iterator[float]] | None = None
+        if isinstance(source, Measurements):
+            self._replay = {key: iter(seconds) for key, seconds in source.seconds.items()}
+        self._taken: dict[tuple[int, int], list[float]] = {}
+        self._began: dict[tuple[int, int], float] = {}
+
+    def start(self, thread: tuple[int, int]) -> None:
+        """Starts the stopwatch of a thread, which is the calling one: a rank and its number there."""
+        self._began[thread] = time.thread_time()
+
+    def stop(self, thread: tuple[int, int]) -> float:
+        """Returns the seconds computed since `start`.
+
+        Raises:
+            LaunchError: there are figures, but fewer than the program has calls.
+        """
+        now = time.thread_time()
+        seconds = (now - self._began[thread]) * self._factor
+        self._began[thread] = now
+        if self._replay is not None:
+            replayed = next(self._replay.get(thread, iter(())), None)
+            if replayed is None:
+                raise LaunchError(
+                    f"rank {thread[0]} makes more calls than were measured: replay the program, the arguments, "
+                    "the seed and the network that the measurements are of"
+                )
+            seconds = replayed
+        self._taken.setdefault(thread, []).append(seconds)
+        return seconds
+
+    def measurements(self) -> Measurements:
+        """Returns all that was measured."""
+        return Measurements({thread: tuple(seconds) for thread, seconds in sorted(self._taken.items())})
+
+
+def step_cost(costs: CostsLike) -> StepCost | None:
+    """Returns the function that says what a step costs; None if nothing does, or all is measured.
+
+    Raises:
+        LaunchError: costs that are none of the things they can be.
+    """
+    match costs:
+        case None | Measured() | Measurements():
+            return None
+        case Costs():
+            return _of_actions(costs)
+        case Mapping():
+            return _of_names(costs)
+    if callable(costs):
+        return costs
+    raise LaunchError(
+        f'costs={costs!r}: use Costs(forward=, ...) for pipelines, {{"name": seconds}}, a function of rank and step, '
+        '"measured", or the measurements of a simulation'
+    )
+
+
+def meter_for(costs: CostsLike) -> Meter | None:
+    """Returns the meter, if costs are measured or were."""
+    if costs == "measured":
+        return Meter(Measured())
+    return Meter(costs) if isinstance(costs, Measured | Measurements) else None
+
+
+def _of_names(costs: Mapping[str, float]) -> StepCost:
+    wrong = {name: seconds for name, seconds in costs.items() if not 0 <= seconds < math.inf}
+    if wrong:
+        raise LaunchError(f"costs={wrong}: give seconds, at least 0")
+    fixed = dict(costs)
+    return lambda _, step: fixed.get(str(step), 0.0)
+
+
+def _of_actions(costs: Costs) -> StepCost:
+    """Prices the actions of pipelines exactly as `Schedule.simulate` does: by playing them."""
+    amounts = costs.transfer if isinstance(costs.transfer, Sequence) else [costs.transfer]
+    if any(amounts):
+        raise LaunchError(
+            f"costs=Costs(transfer={costs.transfer}): the network says what a transfer costs: use transfer=0 and "
+            "network=Network(latency=, bandwidth=)"
+        )
+
+    @cache
+    def price(step: Action | Overlapped) -> float:
+        stages = [action.stage for action in actions_of(step)]
+        placement = range(_num_stages(costs) or max(stages) + 1)
+        arrived = [Need(kind, stage, 0) for kind in "FB" for stage in stages]
+        (ends,) = play([[step]], placement, 1, costs.per_stage(placement), arrived).ends
+        return float(ends[0])
+
+    def cost(_: int, step: object) -> float:
+        if isinstance(step, Action):
+            return price(step._replace(microbatch=0))
+        if isinstance(step, Overlapped):
+            return price(Overlapped(step.forward._replace(microbatch=0), step.backward._replace(microbatch=0)))
+        return 0.0
+
+    return cost
+
+
+def _num_stages(costs: Costs) -> int:
+    """The number of stages, if a cost is given for each."""
+    per_stage = (costs.forward, costs.backward_input, costs.backward_weight, costs.overlapped, costs.recompute)
+    return max((len(amount) for amount in per_stage if isinstance(amount, Sequence)), default=0)

@@ -1,0 +1,80 @@
+"""Explains why no rank can go on: who waits for whom, in which operation and at which line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from echelon.errors import DeadlockError
+
+
+class Waiting(NamedTuple):
+    """One task that waits."""
+
+    rank: int
+    peer: int
+    """The rank that it waits for; its own if it waits for what it started beside."""
+    doing: str
+    place: str
+    """The line of the program; empty if it has none, because its function has returned."""
+    is_beside: bool
+    """Whether it was started beside the rank's own task; `place` is then where."""
+
+    def __str__(self) -> str:
+        if self.is_beside:
+            return f"rank {self.rank}, in {self.doing}, waits for rank {self.peer}; begun at {self.place}"
+        whom = f"rank {self.peer}" if self.peer != self.rank else "what it began beside"
+        where = f", at {self.place}" if self.place else ", at the end of its function"
+        return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
+
+
+def deadlock(
+    waiting: Iterable[Waiting], returned: Collection[int], killed: Collection[int], now: float
+) -> DeadlockError:
+    """Makes the error for ranks that wait for ever.
+
+    Args:
+        waiting: all that wait.
+        returned: ranks whose function has returned.
+        killed: ranks that a fault ended.
+        now: virtual seconds.
+    """
+    tasks = sorted(waiting)
+    lines = [str(task) for task in tasks]
+    lines += [f"rank {rank} has returned" for rank in sorted(returned)]
+    lines += [f"rank {rank} was killed" for rank in sorted(killed)]
+    return DeadlockError("\n  ".join([f"no rank can go on at {now:g} s: {_reason(tasks, returned)}", *lines]))
+
+
+def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
+    for task in tasks:
+        if task.peer in returned:
+            return (
+                f"rank {task.rank} waits for rank {task.peer}, which has returned: make both call the same operations"
+            )
+    edges: dict[int, list[int]] = {}
+    for task in tasks:
+        if task.peer != task.rank:
+            edges.setdefault(task.rank, []).append(task.peer)
+    cycle = find_cycle(edges)
+    if not cycle:
+        return "what they wait for was never sent: let every receive have its send"
+    path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
+    return f"they wait for each other, {path}: let one of them send what the other waits for before it waits itself"
+
+
+def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
+    """Returns the nodes of one cycle in order, from its smallest; empty if there is none."""
+    done: set[int] = set()
+    for start in sorted(edges):
+        path: list[int] = []
+        rank: int | None = start
+        while rank is not None and rank not in done and rank not in path:
+            path.append(rank)
+            rank = next((peer for peer in edges.get(rank, ()) if peer not in done), None)
+        if rank in path:
+            cycle = path[path.index(rank) :]
+            first = cycle.index(min(cycle))
+            return cycle[first:] + cycle[:first]
+        done.update(path)
+    return []

@@ -1,0 +1,193 @@
+"""What can go wrong in a simulation, as values, and the plan of what does."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from echelon.errors import InvalidRank, LaunchError
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Ends a rank without a word, as SIGKILL does; the others notice when the news has crossed the network.
+
+    Args:
+        rank: which.
+        at: virtual seconds.
+        at_op: instead of a time: at its n-th message sent or asked for, from 1, those inside of collectives included.
+    """
+
+    rank: int
+    at: float | None = None
+    at_op: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at is None) == (self.at_op is None):
+            raise LaunchError(f"Kill(rank={self.rank}) needs either at= (seconds) or at_op= (number of a message)")
+        if self.at_op is not None and self.at_op < 1:
+            raise LaunchError(f"Kill(rank={self.rank}, at_op={self.at_op}): messages are counted from 1")
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Makes what a rank computes take `factor` times as long. Needs a simulation with `costs`."""
+
+    rank: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise LaunchError(f"Slow(rank={self.rank}, factor={self.factor}): give a factor above 0")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Lets nothing pass between two sets of ranks for a while; what was sent meanwhile arrives after `end`.
+
+    As with TCP, which sends again. Without an end nothing arrives any more, and who waits for it runs into its timeout.
+    """
+
+    left: Collection[int]
+    right: Collection[int]
+    start: float = 0.0
+    end: float = math.inf
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left", frozenset(self.left))
+        object.__setattr__(self, "right", frozenset(self.right))
+        _check_interval(self.start, self.end, "Partition")
+        if not self.left or not self.right or set(self.left) & set(self.right):
+            raise LaunchError(
+                f"Partition({sorted(self.left)}, {sorted(self.right)}): give two sets of ranks without a common one"
+            )
+
+    def concerns(self, src: int, dst: int) -> bool:
+        """Says whether messages from `src` to `dst` cannot pass."""
+        return (src in self.left and dst in self.right) or (src in self.right and dst in self.left)
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Makes messages that leave between `start` and `end` arrive `seconds` later. Ranks: None for any."""
+
+    seconds: float
+    src: int | None = None
+    dst: int | None = None
+    start: float = 0.0
+    end: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_interval(self.start, self.end, "Delay")
+        if not 0 < self.seconds < math.inf:
+            raise LaunchError(f"Delay(seconds={self.seconds}): give seconds above 0")
+
+    def concerns(self, src: int, dst: int) -> bool:
+        """Says whether messages from `src` to `dst` come later."""
+        return self.src in (None, src) and self.dst in (None, dst)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stops a rank from `start` to `end`, as SIGSTOP does; what it computes just then ends that much later."""
+
+    rank: int
+    start: float = 0.0
+    end: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_interval(self.start, self.end, f"Pause of rank {self.rank}")
+
+
+Fault: TypeAlias = Kill | Slow | Partition | Delay | Pause
+Faults: TypeAlias = Sequence[Fault] | Callable[[random.Random, int], Sequence[Fault]]
+"""The faults, or a function that draws them: given a generator seeded for this run and the number of ranks."""
+
+
+class FaultPlan:
+    """What goes wrong in one simulation, by what it concerns."""
+
+    def __init__(self, faults: Iterable[Fault], world_size: int, has_costs: bool) -> None:
+        """Sorts the faults.
+
+        Raises:
+            InvalidRank: a rank that is not in the world.
+            LaunchError: a fault that would do nothing.
+        """
+        self.faults = tuple(faults)
+        self.kills: list[Kill] = []
+        self._partitions: list[Partition] = []
+        self._delays: list[Delay] = []
+        self._pauses: dict[int, list[Pause]] = {}
+        self._factors: dict[int, float] = {}
+        for fault in self.faults:
+            for rank in _ranks_of(fault):
+                if not 0 <= rank < world_size:
+                    raise InvalidRank(rank, world_size, f"rank of {type(fault).__name__}")
+            self._sort(fault, has_costs)
+
+    def _sort(self, fault: Fault, has_costs: bool) -> None:
+        match fault:
+            case Kill():
+                self.kills.append(fault)
+            case Partition():
+                self._partitions.append(fault)
+            case Delay():
+                self._delays.append(fault)
+            case Pause():
+                self._pauses.setdefault(fault.rank, []).append(fault)
+            case Slow():
+                if not has_costs:
+                    raise LaunchError(f"{fault} changes nothing, because computing costs nothing here: give costs=")
+                self._factors[fault.rank] = self._factors.get(fault.rank, 1.0) * fault.factor
+
+    @property
+    def pauses(self) -> bool:
+        """Whether any rank is ever stopped."""
+        return bool(self._pauses)
+
+    def factor(self, rank: int) -> float:
+        """Returns how many times as long a rank computes."""
+        return self._factors.get(rank, 1.0)
+
+    def arrival(self, src: int, dst: int, left: float, arrives: float) -> float:
+        """Returns when a message that left at `left`, and would arrive at `arrives`, does; math.inf: never."""
+        arrives += sum(
+            delay.seconds for delay in self._delays if delay.start <= left < delay.end and delay.concerns(src, dst)
+        )
+        travel = arrives - left
+        for partition in sorted(self._partitions, key=lambda partition: partition.start):
+            if partition.concerns(src, dst) and left < partition.end and arrives >= partition.start:
+                left, arrives = partition.end, partition.end + travel
+        return arrives
+
+    def available_at(self, rank: int, time: float) -> float:
+        """Returns when a rank that is to go on at `time` does."""
+        for pause in sorted(self._pauses.get(rank, ()), key=lambda pause: pause.start):
+            if pause.start <= time < pause.end:
+                time = pause.end
+        return time
+
+    def duration(self, rank: int, began: float, seconds: float) -> float:
+        """Returns how long `seconds` of computing take a rank that begins at `began`: pauses come on top."""
+        seconds *= self.factor(rank)
+        for pause in sorted(self._pauses.get(rank, ()), key=lambda pause: pause.start):
+            if began < pause.end and began + seconds > pause.start:
+                seconds += pause.end - max(pause.start, began)
+        return seconds
+
+
+def _ranks_of(fault: Fault) -> list[int]:
+    if isinstance(fault, Partition):
+        return sorted(fault.left) + sorted(fault.right)
+    if isinstance(fault, Delay):
+        return [rank for rank in (fault.src, fault.dst) if rank is not None]
+    return [fault.rank]
+
+
+def _check_interval(start: float, end: float, what: str) -> None:
+    if not 0 <= start < end:
+        raise LaunchError(f"{what} from {start} to {end}: the end must come after the start, which is at least 0")

@@ -1,0 +1,113 @@
+"""What messages between simulated ranks cost: latency + bytes / bandwidth, on links that are full duplex."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from echelon.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network between ranks.
+
+    A message leaves its rank when the ones that the rank sent before have left, takes bytes / bandwidth to leave and
+    arrives `latency` later. Receiving takes nothing away from sending.
+
+    Args:
+        latency: seconds from the last byte's leaving to its arrival.
+        bandwidth: bytes per second that a rank can send; math.inf for no limit.
+        hosts: how many ranks each host has, in the order of the ranks; None: each rank is on a host of its own.
+            `latency` and `bandwidth` are those between hosts.
+        local_latency: seconds between two ranks of one host.
+        local_bandwidth: bytes per second between two ranks of one host.
+
+    Raises:
+        LaunchError: a negative latency, a bandwidth that is not above 0, or a host without ranks.
+    """
+
+    latency: float = 1e-5
+    bandwidth: float = 1e9
+    hosts: Sequence[int] | None = None
+    local_latency: float = 1e-6
+    local_bandwidth: float = 1e10
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "local_latency"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise LaunchError(f"{name}={value}: give seconds, at least 0")
+        for name in ("bandwidth", "local_bandwidth"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise LaunchError(f"{name}={value}: give bytes per second above 0, math.inf for no limit")
+        if self.hosts is not None:
+            object.__setattr__(self, "hosts", tuple(self.hosts))
+            if min(self.hosts, default=0) < 1:
+                raise LaunchError(f"hosts={list(self.hosts)}: give the number of ranks of each host, at least 1")
+
+    @classmethod
+    def named(cls, name: str) -> Network:
+        """Returns one of `PRESETS`.
+
+        Raises:
+            LaunchError: there is none of that name.
+        """
+        if name not in PRESETS:
+            raise LaunchError(f"network={name!r}: use one of {', '.join(PRESETS)}, or Network(latency=, bandwidth=)")
+        return PRESETS[name]
+
+    def between(self, src: int, dst: int) -> Network:
+        """Returns the network that a message from `src` to `dst` takes: this one, or the one inside their host."""
+        if self.hosts is None or self._host(src) != self._host(dst):
+            return self
+        return Network(self.local_latency, self.local_bandwidth)
+
+    def _host(self, rank: int) -> int:
+        assert self.hosts is not None
+        first = 0
+        for host, count in enumerate(self.hosts):
+            first += count
+            if rank < first:
+                return host
+        return -1
+
+
+PRESETS: Mapping[str, Network] = MappingProxyType(
+    {
+        "1GbE": Network(latency=50e-6, bandwidth=117e6),
+        "10GbE": Network(latency=20e-6, bandwidth=1.17e9),
+        "25GbE": Network(latency=10e-6, bandwidth=2.9e9),
+        "100GbE": Network(latency=5e-6, bandwidth=11.7e9),
+        "loopback": Network(latency=20e-6, bandwidth=2e9),
+        "shared-memory": Network(latency=1e-6, bandwidth=10e9),
+        "nvlink-like": Network(latency=2e-6, bandwidth=300e9),
+    }
+)
+"""Round figures of what programs see, not of what is printed on the box: Ethernet less its headers, TCP's latency."""
+
+NetworkLike: TypeAlias = Network | str | Callable[[int, int], Network] | None
+"""A network, the name of one, a function from two ranks to theirs, or None: all messages arrive at once."""
+
+INSTANT = Network(0.0, math.inf)
+
+
+def link_function(network: NetworkLike, world_size: int) -> Callable[[int, int], Network]:
+    """Returns the function from two ranks to the network between them.
+
+    Raises:
+        LaunchError: an unknown name, or hosts that do not have `world_size` ranks.
+    """
+    if callable(network):
+        return network
+    chosen = INSTANT if network is None else Network.named(network) if isinstance(network, str) else network
+    if chosen.hosts is not None and sum(chosen.hosts) != world_size:
+        raise LaunchError(
+            f"hosts={list(chosen.hosts)} have {sum(chosen.hosts)} ranks, the simulation has {world_size}: make "
+            "them equal"
+        )
+    return chosen.between

@@ -1,0 +1,213 @@
+"""Runs a program on simulated ranks, one at a time, in virtual time."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from echelon.backends.base import DEFAULT_TIMEOUT
+from echelon.errors import DeadlockError, InvalidWorldSize
+from echelon.group import ProcessGroup
+from echelon.launch.failure import RankFailure, first_cause
+from echelon.launch.init import provide
+from echelon.launch.report import describe
+from echelon.simulation.backend import VirtualBackend, VirtualWork
+from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
+from echelon.simulation.deadlock import Waiting, deadlock
+from echelon.simulation.faults import FaultPlan, Faults
+from echelon.simulation.network import NetworkLike, link_function
+from echelon.simulation.place import place_of_thread
+from echelon.simulation.record import text_of
+from echelon.simulation.scheduler import Ended, Task
+from echelon.simulation.world import World
+from echelon.trace import Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated run gave."""
+
+    results: list[Any]
+    """What the function returned, by rank; None for a rank that was killed."""
+    elapsed: float
+    """Virtual seconds from the start until the last rank's function ended."""
+    seed: int
+    timeline: Timeline
+    """What each rank computed and its collectives, in virtual seconds. What runs beside the program is not in it."""
+    bytes_sent: Mapping[tuple[int, int], int]
+    """By sender and receiver."""
+    measurements: Measurements | None = None
+    """With measured costs: the figures. As `costs` of another simulation they repeat this one."""
+    events: Sequence[tuple[object, ...]] = field(default=(), repr=False)
+    """What the trace is made of."""
+
+    @functools.cached_property
+    def trace(self) -> str:
+        """All that happened, one line per event. The same seed gives the same trace."""
+        return text_of(self.events)
+
+
+def simulate(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Sequence[object] = (),
+    seed: int = 0,
+    network: NetworkLike = None,
+    costs: CostsLike = None,
+    faults: Faults = (),
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Simulation:
+    """Runs `fn(group, *args)` on every rank of a simulated world and returns when all have ended.
+
+    Exactly one rank runs at a time, and the seed decides who, wherever the clock does not: the same seed gives the same
+    run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs unchanged. Each rank has
+    random states of its own (Python's, NumPy's, torch's for the CPU) and computes with one thread. All ranks share what
+    a process has only once: modules, the environment, torch's default dtype.
+
+    Args:
+        fn: what each rank runs.
+        world_size: the number of ranks.
+        args: further arguments of `fn`, the same objects on every rank.
+        seed: of everything that is left to chance.
+        network: a `Network`, the name of one (see `echelon.simulation.PRESETS`), or a function from two ranks to the
+            `Network` between them. None: messages take no time.
+        costs: what computing costs. None: nothing. `echelon.pipeline.Costs`: the actions of pipelines, in seconds. A
+            mapping from a name to seconds, or a function of rank and step: what runs inside `backend.compute(step)`.
+            "measured" or `Measured(factor=)`: the CPU time that it takes here. `Measurements`: the same as before.
+        faults: what goes wrong, or a function of a seeded `random.Random` and the number of ranks that draws it.
+        timeout: virtual seconds that a blocking call waits by default.
+
+    Raises:
+        InvalidWorldSize: `world_size` is below 1.
+        LaunchError, InvalidRank: a network, costs or faults that make no sense.
+        DeadlockError: no rank can go on; with who waits for whom, and where.
+        CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
+        Exception: that of the rank which failed first, with a note that names the rank.
+    """
+    if world_size < 1:
+        raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank")
+    cost, meter = step_cost(costs), meter_for(costs)
+    if callable(faults):
+        faults = faults(random.Random(f"faults of {seed}"), world_size)
+    plan = FaultPlan(faults, world_size, has_costs=cost is not None or meter is not None)
+    world = World(world_size, seed, link_function(network, world_size), plan, cost, meter)
+    run = _Run(world, world_size, fn, args, timeout)
+    num_threads = torch.get_num_threads()
+    try:
+        run.run()
+    finally:
+        world.random_states.restore()
+        torch.set_num_threads(num_threads)
+    return Simulation(
+        results=run.results,
+        elapsed=run.elapsed,
+        seed=seed,
+        timeline=world.recorder.timeline(),
+        bytes_sent=dict(sorted(world.recorder.bytes_sent.items())),
+        measurements=None if meter is None else meter.measurements(),
+        events=world.recorder.events,
+    )
+
+
+class _Run:
+    """One simulation under way."""
+
+    def __init__(
+        self, world: World, world_size: int, fn: Callable[..., Any], args: Sequence[object], timeout: float
+    ) -> None:
+        self.results: list[Any] = [None] * world_size
+        self.elapsed = 0.0
+        self._world = world
+        self._scheduler = world.scheduler
+        self._fn = fn
+        self._args = args
+        self._timeout = timeout
+        self._num_left = world_size
+        self._errors: dict[int, BaseException] = {}
+        self._failures: list[RankFailure] = []
+        self._cpu = _this_cpu()
+        self._scheduler.explain = self._explain
+
+    def run(self) -> None:
+        for rank in range(len(self.results)):
+            self._scheduler.add(rank, functools.partial(self._run_rank, rank))
+        self._scheduler.run()
+        if self._failures:
+            rank = first_cause(self._failures).rank
+            self._errors[rank].add_note(f"raised on rank {rank} of {len(self.results)}")
+            raise self._errors[rank]
+        if error := self._scheduler.error or self._world.missed():
+            raise error
+
+    def _run_rank(self, rank: int) -> None:
+        """The body of a rank's own task."""
+        _use_one_core(self._cpu)
+        backend = VirtualBackend(rank, len(self.results), self._world, self._timeout)
+        group = ProcessGroup(backend)
+        try:
+            backend.begin()
+            with provide(group):
+                self.results[rank] = self._fn(group, *self._args)
+            self._world.returned.add(rank)
+            backend.drain()
+            self._world.note(rank, "has returned")
+        except Ended:
+            self._world.returned.discard(rank)
+            raise
+        except BaseException as error:
+            if not self._scheduler.is_ending:
+                self._errors[rank] = error
+                self._failures.append(describe(rank, error))
+                group.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.elapsed = max(self.elapsed, self._scheduler.now)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._scheduler.is_ending = True
+            self._scheduler.doom()
+
+    def _explain(self, tasks: Sequence[Task]) -> DeadlockError:
+        waiting = [_waiting(task) for task in tasks]
+        world = self._world
+        idle = world.returned - {task.rank for task in tasks if task.number == 0}
+        return deadlock(waiting, idle, world.killed, self._scheduler.now)
+
+
+def _waiting(task: Task) -> Waiting:
+    work = task.awaits
+    assert isinstance(work, VirtualWork)
+    return Waiting(
+        rank=task.rank,
+        peer=work.peer,
+        doing=work.operation or work.description,
+        place=task.origin if task.number else place_of_thread(task.thread.ident),
+        is_beside=task.number > 0,
+    )
+
+
+def _this_cpu() -> int | None:
+    """Returns the number of the core that this thread is on, where the system can tell."""
+    with suppress(OSError, AttributeError):
+        number = int(ctypes.CDLL(None).sched_getcpu())
+        return number if number >= 0 else None
+    return None
+
+
+def _use_one_core(cpu: int | None) -> None:
+    """Keeps the calling thread on one core: to hand over there takes a third of the time that it takes across two."""
+    torch.set_num_threads(1)
+    if cpu is not None:
+        with suppress(OSError, AttributeError):
+            os.sched_setaffinity(0, {cpu})

@@ -1,0 +1,150 @@
+"""What the ranks of one simulation share: clock, network, faults, and the record of what happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from echelon.backends.base import Tag
+from echelon.backends.matching import Mailbox
+from echelon.errors import CollectiveMismatch, PeerFailed
+from echelon.simulation.costs import Meter, StepCost
+from echelon.simulation.faults import FaultPlan
+from echelon.simulation.network import Network
+from echelon.simulation.random_state import RandomStates
+from echelon.simulation.record import Event, Recorder
+from echelon.simulation.scheduler import Scheduler
+
+
+class Passage(NamedTuple):
+    """When a message has left, when it arrives (math.inf: never), and its place among what happens then."""
+
+    left: float
+    arrives: float
+    draw: float
+
+
+class World:
+    """One simulated world. Its methods are called by whichever task runs; none of them blocks."""
+
+    def __init__(
+        self,
+        world_size: int,
+        seed: int,
+        link: Callable[[int, int], Network],
+        faults: FaultPlan,
+        cost: StepCost | None,
+        meter: Meter | None,
+    ) -> None:
+        self.scheduler = Scheduler(seed)
+        self.faults = faults
+        self.cost = cost
+        self.meter = meter
+        self.recorder = Recorder(world_size)
+        self.random_states = RandomStates(seed, world_size)
+        self.mailboxes = [Mailbox() for _ in range(world_size)]
+        self.returned: set[int] = set()
+        """Ranks whose function has ended."""
+        self.killed: set[int] = set()
+        self.deaths_by_op = {kill.rank: kill.at_op for kill in faults.kills if kill.at_op is not None}
+        self._link = link
+        self._links: dict[tuple[int, int], Network] = {}
+        self._free_at = [0.0] * world_size
+        """When what each rank has sent will have left it."""
+        self._last: dict[tuple[int, int], tuple[float, float]] = {}
+        """For each pair, when its last message arrives, with its draw: none overtakes another."""
+        self._balance: dict[tuple[int, int, Tag], int] = {}
+        """Of each collective's messages, those sent less those asked for."""
+        if faults.pauses:
+            self.scheduler.available_at = faults.available_at
+        for kill in faults.kills:
+            if kill.at is not None:
+                self.scheduler.at(kill.at, partial(self.kill, kill.rank))
+
+    def send_tensor(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, is_plain: bool) -> float:
+        """Sends a tensor, which is nobody else's any more; returns when it has left `src`."""
+        num_bytes, recorder = tensor.nbytes, self.recorder
+        passage = self._send(src, dst, num_bytes)
+        recorder.bytes_sent[src, dst] += num_bytes
+        recorder.events.append((self.scheduler.now, src, "sends to rank", num_bytes, dst, tag, note))
+        if passage.arrives < math.inf:
+            if is_plain:
+                recorder.sent(src, dst, tag, passage.left, passage.arrives)
+            else:
+                self.expect(src, dst, tag, 1)
+            self.scheduler.at(passage.arrives, partial(self._arrive, src, dst, tensor, tag, note), passage.draw)
+        return passage.left
+
+    def _arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
+        self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
+        delivery = self.mailboxes[dst].arrive(src, tag, tuple(tensor.shape), tensor.dtype, note)
+        if delivery.tensor is not None:
+            delivery.tensor.detach().copy_(tensor)
+        delivery.finish()
+
+    def _send(self, src: int, dst: int, num_bytes: int) -> Passage:
+        link = self._links.get((src, dst))
+        if link is None:
+            link = self._links[src, dst] = self._link(src, dst)
+        left = max(self.scheduler.now, self._free_at[src]) + num_bytes / link.bandwidth
+        self._free_at[src] = left
+        return self._pass(src, dst, left, left + link.latency)
+
+    def tell(self, src: int, dst: int, news: Callable[[Mailbox], object]) -> None:
+        """Lets the other rank's mailbox know something, when it has crossed the network behind all that was sent."""
+        passage = self._send(src, dst, 0)
+        if passage.arrives < math.inf:
+            self.scheduler.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
+
+    def kill(self, rank: int) -> None:
+        """Ends a rank, unless its function has ended already."""
+        if rank in self.killed or rank in self.returned:
+            return
+        self.killed.add(rank)
+        self.note(rank, "is killed")
+        self.scheduler.doom(rank)
+        failure = PeerFailed(rank, f"killed at {self.scheduler.now:g} s by a fault of the simulation")
+        for peer in range(len(self.mailboxes)):
+            if peer != rank:
+                self.tell(rank, peer, lambda mailbox: mailbox.fail_peer(rank, failure))
+
+    def expect(self, src: int, dst: int, tag: Tag, num_messages: int) -> None:
+        """Counts the messages of a collective: 1 for one that is sent, -1 for one that is asked for."""
+        key = (src, dst, tag)
+        balance = self._balance.get(key, 0) + num_messages
+        if balance:
+            self._balance[key] = balance
+        else:
+            del self._balance[key]
+
+    def missed(self) -> CollectiveMismatch | None:
+        """Returns the error for a collective that a rank took no part in, though no other rank had to wait for it."""
+        for (src, dst, tag), balance in self._balance.items():
+            if balance > 0 and dst not in self.killed and self.mailboxes[dst].failure(src, tag) is None:
+                events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
+                note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
+                return CollectiveMismatch(
+                    f"rank {dst} has returned without {note or 'a collective'}, which rank {src} called: every rank "
+                    "must call the same operations in the same order with the same arguments"
+                )
+        return None
+
+    def note(self, rank: int, what: str) -> None:
+        """Adds a line to the trace."""
+        self.recorder.events.append((self.scheduler.now, rank, what))
+
+    def _pass(self, src: int, dst: int, left: float, arrives: float) -> Passage:
+        draw = self.scheduler.draw()
+        if self.faults.faults:
+            arrives = self.faults.arrival(src, dst, left, arrives)
+            if arrives == math.inf:
+                self.scheduler.awaits_nothing_lost = False
+        last = self._last.get((src, dst))
+        if last is not None and last > (arrives, draw):
+            arrives, draw = last
+        self._last[src, dst] = (arrives, draw)
+        return Passage(left, arrives, draw)

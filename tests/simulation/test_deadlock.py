@@ -1,0 +1,207 @@
+"""When no rank can go on, everybody is told at once who waits for whom, and where."""
+
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import echelon
+
+
+def everybody_receives_first(group):
+    group.recv((group.rank + 1) % group.world_size, tag=5)
+
+
+def test_a_cycle_is_pointed_out_with_operation_and_line_of_every_rank():
+    began = time.monotonic()
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(everybody_receives_first, 3)
+    assert time.monotonic() - began < 2
+    message = str(caught.value)
+    assert "rank 0 -> rank 1 -> rank 2 -> rank 0" in message
+    line = everybody_receives_first.__code__.co_firstlineno + 1
+    for rank in range(3):
+        pattern = (
+            rf"rank {rank} waits for rank {(rank + 1) % 3} in receive from rank {(rank + 1) % 3}, tag 5, at .*:{line}"
+        )
+        assert re.search(pattern, message), message
+    assert message.count("group.recv((group.rank + 1) % group.world_size, tag=5)") == 3
+
+
+def one_skips_the_last_operation(group):
+    group.barrier()
+    if group.rank != 1:
+        group.broadcast(torch.ones(2))
+
+
+def test_a_missing_broadcast_that_nobody_waits_for_is_found():
+    with pytest.raises(
+        echelon.CollectiveMismatch, match=r"rank 1 has returned without broadcast\(src=0\).*which rank 0"
+    ):
+        echelon.simulate(one_skips_the_last_operation, 2)
+
+
+def wait_for_one_that_returned(group):
+    if group.rank != 1:
+        group.recv(1)
+
+
+def test_waiting_for_a_rank_that_returned_names_both():
+    with pytest.raises(echelon.DeadlockError, match="rank 0 waits for rank 1, which has returned") as caught:
+        echelon.simulate(wait_for_one_that_returned, 3)
+    assert "rank 1 has returned" in str(caught.value)
+    assert "rank 2 waits for rank 1 in receive from rank 1" in str(caught.value)
+
+
+def nobody_waits_for_its_work(group):
+    if group.rank == 0:
+        group.all_reduce(torch.ones(1), async_op=True)
+
+
+def test_what_was_begun_and_cannot_end_is_named_with_the_line_where_it_began():
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(nobody_waits_for_its_work, 2)
+    line = nobody_waits_for_its_work.__code__.co_firstlineno + 2
+    assert re.search(
+        rf"rank 0, in all_reduce\(sum\) of float32\[1\], #1, waits for rank 1; begun at .*:{line}", str(caught.value)
+    )
+    assert "at the end of its function" in str(caught.value)
+
+
+def poll_for_ever(group):
+    work = group.irecv(1 - group.rank)
+    while not work.is_completed():
+        pass
+
+
+def test_polling_for_what_never_comes_is_a_deadlock():
+    with pytest.raises(echelon.DeadlockError, match="wait for each other"):
+        echelon.simulate(poll_for_ever, 2)
+
+
+def poll_two(group):
+    if group.rank:
+        group.barrier()
+        group.send(torch.ones(1), 0, tag=2)
+        return None
+    works = [group.irecv(1, tag=tag) for tag in (1, 2)]
+    begun = group.backend.start(group.barrier, "barrier beside", 7)
+    while not any(work.is_completed() for work in works):
+        pass
+    begun.wait()
+    group.backend.cancel(works[0])
+    return works[1].wait().item()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_polling_lets_the_others_go_on(seed):
+    assert echelon.simulate(poll_two, 2, seed=seed).results[0] == 1.0
+
+
+def cleans_up(group, cleaned):
+    try:
+        group.recv(1 - group.rank)
+    except Exception:
+        cleaned.append("caught")
+    finally:
+        cleaned.append(group.rank)
+
+
+def test_programs_cannot_swallow_a_deadlock_but_may_clean_up():
+    cleaned = []
+    with pytest.raises(echelon.DeadlockError):
+        echelon.simulate(cleans_up, 2, (cleaned,))
+    assert sorted(cleaned) == [0, 1]
+
+
+def fails_while_others_wait(group):
+    if group.rank == 2:
+        raise KeyError("no such layer")
+    group.recv(2)
+
+
+def test_an_error_comes_before_the_deadlock_that_it_causes():
+    with pytest.raises(KeyError, match="no such layer") as caught:
+        echelon.simulate(fails_while_others_wait, 3)
+    assert caught.value.__notes__ == ["raised on rank 2 of 3"]
+
+
+def interrupted(group):
+    if group.rank == 0:
+        raise KeyboardInterrupt
+    group.barrier()
+
+
+@pytest.mark.parametrize("function", [everybody_receives_first, fails_while_others_wait, interrupted, poll_for_ever])
+def test_no_thread_is_left(function):
+    before = threading.active_count()
+    for seed in range(20):
+        with pytest.raises(BaseException):  # noqa: B017
+            echelon.simulate(function, 3 if function is not poll_for_ever else 2, seed=seed)
+    assert threading.active_count() == before
+
+
+def computes_for_ever(group):
+    if group.rank == 0:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while True:
+            sum(range(100))
+    group.barrier()
+
+
+def test_ctrl_c_ends_ranks_that_wait_and_one_that_computes():
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        echelon.simulate(computes_for_ever, 3)
+    assert threading.active_count() == before
+
+
+def talks_from_a_thread_of_its_own(group):
+    errors = []
+
+    def talk():
+        try:
+            group.barrier()
+        except echelon.UnsupportedOp as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=talk, name="mine")
+    thread.start()
+    thread.join()
+    return errors
+
+
+def test_a_thread_of_the_programs_own_cannot_talk():
+    (errors,) = echelon.simulate(talks_from_a_thread_of_its_own, 1).results
+    assert errors == [] or "thread 'mine'" in errors[0]
+    assert "create_group" in echelon.simulate(talks_from_a_thread_of_its_own, 2).results[0][0]
+
+
+@pytest.mark.slow
+def test_a_thousand_simulations_leak_nothing():
+    import gc
+    import resource
+
+    def once(seed):
+        with pytest.raises(echelon.DeadlockError):
+            echelon.simulate(everybody_receives_first, 3, seed=seed)
+        echelon.simulate(nobody_fails, 3, seed=seed)
+
+    for seed in range(50):
+        once(seed)
+    gc.collect()
+    before = threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(gc.get_objects())
+    for seed in range(500):
+        once(seed)
+    gc.collect()
+    after = threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(gc.get_objects())
+    assert after[0] == before[0]
+    assert after[1] - before[1] < 5000  # KiB
+    assert after[2] - before[2] < 500
+
+
+def nobody_fails(group):
+    return group.all_reduce(torch.ones(8), async_op=True).wait()

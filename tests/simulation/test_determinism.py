@@ -1,0 +1,145 @@
+"""The same seed gives the same run, byte for byte; another one another legal run."""
+
+import random
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import echelon
+
+
+def gossip(group):
+    """Sends to all, takes what comes first, and mixes collectives in two groups with random numbers."""
+    others = [rank for rank in range(group.world_size) if rank != group.rank]
+    works = {src: group.irecv(src) for src in others}
+    for dst in others:
+        group.isend(torch.tensor([group.rank]), dst)
+    order = []
+    while works:
+        for src, work in list(works.items()):
+            if work.is_completed():
+                order.append(works.pop(src).wait().item())
+    pair = group.subgroup([0, group.world_size - 1])
+    begun = group.all_reduce(torch.rand(5), async_op=True)
+    if pair is not None:
+        pair.broadcast(torch.rand(3))
+    return order, begun.wait().tolist(), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_the_same_seed_gives_the_same_trace_and_results(world_size):
+    runs = [echelon.simulate(gossip, world_size, seed=7) for _ in range(3)]
+    assert len({run.trace for run in runs}) == 1
+    assert all(run.results == runs[0].results for run in runs)
+    assert runs[0].trace.count("\n") > 2 * world_size
+
+
+def test_other_seeds_give_other_orders():
+    runs = [echelon.simulate(gossip, 4, seed=seed) for seed in range(8)]
+    assert len({run.trace for run in runs}) == 8
+    assert len({str([order for order, *_ in run.results]) for run in runs}) > 4
+
+
+def draw_between_hand_overs(group):
+    draws = []
+    for _ in range(3):
+        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+        group.barrier()
+    mask = nn.functional.dropout(torch.ones(50), 0.5)
+    return draws, mask
+
+
+def test_every_rank_draws_numbers_of_its_own_which_do_not_depend_on_the_interleaving():
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), random.getstate(), np.random.rand(0)
+    states = {seed: echelon.simulate(draw_between_hand_overs, 3, seed=seed).results for seed in (0, 0, 1)}
+    again = echelon.simulate(draw_between_hand_overs, 3, seed=0).results
+    flat = [number for draws, _ in states[0] for row in draws for number in row]
+    assert len(set(flat)) == 27
+    assert [draws for draws, _ in again] == [draws for draws, _ in states[0]]
+    assert all(torch.equal(mask, other) for (_, mask), (_, other) in zip(again, states[0], strict=True))
+    assert not torch.equal(states[0][0][1], states[0][1][1])
+    assert states[1][0][0] != states[0][0][0]
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+def seeded_draws(group, rounds):
+    """Draws the same numbers whatever happens between."""
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    draws = []
+    for _ in range(rounds):
+        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+        group.barrier()
+    return draws
+
+
+def test_a_rank_that_seeds_has_what_it_would_have_alone():
+    alone = echelon.simulate(seeded_draws, 1, (4,)).results[0]
+    for draws in echelon.simulate(seeded_draws, 3, (4,)).results:
+        assert draws == alone
+
+
+def only_one_runs(group, running):
+    for _ in range(20):
+        running.append(group.rank)
+        assert len(running) == 1
+        sys.setswitchinterval(1e-6)
+        sum(range(200))
+        running.pop()
+        group.barrier()
+
+
+def test_exactly_one_rank_runs_at_a_time():
+    interval = sys.getswitchinterval()
+    try:
+        echelon.simulate(only_one_runs, 4, ([],))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def without_gradients_on_one(group):
+    if group.rank == 0:
+        with torch.no_grad():
+            group.barrier()
+            group.barrier()
+            return torch.is_grad_enabled()
+    group.barrier()
+    enabled = torch.is_grad_enabled()
+    group.barrier()
+    return enabled
+
+
+def test_no_grad_is_each_ranks_own():
+    assert echelon.simulate(without_gradients_on_one, 2).results == [False, True]
+
+
+def train(group):
+    torch.manual_seed(0)
+    ddp = echelon.DDP(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)), group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    torch.manual_seed(group.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.rand(5, 3)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_training_does_not_depend_on_the_seed_of_the_simulation():
+    first, *others = [echelon.simulate(train, 3, seed=seed).results for seed in (0, 1, 2)]
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
+def test_the_number_of_threads_and_the_other_threads_are_as_before():
+    before = torch.get_num_threads(), threading.active_count()
+    echelon.simulate(gossip, 3)
+    assert (torch.get_num_threads(), threading.active_count()) == before
