@@ -151,9 +151,13 @@ def test_a_run_in_the_unit_of_its_plan_shares_its_scale():
     assert above.get_xlim() == below.get_xlim() == (0, pytest.approx(run.makespan))
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (8, 32), (32, 64)])
-def test_labels_stay_inside_their_boxes(num_ranks, num_microbatches):
-    figure = figure_of(simulated("1f1b", num_ranks, num_microbatches))
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_microbatches"),
+    [("1f1b", 1, 1), ("zb-h1", 4, 16), ("interleaved-1f1b", 8, 32), ("1f1b", 8, 48), ("1f1b", 32, 64)],
+)
+def test_labels_stay_inside_their_boxes(name, num_ranks, num_microbatches):
+    chunks = 2 if name == "interleaved-1f1b" else 1
+    figure = figure_of(schedules.build(name, num_ranks, num_microbatches, chunks).simulate())
     (axes,) = figure.axes
     renderer = FigureCanvasAgg(figure).get_renderer()
     widths = {}
