@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -57,9 +57,8 @@ def train(options: argparse.Namespace) -> None:
     )
     optimizer = make_optimizer(pipe.parameters())
 
-    say(f"\n{'step':>9} {'loss':>8} {'tokens/s':>9}   bubble: {'measured':>8} {'predicted':>9}")
     losses = []
-    begun = reported = time.perf_counter()
+    progress = Progress(say, options)
     for step in range(options.steps):
         batch = share(batch_of(text, step, options), mesh)
         loss = pipe.step(batch.inputs, target=batch.target).loss  # adds into .grad, as loss.backward() does
@@ -68,16 +67,9 @@ def train(options: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        progress.report(step + 1, losses[-1], pipe)
 
-        if step % options.report_every == 0 or step == options.steps - 1:
-            num_steps = step % options.report_every or min(step, options.report_every) or 1
-            reported, elapsed = time.perf_counter(), time.perf_counter() - reported
-            speed = num_steps * options.batch * options.context / elapsed
-            measured, predicted = pipe.timeline.bubble_rate, plan(pipe).bubble_rate
-            place = f"{step + 1}/{options.steps}"
-            say(f"{place:>9} {losses[-1]:8.3f} {speed:9,.0f}           {measured:8.0%} {predicted:9.0%}")
-
-    say(f"\ntrained for {time.perf_counter() - begun:.0f} s; validation loss, on modules it has not seen:")
+    say(f"\ntrained for {progress.seconds:.0f} s; validation loss, on modules it has not seen:")
     say(f"  this model              {per_byte(validate(pipe, group, share(validation, mesh), options.batch))}")
     say(f"  byte frequencies alone  {per_byte(unigram)}")
     if options.sample:
@@ -90,6 +82,35 @@ def train(options: argparse.Namespace) -> None:
 
 def silent(_: str) -> None:
     """Says nothing: only rank 0 reports."""
+
+
+class Progress:
+    """Says now and then how far the training is, how fast, and how much of the time its ranks were idle."""
+
+    def __init__(self, say: Callable[[str], None], options: argparse.Namespace) -> None:
+        self._say = say
+        self._options = options
+        self._begin = self._last_time = time.perf_counter()
+        self._last_step = 0
+        say(f"\n{'step':>9} {'loss':>8} {'bytes/s':>9} {'time left':>10}   {'bubble: measured':>16} {'predicted':>9}")
+
+    @property
+    def seconds(self) -> float:
+        """The time since the training began."""
+        return time.perf_counter() - self._begin
+
+    def report(self, step: int, loss: float, pipe: Pipeline) -> None:
+        last, every = self._options.steps, self._options.report_every
+        if step % every and step not in (1, last):
+            return
+        now = time.perf_counter()
+        steps_per_second = (step - self._last_step) / (now - self._last_time)
+        self._last_step, self._last_time = step, now
+        speed = steps_per_second * self._options.batch * self._options.context
+        left = (last - step) / steps_per_second
+        measured, predicted = pipe.timeline.bubble_rate, plan(pipe).bubble_rate
+        place = f"{step}/{last}"
+        self._say(f"{place:>9} {loss:8.3f} {speed:9,.0f} {left:8.0f} s   {measured:16.0%} {predicted:9.0%}")
 
 
 def grid(world_size: int, options: argparse.Namespace) -> tuple[int, int]:
@@ -231,20 +252,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="of each copy's share of the batch")
     parser.add_argument("--simulate", type=int, metavar="RANKS", help="run on so many threads of this process")
     parser.add_argument("--check", action="store_true", help="compare with a single process (10 steps, float64)")
-    parser.add_argument("--steps", type=int, help="how long to train (default: 300, with --check 10)")
+    parser.add_argument("--steps", type=int, help="how long to train (default: 500, with --check 10)")
     parser.add_argument("--batch", type=int, default=32, help="samples in a step, over all copies")
-    parser.add_argument("--context", type=int, default=128, help="bytes in a sample")
+    parser.add_argument("--context", type=int, default=64, help="bytes in a sample")
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
     parser.add_argument("--width", type=int, default=144, help="numbers that stand for a byte")
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its highest")
-    parser.add_argument("--validation-windows", type=int, default=400, help="samples to validate with")
-    parser.add_argument("--report-every", type=int, default=10, metavar="STEPS", help="progress")
+    parser.add_argument("--validation-windows", type=int, default=800, help="samples to validate with")
+    parser.add_argument("--report-every", type=int, default=20, metavar="STEPS", help="how often to say how it goes")
     parser.add_argument("--sample", type=int, default=300, metavar="BYTES", help="text to write at the end")
     parser.add_argument("--prompt", default="def ", help="what the text begins with")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
     options = parser.parse_args(arguments)
-    options.steps = options.steps or (10 if options.check else 300)
+    options.steps = options.steps or (10 if options.check else 500)
     return options
 
 

@@ -1,38 +1,41 @@
 """What ranks run in the tests of this folder, and where the examples are."""
 
+import contextlib
 import importlib
+import io
+import runpy
 import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-SMALL = [
-    "--steps",
-    "3",
-    "--batch",
-    "12",
-    "--microbatches",
-    "3",
-    "--context",
-    "16",
-    "--layers",
-    "2",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--validation-windows",
-    "6",
-]
+SIZES = "--batch 12 --microbatches 3 --context 16 --layers 2 --width 16 --heads 2 --validation-windows 6 --sample 8"
+SMALL = ["--steps", "3", *SIZES.split()]
 """A model that takes no time."""
+
+
+def import_example():
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module("train_gpt")
 
 
 def train_gpt(arguments):
     """Runs the example in this process, as its script does."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("train_gpt").main([*SMALL, *arguments])
+    import_example().main([*SMALL, *arguments])
 
 
 def train_gpt_as_rank(group, *arguments):
     train_gpt(arguments)
+
+
+def run_example(name):
+    """Runs a script as Python does, in this process."""
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def run_example_as_rank(group, name, folder):
+    """Runs a script in a folder and returns what it printed."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_example(name)
+    return printed.getvalue()

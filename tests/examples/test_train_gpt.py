@@ -1,5 +1,6 @@
 """The example trains what one process trains, however its ranks are laid out and started."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -8,12 +9,11 @@ import sys
 import pytest
 
 import echelon
-from tests.examples.ranks import EXAMPLES, SMALL, train_gpt, train_gpt_as_rank
-
-FAST = ["--sample", "8"]
+from tests.examples.ranks import EXAMPLES, SMALL, import_example, train_gpt, train_gpt_as_rank
 
 
 def losses(output):
+    """Returns the loss of every line of progress."""
     return [float(loss) for loss in re.findall(r"^ *\d+/\d+ +([\d.]+)", output, re.MULTILINE)]
 
 
@@ -21,16 +21,14 @@ def losses(output):
     ("world_size", "layout"),
     [
         (1, ""),
-        (2, "--dp 2"),
         (2, "--pp 2"),
         (3, "--pp 3"),
-        (4, "--dp 2 --pp 2"),
         (4, "--pp 4 --schedule gpipe"),
         (4, "--dp 2 --pp 2 --batch 13 --microbatches 4"),
     ],
 )
 def test_simulated_ranks_train_the_same_model_as_one_process(world_size, layout, tmp_path, capsys):
-    train_gpt(["--simulate", str(world_size), *layout.split(), "--check", *FAST, "--out", str(tmp_path)])
+    train_gpt(["--simulate", str(world_size), *layout.split(), "--check", "--out", str(tmp_path)])
     output = capsys.readouterr().out
     assert "that is rounding" in output
     assert len(losses(output)) == 2  # the first step and the last one
@@ -38,32 +36,25 @@ def test_simulated_ranks_train_the_same_model_as_one_process(world_size, layout,
 
 
 def test_real_processes_train_the_same_model_as_one_process(pool, tmp_path):
-    pool.run(train_gpt_as_rank, 4, "--dp", "2", "--pp", "2", "--check", *FAST, "--out", str(tmp_path))
+    pool.run(train_gpt_as_rank, 4, "--dp", "2", "--pp", "2", "--check", "--out", str(tmp_path))
     assert (tmp_path / "train_gpt.png").exists()
 
 
 def test_the_loss_does_not_depend_on_the_layout(tmp_path, capsys):
     seen = []
     for layout in ("--dp 4 --pp 1", "--dp 1 --pp 4"):
-        train_gpt(["--simulate", "4", *layout.split(), "--report-every", "1", *FAST, "--out", str(tmp_path)])
+        train_gpt(["--simulate", "4", *layout.split(), "--report-every", "1", "--out", str(tmp_path)])
         seen.append(losses(capsys.readouterr().out))
     assert len(seen[0]) == 3
     assert seen[0] == seen[1]
 
 
-def test_check_finds_a_model_that_differs(tmp_path, capsys, monkeypatch):
-    train_gpt(["--simulate", "1", "--check", *FAST, "--out", str(tmp_path)])  # imports the example
-    example = sys.modules["train_gpt"]
-    made = []
-
-    def other_weights(*arguments):
-        made.append(example.__dict__["gpt"](*arguments, seed=len(made)))
-        return made[-1]
-
-    monkeypatch.setitem(example.__dict__, "gpt", example.make_gpt)
-    monkeypatch.setattr(example, "make_gpt", other_weights)
+def test_check_finds_weights_that_differ(tmp_path, monkeypatch):
+    example = import_example()
+    make_gpt, seeds = example.make_gpt, itertools.count()
+    monkeypatch.setattr(example, "make_gpt", lambda *sizes: make_gpt(*sizes, seed=next(seeds)))
     with pytest.raises(SystemExit, match="more than rounding"):
-        train_gpt(["--simulate", "1", "--check", *FAST, "--out", str(tmp_path)])
+        train_gpt(["--simulate", "1", "--check", "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -93,7 +84,7 @@ def test_bad_input_is_told_in_one_line(arguments, error, message):
 )
 def test_every_launcher_starts_the_same_script(launcher, tmp_path):
     layout = ["--dp", "2", "--pp", "2"] if launcher else []
-    command = [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *SMALL, *layout, "--check", *FAST]
+    command = [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *SMALL, *layout, "--check"]
     ended = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=170, env=os.environ
     )

@@ -1,0 +1,33 @@
+"""The README shows the small examples as they are, and they run."""
+
+import re
+
+import pytest
+
+import echelon
+from tests.examples.ranks import EXAMPLES, run_example, run_example_as_rank
+
+OUTPUTS = {
+    "ddp.py": r"loss 0\.\d+ on 2 ranks\n",
+    "pipeline.py": r"loss 0\.\d+, bubble 11% as planned, \d+% as measured\n",
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_readme_quotes_the_example(name):
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert f"```python\n{(EXAMPLES / name).read_text()}```\n" in readme
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_example_runs_on_real_processes(name, pool, tmp_path):
+    outputs = pool.run(run_example_as_rank, 2, name, tmp_path)
+    assert re.fullmatch(OUTPUTS[name], outputs[0])
+    assert outputs[1] == ""
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_example_runs_on_simulated_ranks(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    echelon.simulate(lambda _: run_example(name), 2)
+    assert re.fullmatch(OUTPUTS[name], capsys.readouterr().out)
