@@ -1,11 +1,13 @@
 """DistributedDataParallel behaves as the module that it wraps."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
+import echelon
 from echelon import DDP
 from tests.data_parallel.models import (
     assert_all_equal,
@@ -165,6 +167,18 @@ def test_a_copy_and_a_module_whose_wrapper_is_gone_are_ordinary(run):
         expected = single(mlp(), batch().chunk(2)[rank])
         assert_all_equal([kept], expected)
         assert_all_equal([copied], expected)
+
+
+def copied(group):
+    model = DDP(mlp(), group)
+    for copies in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(echelon.UnsupportedOp, match=r"take ddp\.module"):
+            copies(model)
+    return len(pickle.dumps(model.module)) > 0
+
+
+def test_the_wrapper_itself_cannot_be_copied(run):
+    assert run(copied, 2) == [True, True]
 
 
 def empty_models(group):

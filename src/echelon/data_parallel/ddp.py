@@ -20,6 +20,7 @@ from echelon._torch_private import at_end_of_backward
 from echelon.data_parallel.agreement import check_same_model
 from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, GradientReducer
+from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 
 
@@ -168,6 +169,9 @@ class DistributedDataParallel(torch.nn.Module):
         """Returns the rank and the number of buckets."""
         buckets = len(self._reducer.layout.buckets)
         return f"rank {self._group.rank} of {self._group.world_size}, {buckets} buckets of gradients"
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedOp("a wrapper belongs to its group and cannot be copied or pickled: take ddp.module instead")
 
     # Inside
 
