@@ -9,7 +9,7 @@ from typing import NamedTuple
 from echelon.pipeline.action import Action, Kind, Overlapped
 from echelon.trace import Timeline
 
-_NUMBER = re.compile(r"\d+")
+_NAME = re.compile(r"[^\d(\[]*")
 
 
 class Box(NamedTuple):
@@ -19,10 +19,12 @@ class Box(NamedTuple):
     end: float
     label: str
     short: str
-    """What to write where `label` does not fit: the microbatch."""
+    """What to write where `label` does not fit: the microbatch of an action, the name of another step."""
     hue: int
     """Of an action: its microbatch. Of text: the position of its name among `Boxes.names`."""
     kind: Kind
+    """Forward, for a step that is no action."""
+    is_action: bool = True
     lower: float = 0.0
     """Where the box begins in the height of the row, from 0 to 1. A step that is two actions at once is two boxes."""
     upper: float = 1.0
@@ -42,7 +44,7 @@ class Boxes:
         makespan: Where the last box ends.
         kinds: The kinds of actions that occur.
         num_microbatches: One more than the highest microbatch of an action; 0 without actions.
-        names: What steps that are no actions are called, without the numbers in it.
+        names: What steps that are no actions are called, up to the first number or bracket.
     """
 
     rows: tuple[tuple[Box, ...], ...]
@@ -61,7 +63,7 @@ def boxes_of(timeline: Timeline) -> Boxes:
         for step, start, end in zip(steps, starts, ends, strict=True):
             row += _of_step(step, float(start - timeline.start), float(end - timeline.start), names)
         rows.append(tuple(row))
-    actions = [box for row, steps in zip(rows, timeline.steps, strict=True) for box in row if _is_action(box)]
+    actions = [box for row in rows for box in row if box.is_action]
     return Boxes(
         rows=tuple(rows),
         makespan=float(timeline.makespan),
@@ -69,10 +71,6 @@ def boxes_of(timeline: Timeline) -> Boxes:
         num_microbatches=max((box.hue for box in actions), default=-1) + 1,
         names=tuple(names),
     )
-
-
-def _is_action(box: Box) -> bool:
-    return bool(box.short)
 
 
 def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> tuple[Box, ...]:
@@ -84,8 +82,10 @@ def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> t
             _of_action(step.backward, start, end)._replace(upper=0.5),
         )
     label = str(step)
-    name = " ".join(_NUMBER.sub("", label).split())
-    return (Box(start, end, label, "", names.setdefault(name, len(names)), "F"),)
+    match = _NAME.match(label)
+    assert match is not None, "the pattern matches nothing at all, too"
+    name = match[0].strip() or label
+    return (Box(start, end, label, name, names.setdefault(name, len(names)), "F", is_action=False),)
 
 
 def _of_action(action: Action, start: float, end: float) -> Box:

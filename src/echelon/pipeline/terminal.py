@@ -96,12 +96,12 @@ class _Scale(NamedTuple):
 def _texts(step: _Step) -> tuple[str, str, str]:
     """Returns the text of a step in full, without the stage, and as one letter."""
     full = ";".join(box.label for box in step)
-    shorter = ";".join(f"{box.kind}{box.short}" if box.short else box.label for box in step)
+    shorter = ";".join(f"{box.kind}{box.short}" if box.is_action else box.short for box in step)
     return full, shorter, BOTH_AT_ONCE if len(step) > 1 else _letter(step[0])
 
 
 def _letter(box: Box) -> str:
-    return box.kind if box.short else box.label[:1]
+    return box.kind if box.is_action else box.label[:1]
 
 
 def _whole_steps(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterator[Piece]:
