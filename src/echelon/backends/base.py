@@ -230,6 +230,10 @@ class Backend(ABC):
         """Says that the calling thread itself waits for all it starts inside, so no other thread need drive it."""
         return nullcontext()
 
+    def compute(self, step: object) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Says that this rank computes `step` inside. A simulated rank takes from that how long it lasts."""
+        return nullcontext()
+
     def send(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, timeout: float | None = None) -> None:
         """Sends and waits until `tensor` may be changed again (not: until it was received)."""
         with self.attend():

@@ -129,8 +129,9 @@ class _Pass:
             self._post(actions[index : index + _LOOKAHEAD])
             values = [self._fetch(action) for action in actions[index]]
             began = now()
-            for action, value in zip(actions[index], values, strict=True):
-                self._execute(action, value)
+            with self._group.backend.compute(step):
+                for action, value in zip(actions[index], values, strict=True):
+                    self._execute(action, value)
             ended = now()  # before what it made leaves: nobody who needs it can start earlier
             self._send_results()
             yield began, ended

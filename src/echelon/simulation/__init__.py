@@ -1,6 +1,7 @@
 """Simulated ranks: the real program in one process, deterministic, in virtual time, with a network and with faults."""
 
 from echelon.simulation.costs import Measured, Measurements
+from echelon.simulation.explore import explore
 from echelon.simulation.faults import Delay, Fault, Kill, Partition, Pause, Slow
 from echelon.simulation.network import PRESETS, Network
 from echelon.simulation.run import Simulation, simulate
@@ -17,5 +18,6 @@ __all__ = [
     "Pause",
     "Simulation",
     "Slow",
+    "explore",
     "simulate",
 ]

@@ -136,7 +136,7 @@ def _of_actions(costs: Costs) -> StepCost:
     @cache
     def price(step: Action | Overlapped) -> float:
         stages = [action.stage for action in actions_of(step)]
-        placement = range(_num_stages(costs) or max(stages) + 1)
+        placement = [0] * (_num_stages(costs) or max(stages) + 1)
         arrived = [Need(kind, stage, 0) for kind in "FB" for stage in stages]
         (ends,) = play([[step]], placement, 1, costs.per_stage(placement), arrived).ends
         return float(ends[0])

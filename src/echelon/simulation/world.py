@@ -11,6 +11,7 @@ import torch
 
 from echelon.backends.base import Tag
 from echelon.backends.matching import Mailbox
+from echelon.backends.wire import as_sent
 from echelon.errors import CollectiveMismatch, PeerFailed
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
@@ -81,7 +82,7 @@ class World:
 
     def _arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
-        delivery = self.mailboxes[dst].arrive(src, tag, tuple(tensor.shape), tensor.dtype, note)
+        delivery = self.mailboxes[dst].arrive(src, tag, tuple(tensor.shape), tensor.dtype, as_sent(note))
         if delivery.tensor is not None:
             delivery.tensor.detach().copy_(tensor)
         delivery.finish()

@@ -1,0 +1,64 @@
+"""Runs a program under many seeds, to find the order of events that breaks it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from echelon.simulation.costs import CostsLike
+from echelon.simulation.faults import Faults
+from echelon.simulation.network import NetworkLike
+from echelon.simulation.run import Simulation, simulate
+
+
+def explore(
+    fn: Callable[..., Any],
+    world_size: int,
+    seeds: Iterable[int] = range(1000),
+    args: Sequence[object] = (),
+    network: NetworkLike = None,
+    costs: CostsLike = None,
+    faults: Faults = (),
+    *,
+    check: Callable[[Simulation], object] | None = None,
+) -> int:
+    """Simulates `fn` with one seed after another; returns with how many.
+
+    Stops at the first seed that fails, says on stderr (and in a note of the exception) how to replay it, and raises
+    what it raised.
+
+    Args:
+        fn, world_size, args, network, costs, faults: as for `simulate`.
+        seeds: the seeds to try.
+        check: called with the simulation of each seed; what it raises is a failure, too. For what one rank cannot see,
+            such as results that differ.
+
+    Raises:
+        Exception: that of the first seed that fails.
+    """
+    count = 0
+    for seed in seeds:
+        try:
+            simulation = simulate(fn, world_size, args, seed, network, costs, faults)
+            if check is not None:
+                check(simulation)
+        except Exception as error:
+            name = getattr(fn, "__name__", repr(fn))
+            more = "".join(f", {what}=..." for what, given in _given(args, network, costs, faults) if given)
+            replay = f"echelon.simulate({name}, {world_size}{more}, seed={seed})"
+            told = f"seed {seed} fails, after {count} that do not; to replay it: {replay}"
+            error.add_note(told)
+            print(told, file=sys.stderr)
+            raise
+        count += 1
+    return count
+
+
+def _given(args: Sequence[object], network: NetworkLike, costs: CostsLike, faults: Faults) -> list[tuple[str, bool]]:
+    return [
+        ("args", bool(args)),
+        ("network", network is not None),
+        ("costs", costs is not None),
+        ("faults", callable(faults) or bool(faults)),
+    ]
