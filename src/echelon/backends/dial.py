@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterable
 
@@ -40,7 +41,7 @@ async def dial(job: Job, sockets: Sockets, member: Member, deadline: float, *, l
                         raise
                     if listens and isinstance(error, ConnectionRefusedError):
                         raise ConnectError(f"rank {member.rank} ended before all ranks had met") from error
-                    problem = error.strerror or str(error) or type(error).__name__
+                    problem = _reason(error)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE)
     except TimeoutError:
@@ -48,6 +49,11 @@ async def dial(job: Job, sockets: Sockets, member: Member, deadline: float, *, l
             f"rank {member.rank} did not answer at {member.host}:{member.port} in time ({problem}): "
             "is it running, and is that its address?"
         ) from None
+
+
+def _reason(error: OSError) -> str:
+    """Returns what the system calls the error; asyncio puts words of its own in its place."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 async def dial_pairs(

@@ -1,0 +1,71 @@
+"""Ranks in processes that are forked from the test's own, cheap enough to be killed.
+
+A RankPool replaces a rank that was killed by one that imports torch, which takes seconds; these have it already.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+
+import torch
+
+from echelon.backends.tcp import TcpBackend
+from echelon.group import ProcessGroup
+from tests.backends.worlds import SECRET, free_address
+
+
+def run_forked(function, world_size, *arguments, timeout=20.0):
+    """Runs `function(group, *arguments)` on every rank; returns what the survivors returned, JSON-like, by rank."""
+    with free_address() as address:
+        ranks = {rank: _fork(function, rank, world_size, address, arguments) for rank in range(world_size)}
+        deadline = time.monotonic() + timeout
+        try:
+            return {
+                rank: result for rank, (_, pipe) in ranks.items() if (result := _read(rank, pipe, deadline)) is not None
+            }
+        finally:
+            for pid, pipe in ranks.values():
+                os.close(pipe)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _fork(function, rank, world_size, address, arguments):
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    try:
+        torch.set_num_threads(1)  # the threads of OpenMP stayed in the parent
+        backend = TcpBackend(rank, world_size, address, secret=SECRET, connect_timeout=20, timeout=20)
+        result = function(ProcessGroup(backend), *arguments)
+        backend.close()
+        text = json.dumps({"result": result})
+    except BaseException:
+        text = json.dumps({"failed": traceback.format_exc()})
+    os.write(writing, text.encode())
+    os._exit(0)
+
+
+def _read(rank, pid, pipe, deadline):
+    """Returns the result of a rank, None if it died; a child of it may keep the pipe open."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pipe, pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise AssertionError(f"rank {rank} did not return in time")
+    finally:
+        os.close(pidfd)
+    if not select.select([pipe], [], [], 0)[0]:
+        return None
+    data = os.read(pipe, 1 << 16)
+    if not data:
+        return None
+    outcome = json.loads(data)
+    assert "failed" not in outcome, f"rank {rank}: {outcome['failed']}"
+    return outcome["result"]
