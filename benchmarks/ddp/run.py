@@ -1,6 +1,6 @@
 """What does reducing gradients add to a training step, beside what torch's DDP on Gloo adds?
 
-    python benchmarks/ddp/run.py             # 2 ranks, an MLP of 1M parameters; about half a minute
+    python benchmarks/ddp/run.py             # 2 ranks, an MLP of 1M parameters; about a minute
     python benchmarks/ddp/run.py --ranks 4 --rounds 50
 
 In every round each rank takes one step of a local model, of Echelon's DDP and of torch's, in turns of changing order,
@@ -106,5 +106,5 @@ if __name__ == "__main__":
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64, help="samples per rank")
     parser.add_argument("--bucket-mb", type=float, default=25, help="mebibytes, for both")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=60)
     report(parser.parse_args())
