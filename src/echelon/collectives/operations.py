@@ -5,6 +5,7 @@ Nothing here waits or sends by itself; the group gives an `Operation` a channel 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe
-from echelon.collectives import algorithms
-from echelon.collectives.operators import accumulation_dtype, operator
+from echelon.collectives import select
+from echelon.collectives.algorithms import OPERATIONS, build
+from echelon.collectives.chunks import Chunks, Parts, Tensors
+from echelon.collectives.operators import Combine, accumulation_dtype, operator
 from echelon.collectives.run import Channel, run
 from echelon.errors import CollectiveMismatch, SizeMismatch
 
 T = TypeVar("T")
-Chunks = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,9 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
 
     def act(channel: Channel) -> Tensor:
         wide = _widen(tensor).contiguous()
-        chunks: Chunks = list(wide.view(-1).tensor_split(channel.num_ranks))
-        run(algorithms.ring_all_reduce(channel.num_ranks), channel, chunks, reduction.combine)
+        _run(
+            "all_reduce", channel, lambda count: Parts.equal(wide.view(-1), count), tensor.nbytes, 0, reduction.combine
+        )
         return _keep(tensor, reduction.finish(wide, channel.num_ranks))
 
     return Operation(f"all_reduce({op}) of {describe(tensor.shape, tensor.dtype)}", act)
@@ -51,7 +54,7 @@ def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
 
     def act(channel: Channel) -> Tensor:
         wide = _widen(tensor).contiguous().clone()
-        run(algorithms.binomial_reduce(channel.num_ranks, dst), channel, [wide], reduction.combine)
+        _run("reduce", channel, lambda count: Parts.equal(wide.view(-1), count), tensor.nbytes, dst, reduction.combine)
         return _keep(tensor, reduction.finish(wide, channel.num_ranks)) if channel.rank == dst else tensor
 
     return Operation(f"reduce({op}, dst={dst}) of {describe(tensor.shape, tensor.dtype)}", act)
@@ -62,7 +65,7 @@ def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
 
     def act(channel: Channel) -> Tensor:
         flat = tensor.detach().contiguous()
-        run(algorithms.binomial_broadcast(channel.num_ranks, src), channel, [flat])
+        _run("broadcast", channel, lambda count: Parts.equal(flat.view(-1), count), tensor.nbytes, src)
         return _keep(tensor, flat) if channel.rank != src else tensor
 
     return Operation(f"broadcast(src={src}) of {describe(tensor.shape, tensor.dtype)}", act)
@@ -73,10 +76,9 @@ def all_gather(tensor: Tensor) -> Operation[Tensor]:
     rows = _rows(tensor)
 
     def act(channel: Channel) -> Tensor:
-        chunks: Chunks = [None] * channel.num_ranks
-        chunks[channel.rank] = rows.contiguous()
-        run(algorithms.ring_all_gather(channel.num_ranks), channel, chunks)
-        return _join(chunks)
+        chunks = Tensors(channel.num_ranks, {channel.rank: rows.contiguous()})
+        _run("all_gather", channel, lambda _: chunks)
+        return torch.cat([chunks[rank] for rank in range(channel.num_ranks)])
 
     return Operation(f"all_gather of {_kind(rows)}", act)
 
@@ -86,10 +88,9 @@ def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
     rows = _rows(tensor)
 
     def act(channel: Channel) -> Tensor | None:
-        chunks: Chunks = [None] * channel.num_ranks
-        chunks[channel.rank] = rows.contiguous()
-        run(algorithms.direct_gather(channel.num_ranks, dst), channel, chunks)
-        return _join(chunks) if channel.rank == dst else None
+        chunks = Tensors(channel.num_ranks, {channel.rank: rows.contiguous()})
+        _run("gather", channel, lambda _: chunks, root=dst)
+        return torch.cat([chunks[rank] for rank in range(channel.num_ranks)]) if channel.rank == dst else None
 
     return Operation(f"gather(dst={dst}) of {_kind(rows)}", act)
 
@@ -98,13 +99,13 @@ def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
     """Returns this rank's part of the tensor of rank `src`."""
 
     def act(channel: Channel) -> Tensor:
-        chunks: Chunks = [None] * channel.num_ranks
+        given: dict[int, Tensor] = {}
         if channel.rank == src:
             assert tensor is not None
-            chunks[:] = [part.contiguous() for part in tensor.detach().tensor_split(channel.num_ranks)]
-        run(algorithms.direct_scatter(channel.num_ranks, src), channel, chunks)
+            given = _numbered(tensor.detach().tensor_split(channel.num_ranks))
+        chunks = Tensors(channel.num_ranks, given)
+        _run("scatter", channel, lambda _: chunks, root=src)
         part = chunks[channel.rank]
-        assert part is not None
         return part.clone() if channel.rank == src else part
 
     return Operation(f"scatter(src={src})", act)
@@ -115,12 +116,12 @@ def reduce_scatter(tensor: Tensor, op: str) -> Operation[Tensor]:
     reduction = operator(op, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
-        parts = _widen(tensor).tensor_split(channel.num_ranks)
-        chunks: Chunks = [part.contiguous().clone() for part in parts]
-        run(algorithms.ring_reduce_scatter(channel.num_ranks), channel, chunks, reduction.combine)
-        part = chunks[channel.rank]
-        assert part is not None
-        return reduction.finish(part, channel.num_ranks).to(tensor.dtype)
+        wide = _widen(tensor).contiguous()
+        own = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
+        views = own.tensor_split(channel.num_ranks)
+        parts = Parts(own.view(-1), [view.numel() for view in views])
+        _run("reduce_scatter", channel, lambda _: parts, tensor.nbytes, 0, reduction.combine)
+        return reduction.finish(views[channel.rank], channel.num_ranks).to(tensor.dtype, copy=True)
 
     return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act)
 
@@ -131,13 +132,13 @@ def all_to_all(tensor: Tensor, in_splits: Sequence[int] | None, out_splits: Sequ
 
     def act(channel: Channel) -> Tensor:
         parts = rows.tensor_split(channel.num_ranks) if in_splits is None else torch.split(rows, list(in_splits))
-        chunks: Chunks = [*(part.contiguous() for part in parts), *([None] * channel.num_ranks)]
-        run(algorithms.pairwise_all_to_all(channel.num_ranks), channel, chunks)
-        came = chunks[channel.num_ranks :]
-        sizes = [len(chunk) for chunk in came if chunk is not None]
+        chunks = Tensors(2 * channel.num_ranks, _numbered(parts))
+        _run("all_to_all", channel, lambda _: chunks)
+        came = [chunks[channel.num_ranks + src] for src in range(channel.num_ranks)]
+        sizes = [len(chunk) for chunk in came]
         if out_splits is not None and sizes != list(out_splits):
             raise CollectiveMismatch(f"out_splits={list(out_splits)}, but the ranks sent {sizes} rows: make them agree")
-        return _join(came)
+        return torch.cat(came)
 
     return Operation(f"all_to_all of {_kind(rows)}", act)
 
@@ -146,8 +147,7 @@ def barrier() -> Operation[None]:
     """Returns when all ranks have come."""
 
     def act(channel: Channel) -> None:
-        token = torch.empty(0, dtype=torch.uint8, device="cpu")
-        run(algorithms.dissemination_barrier(channel.num_ranks), channel, [token])
+        _run("barrier", channel, lambda count: Tensors(count, {}))
 
     return Operation("barrier", act)
 
@@ -162,6 +162,28 @@ def write_out(out: Tensor, result: Tensor, note: str) -> Tensor:
         raise SizeMismatch(describe(result.shape, result.dtype), describe(out.shape, out.dtype), f"{note}, out=")
     out.detach().copy_(result)
     return out
+
+
+def _run(
+    operation: str,
+    channel: Channel,
+    chunks: Callable[[int], Chunks],
+    num_bytes: int = 0,
+    root: int = 0,
+    combine: Combine | None = None,
+) -> None:
+    """Runs an operation by the algorithm that is chosen for it. `chunks` makes as many as the plan has."""
+    overruled = os.environ.get(_VARIABLES[operation], "")
+    algorithm = select.choose(operation, num_bytes, channel.num_ranks, overruled)
+    plan = build(operation, algorithm, channel.num_ranks, root)
+    run(plan, channel.by(algorithm), chunks(plan.num_chunks), combine)
+
+
+_VARIABLES = {operation: select.variable_of(operation) for operation in OPERATIONS}
+
+
+def _numbered(parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    return {number: part.contiguous() for number, part in enumerate(parts)}
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -182,7 +204,3 @@ def _rows(tensor: Tensor) -> Tensor:
 def _kind(rows: Tensor) -> str:
     """What tensors must have in common to be concatenated."""
     return f"rows of {describe(rows.shape[1:], rows.dtype)}"
-
-
-def _join(chunks: Sequence[Tensor | None]) -> Tensor:
-    return torch.cat([chunk for chunk in chunks if chunk is not None])

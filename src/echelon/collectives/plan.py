@@ -1,34 +1,61 @@
 """A collective as data: for every rank, rounds of sends and receives of numbered chunks.
 
-The steps of one round run at the same time; a rank starts a round when it has finished the one before. What the chunks
-are is up to who runs the plan: parts of one tensor for a reduction, one tensor per rank for an all-gather.
+The steps of one round run at the same time; a rank starts a round when it has finished the one before. Messages from
+one rank to another are received in the order they were sent, whatever the rounds. What the chunks are is up to who
+runs the plan: parts of one tensor for a reduction, one tensor per rank for an all-gather.
+
+A step has a text form that parses back:
+
+    0>1     sends chunk 0 to rank 1               0-3,6>1   sends five chunks to rank 1, as one message
+    0<1     receives chunk 0 from rank 1          >1        sends a message without chunks, as a signal
+    +0<1    combines: own op received             4=0       chunk 0 is chunk 4 as well
+    0<1+    combines: received op own
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
+
+from echelon.errors import PlanError
+
+Numbers: TypeAlias = tuple[int, ...]
+"""Chunks by number."""
 
 
 class Send(NamedTuple):
-    """Sends the chunk as it was at the start of the round."""
+    """Sends the chunks as they were at the start of the round, as one message."""
 
     peer: int
-    chunk: int
+    chunks: Numbers
+
+    def __str__(self) -> str:
+        return f"{_text(self.chunks)}>{self.peer}"
 
 
 class Recv(NamedTuple):
-    """Receives the chunk and keeps it instead of its own."""
+    """Receives the chunks and keeps them instead of its own."""
 
     peer: int
-    chunk: int
+    chunks: Numbers
+
+    def __str__(self) -> str:
+        return f"{_text(self.chunks)}<{self.peer}"
 
 
 class Reduce(NamedTuple):
-    """Receives the chunk and combines it with its own: own op received."""
+    """Receives the chunks and combines them with its own: own op received."""
 
     peer: int
-    chunk: int
+    chunks: Numbers
+    received_first: bool = False
+    """Received op own instead: two ranks that combine the same values must do so in the same order."""
+
+    def __str__(self) -> str:
+        text = f"{_text(self.chunks)}<{self.peer}"
+        return f"{text}+" if self.received_first else f"+{text}"
 
 
 class Copy(NamedTuple):
@@ -37,9 +64,14 @@ class Copy(NamedTuple):
     source: int
     chunk: int
 
+    def __str__(self) -> str:
+        return f"{self.chunk}={self.source}"
+
 
 Step: TypeAlias = Send | Recv | Reduce | Copy
 Round: TypeAlias = tuple[Step, ...]
+Program: TypeAlias = tuple[Round, ...]
+"""All rounds of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +80,7 @@ class Plan:
 
     name: str
     num_chunks: int
-    rounds: tuple[tuple[Round, ...], ...]
+    rounds: tuple[Program, ...]
     """By rank, then by round."""
 
     @property
@@ -56,15 +88,85 @@ class Plan:
         """The number of ranks."""
         return len(self.rounds)
 
+    @property
+    def num_rounds(self) -> int:
+        """The most rounds of any rank, not counting those that move no message."""
+        return max((sum(map(_communicates, program)) for program in self.rounds), default=0)
+
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.num_ranks} ranks, {self.num_chunks} chunks"]
-        for rank, rounds in enumerate(self.rounds):
-            texts = (", ".join(_text(step) for step in steps) or "-" for steps in rounds)
-            lines.append(f"rank {rank}: " + " | ".join(texts))
+        for rank, program in enumerate(self.rounds):
+            lines.append(f"rank {rank}: " + " | ".join(map(text_of_round, program)))
         return "\n".join(lines)
 
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Reads what `str` of a plan says.
 
-def _text(step: Step) -> str:
-    if isinstance(step, Copy):
-        return f"copy {step.source} as {step.chunk}"
-    return f"{type(step).__name__.lower()} {step.chunk} {'to' if isinstance(step, Send) else 'from'} {step.peer}"
+        Raises:
+            PlanError: it is not the text of a plan.
+        """
+        head, *lines = text.strip().splitlines() or [""]
+        sizes = _HEAD.fullmatch(head)
+        if sizes is None or int(sizes[2]) != len(lines):
+            raise PlanError(f"line 1 is {head!r}: give a name and sizes, as 'ring: 4 ranks, 4 chunks', and a line each")
+        programs = (_program(line, rank) for rank, line in enumerate(lines))
+        return cls(sizes[1], int(sizes[3]), tuple(programs))
+
+
+def text_of_round(steps: Round) -> str:
+    """Returns the steps of a round as text, "." for none."""
+    return " ".join(map(str, steps)) or "."
+
+
+_HEAD = re.compile(r"(.+): (\d+) ranks, (\d+) chunks")
+_NUMBERS = r"((?:\d+(?:-\d+)?,?)*)"
+_MESSAGE = re.compile(rf"(\+?){_NUMBERS}([<>])(\d+)(\+?)")
+_COPY = re.compile(r"(\d+)=(\d+)")
+
+
+def _communicates(steps: Round) -> bool:
+    return any(not isinstance(step, Copy) for step in steps)
+
+
+def _program(line: str, rank: int) -> Program:
+    title, _, text = line.partition(": ")
+    if title.rstrip(":") != f"rank {rank}":
+        raise PlanError(f"line {rank + 2} begins with {title!r}: give the rounds of rank {rank}, as 'rank {rank}: 0>1'")
+    return tuple(tuple(map(_step, part.replace(".", " ").split())) for part in text.split(" | ") if part)
+
+
+def _step(text: str) -> Step:
+    if copied := _COPY.fullmatch(text):
+        return Copy(int(copied[2]), int(copied[1]))
+    found = _MESSAGE.fullmatch(text)
+    if found is None or (found[1] and found[5]) or (found[3] == ">" and (found[1] or found[5])):
+        raise PlanError(f"{text!r} is no step: write 0>1, 0<1, +0<1, 0<1+ or 4=0")
+    chunks, peer = _numbers(found[2]), int(found[4])
+    if found[3] == ">":
+        return Send(peer, chunks)
+    return Reduce(peer, chunks, bool(found[5])) if found[1] or found[5] else Recv(peer, chunks)
+
+
+def _numbers(text: str) -> Numbers:
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
+def runs(chunks: Numbers) -> list[range]:
+    """Returns the numbers as ranges that each count up without a gap."""
+    found: list[range] = []
+    for chunk in chunks:
+        if found and found[-1].stop == chunk:
+            found[-1] = range(found[-1].start, chunk + 1)
+        else:
+            found.append(range(chunk, chunk + 1))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _text(chunks: Numbers) -> str:
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs(chunks))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from echelon.backends.base import Backend, Tag, Work
+from echelon.collectives.chunks import Chunks
 from echelon.collectives.operators import Combine
-from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
+from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Round, Send
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,50 +37,62 @@ class Channel:
         """Returns the time that is left until the deadline."""
         return max(0.0, self.deadline - self.backend.now())
 
+    def by(self, algorithm: str) -> Channel:
+        """Returns this channel with the algorithm in its note, so that ranks compare that as well."""
+        return replace(self, note=f"{self.note} by {algorithm}")
 
-def run(plan: Plan, channel: Channel, chunks: list[torch.Tensor | None], combine: Combine | None = None) -> None:
+
+def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = None) -> None:
     """Runs this rank's part of a plan. Blocks until it is done.
 
     Args:
         plan: what to do.
         channel: whom to talk to.
-        chunks: contiguous tensors by number, changed in place; None where a chunk is only received, then replaced by
-        what came. combine: what Reduce does.
+        chunks: what to move; changed.
+        combine: what Reduce does.
 
     Raises:
         Timeout, PeerFailed, CollectiveMismatch, SizeMismatch: the plan could not be finished.
     """
+    tag = Tag(channel.context, channel.sequence)
     with channel.backend.attend():
-        for number, steps in enumerate(plan.rounds[channel.rank]):
-            tag = Tag(channel.context, channel.sequence, number)
-            receives: list[tuple[Recv | Reduce, Work[torch.Tensor]]] = []
-            for step in steps:
-                if isinstance(step, Copy):
-                    chunks[step.chunk] = chunks[step.source]
-                elif not isinstance(step, Send):
-                    out = chunks[step.chunk] if isinstance(step, Recv) else None
-                    src = channel.ranks[step.peer]
-                    receives.append((step, channel.backend.irecv(src, tag, out=out, note=channel.note)))
-            sends = [_send(step, channel, chunks, tag) for step in steps if isinstance(step, Send)]
-            for step, received in receives:
-                _keep(step, received.wait(channel.seconds_left()), chunks, combine)
-            for sent in sends:
-                sent.wait(channel.seconds_left())
+        for steps in plan.rounds[channel.rank]:
+            _run_round(steps, channel, tag, chunks, combine)
 
 
-def _send(step: Send, channel: Channel, chunks: Sequence[torch.Tensor | None], tag: Tag) -> Work[None]:
-    chunk = chunks[step.chunk]
-    assert chunk is not None, "a plan sends a chunk that this rank does not have"
-    return channel.backend.isend(chunk, channel.ranks[step.peer], tag, note=channel.note)
+class _Receipt(NamedTuple):
+    """A message that is to come."""
+
+    step: Recv | Reduce
+    works: list[Work[torch.Tensor]]
 
 
-def _keep(
-    step: Recv | Reduce, tensor: torch.Tensor, chunks: list[torch.Tensor | None], combine: Combine | None
-) -> None:
-    if isinstance(step, Recv):
-        chunks[step.chunk] = tensor
-        return
-    own = chunks[step.chunk]
-    assert own is not None, "a plan reduces into a chunk that this rank does not have"
-    assert combine is not None, "a plan with Reduce steps needs an operator"
-    combine(own, tensor)
+def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine: Combine | None) -> None:
+    busy = {chunk for step in steps if isinstance(step, Send) for chunk in step.chunks}
+    receipts: list[_Receipt] = []
+    sends: list[Work[None]] = []
+    for step in steps:
+        if isinstance(step, Recv | Reduce):
+            src = channel.ranks[step.peer]
+            places = chunks.places(step, busy)
+            works = [channel.backend.irecv(src, tag, out=place, note=channel.note) for place in places]
+            receipts.append(_Receipt(step, works))
+    for step in steps:
+        if isinstance(step, Send):
+            dst = channel.ranks[step.peer]
+            sends += [channel.backend.isend(part, dst, tag, note=channel.note) for part in chunks.outgoing(step)]
+    for step in steps:
+        if isinstance(step, Copy):
+            chunks.copy(step)
+    for receipt in receipts:
+        came = [work.wait(channel.seconds_left()) for work in receipt.works]
+        if busy.intersection(receipt.step.chunks):
+            _finish(sends, channel)
+        chunks.keep(receipt.step, came, combine)
+    _finish(sends, channel)
+
+
+def _finish(sends: list[Work[None]], channel: Channel) -> None:
+    for sent in sends:
+        sent.wait(channel.seconds_left())
+    sends.clear()

@@ -1,0 +1,16 @@
+"""The algorithms of the collectives, each a pure function from a number of ranks to a plan.
+
+p is the number of ranks and n the bytes of the whole tensor: what every rank combines, broadcasts or splits, or what an
+all-gather or gather brings together.
+"""
+
+from echelon.collectives.algorithms.registry import (
+    OPERATIONS,
+    Algorithm,
+    algorithms_of,
+    build,
+    chunk_bytes,
+    find,
+)
+
+__all__ = ["OPERATIONS", "Algorithm", "algorithms_of", "build", "chunk_bytes", "find"]
