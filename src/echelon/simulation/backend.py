@@ -119,11 +119,11 @@ class VirtualBackend(Backend):
         if error := self._mailbox.failure(dst, tag):
             work.complete(error=error)
         else:
-            left = self.world.send_tensor(self.rank, dst, tensor.detach().clone(), tag, note, _is_plain(tag))
-            if left <= self._scheduler.now:
+            done = self.world.send_tensor(self.rank, dst, tensor.detach().clone(), tag, note, _is_plain(tag))
+            if done <= self._scheduler.now:
                 work.complete()
             else:
-                self._scheduler.at(left, work.complete)
+                self._scheduler.at(done, work.complete)
         self._end_call(task)
         return work
 

@@ -95,7 +95,7 @@ def step_cost(costs: CostsLike) -> StepCost | None:
         LaunchError: costs that are none of the things they can be.
     """
     match costs:
-        case None | Measured() | Measurements():
+        case None | "measured" | Measured() | Measurements():
             return None
         case Costs():
             return _of_actions(costs)

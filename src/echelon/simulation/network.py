@@ -16,7 +16,7 @@ class Network:
     """A network between ranks.
 
     A message leaves its rank when the ones that the rank sent before have left, takes bytes / bandwidth to leave and
-    arrives `latency` later. Receiving takes nothing away from sending.
+    arrives `latency` later; then its send is done, too. Receiving takes nothing away from sending.
 
     Args:
         latency: seconds from the last byte's leaving to its arrival.

@@ -135,7 +135,7 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
         self._cpu = _this_cpu()
-        self._scheduler.explain = self._explain
+        self._scheduler.on_stuck = self._explain
 
     def run(self) -> None:
         for rank in range(len(self.results)):
@@ -178,9 +178,12 @@ class _Run:
             self._scheduler.is_ending = True
             self._scheduler.doom()
 
-    def _explain(self, tasks: Sequence[Task]) -> DeadlockError:
+    def _explain(self, tasks: Sequence[Task]) -> DeadlockError | None:
+        """Returns the error; with faults there is none as long as ranks wait for one that left because of them."""
         waiting = [_waiting(task) for task in tasks]
         world = self._world
+        if world.faults.faults and world.tell_of_returned():
+            return None
         idle = world.returned - {task.rank for task in tasks if task.number == 0}
         return deadlock(waiting, idle, world.killed, self._scheduler.now)
 

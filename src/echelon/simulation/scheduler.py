@@ -115,8 +115,8 @@ class Scheduler:
         """Seconds since the start."""
         self.awaits_nothing_lost = True
         """Whether all that was sent will arrive; if not, waiting until the default timeout is no deadlock."""
-        self.explain: Callable[[Sequence[Task]], EchelonError] = _unexplained
-        """Makes the error for tasks that wait for ever."""
+        self.on_stuck: Callable[[Sequence[Task]], EchelonError | None] = _unexplained
+        """Called with tasks that wait for ever: enters an event that helps them, or returns the error to end with."""
         self.available_at: Callable[[int, float], float] = _at_once
         """When a rank that has a turn at some time can take it; math.inf: never."""
         self.error: BaseException | None = None
@@ -385,7 +385,8 @@ class Scheduler:
         if first is not None and first.deadline < math.inf and (self._events or heeds):
             self._schedule(first, first.deadline)
         elif waiting:
-            self._fail(self.explain(waiting))
+            if error := self.on_stuck(waiting):
+                self._fail(error)
         else:
             self.is_ending = True
             self.doom()

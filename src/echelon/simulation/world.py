@@ -22,9 +22,11 @@ from echelon.simulation.scheduler import Scheduler
 
 
 class Passage(NamedTuple):
-    """When a message has left, when it arrives (math.inf: never), and its place among what happens then."""
+    """When a message leaves and arrives (math.inf: never), and its place among what happens then."""
 
     left: float
+    done: float
+    """When its sender takes it for arrived: faults on the way are unknown to it."""
     arrives: float
     draw: float
 
@@ -52,6 +54,7 @@ class World:
         """Ranks whose function has ended."""
         self.killed: set[int] = set()
         self.deaths_by_op = {kill.rank: kill.at_op for kill in faults.kills if kill.at_op is not None}
+        self._told_of: set[int] = set()
         self._link = link
         self._links: dict[tuple[int, int], Network] = {}
         self._free_at = [0.0] * world_size
@@ -67,7 +70,7 @@ class World:
                 self.scheduler.at(kill.at, partial(self.kill, kill.rank))
 
     def send_tensor(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, is_plain: bool) -> float:
-        """Sends a tensor, which is nobody else's any more; returns when it has left `src`."""
+        """Sends a tensor, which is nobody else's any more; returns when its sender is done with it."""
         num_bytes, recorder = tensor.nbytes, self.recorder
         passage = self._send(src, dst, num_bytes)
         recorder.bytes_sent[src, dst] += num_bytes
@@ -78,7 +81,7 @@ class World:
             else:
                 self.expect(src, dst, tag, 1)
             self.scheduler.at(passage.arrives, partial(self._arrive, src, dst, tensor, tag, note), passage.draw)
-        return passage.left
+        return passage.done
 
     def _arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
@@ -111,7 +114,18 @@ class World:
         failure = PeerFailed(rank, f"killed at {self.scheduler.now:g} s by a fault of the simulation")
         for peer in range(len(self.mailboxes)):
             if peer != rank:
-                self.tell(rank, peer, lambda mailbox: mailbox.fail_peer(rank, failure))
+                self.tell(rank, peer, partial(_fail_peer, rank, failure))
+
+    def tell_of_returned(self) -> bool:
+        """Tells all that ranks have gone whose functions have returned; says whether that was news."""
+        news = sorted(self.returned - self._told_of)
+        self._told_of.update(news)
+        for rank in news:
+            failure = PeerFailed(rank, "its function has returned")
+            for peer in range(len(self.mailboxes)):
+                if peer != rank:
+                    self.tell(rank, peer, partial(_fail_peer, rank, failure))
+        return bool(news)
 
     def expect(self, src: int, dst: int, tag: Tag, num_messages: int) -> None:
         """Counts the messages of a collective: 1 for one that is sent, -1 for one that is asked for."""
@@ -123,9 +137,14 @@ class World:
             del self._balance[key]
 
     def missed(self) -> CollectiveMismatch | None:
-        """Returns the error for a collective that a rank took no part in, though no other rank had to wait for it."""
+        """Returns the error for a collective that a rank took no part in, though no other rank had to wait for it.
+
+        Not where anything went wrong that the program has dealt with: then messages are left over.
+        """
+        if self.faults.faults:
+            return None
         for (src, dst, tag), balance in self._balance.items():
-            if balance > 0 and dst not in self.killed and self.mailboxes[dst].failure(src, tag) is None:
+            if balance > 0 and not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
                 return CollectiveMismatch(
@@ -139,7 +158,7 @@ class World:
         self.recorder.events.append((self.scheduler.now, rank, what))
 
     def _pass(self, src: int, dst: int, left: float, arrives: float) -> Passage:
-        draw = self.scheduler.draw()
+        done, draw = arrives, self.scheduler.draw()
         if self.faults.faults:
             arrives = self.faults.arrival(src, dst, left, arrives)
             if arrives == math.inf:
@@ -148,4 +167,8 @@ class World:
         if last is not None and last > (arrives, draw):
             arrives, draw = last
         self._last[src, dst] = (arrives, draw)
-        return Passage(left, arrives, draw)
+        return Passage(left, done, arrives, draw)
+
+
+def _fail_peer(rank: int, failure: PeerFailed, mailbox: Mailbox) -> None:
+    mailbox.fail_peer(rank, failure)

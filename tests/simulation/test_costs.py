@@ -1,0 +1,84 @@
+"""Computing costs nothing, a fixed time, or what it took here; what was measured can be replayed."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.simulation import Measured
+
+
+def rounds(group):
+    for _ in range(3):
+        with group.backend.compute("forward"):
+            torch.ones(200, 200) @ torch.ones(200, 200)
+        with group.backend.compute("reduce"):
+            group.all_reduce(torch.ones(10))
+    return group.backend.now()
+
+
+def test_computing_costs_nothing_by_default():
+    assert echelon.simulate(rounds, 2).elapsed == 0
+
+
+def test_names_have_costs_and_other_names_have_none():
+    run = echelon.simulate(rounds, 2, costs={"forward": 0.5, "backward": 7.0})
+    assert run.elapsed == 1.5
+    assert run.timeline.steps[0] == ("forward", "reduce") * 3
+    assert run.timeline.busy == (1.5, 1.5)
+
+
+def test_a_function_of_rank_and_step_may_say_the_cost():
+    run = echelon.simulate(rounds, 3, costs=lambda rank, step: rank * (step == "forward"))
+    assert run.elapsed == 6.0
+    assert run.timeline.starts[2][0] == 0
+    assert run.timeline.ends[2][0] == 2.0
+
+
+def train(group):
+    torch.manual_seed(0)
+    ddp = echelon.DDP(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), group)
+    for _ in range(3):
+        ddp(torch.ones(64, 64)).square().mean().backward()
+    return group.backend.now()
+
+
+def test_measured_costs_are_cpu_time_and_replay_exactly():
+    network = echelon.Network(latency=1e-5, bandwidth=1e9)
+    first = echelon.simulate(train, 3, network=network, costs="measured")
+    assert first.measurements is not None
+    assert all(0 < first.measurements.total(rank) <= first.elapsed * 4 for rank in range(3))
+    replayed = echelon.simulate(train, 3, network=network, costs=first.measurements)
+    assert replayed.trace == first.trace
+    assert replayed.elapsed == first.elapsed
+    assert replayed.measurements == first.measurements
+
+
+def spin(group):
+    total = 0
+    for number in range(200_000):
+        total += number
+    group.barrier()
+
+
+def test_measured_times_take_a_factor():
+    slow = echelon.simulate(spin, 2, costs=Measured(factor=1000.0))
+    assert slow.elapsed > 1.0
+    assert slow.elapsed == pytest.approx(max(slow.measurements.total(rank) for rank in range(2)), rel=0.5)
+
+
+def test_measurements_of_another_program_are_refused():
+    short = echelon.simulate(spin, 3, costs="measured").measurements
+    with pytest.raises(echelon.LaunchError, match="makes more calls than were measured"):
+        echelon.simulate(train, 3, costs=short)
+
+
+@pytest.mark.parametrize("costs", ["guessed", 3.0])
+def test_costs_that_are_none_are_refused(costs):
+    with pytest.raises(echelon.LaunchError, match="use Costs"):
+        echelon.simulate(spin, 2, costs=costs)
+
+
+def test_negative_costs_are_refused():
+    with pytest.raises(echelon.LaunchError, match="at least 0"):
+        echelon.simulate(spin, 2, costs={"forward": -1.0})

@@ -1,0 +1,192 @@
+"""Whatever is made to go wrong ends in PeerFailed or Timeout on every survivor, or in the right result."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.pipeline import Costs, Pipeline
+
+NETWORK = echelon.Network(latency=1e-4, bandwidth=1e9)
+
+
+def sums(group, rounds=20):
+    """Adds up ones, and says how it ended."""
+    try:
+        for number in range(rounds):
+            with group.backend.compute("round"):
+                total = group.all_reduce(torch.ones(1000))
+            assert (total == group.world_size).all(), number
+    except (echelon.PeerFailed, echelon.Timeout) as error:
+        return type(error).__name__, str(error), group.backend.now()
+    return "done", "", group.backend.now()
+
+
+@pytest.mark.parametrize("at", [0.0, 0.00025, 0.001])
+def test_a_killed_rank_is_named_by_all_survivors(at):
+    run = echelon.simulate(sums, 4, network=NETWORK, faults=[echelon.Kill(rank=2, at=at)])
+    assert run.results[2] is None
+    for rank in (0, 1, 3):
+        kind, message, when = run.results[rank]
+        assert kind == "PeerFailed"
+        assert f"rank 2 failed: killed at {at:g} s by a fault of the simulation" in message
+        assert when <= at + 0.001
+    assert "rank 2 is killed" in run.trace
+
+
+@pytest.mark.parametrize("at_op", [1, 2, 3, 10, 25])
+def test_a_rank_can_be_killed_in_the_middle_of_a_collective(at_op):
+    run = echelon.simulate(sums, 3, faults=[echelon.Kill(rank=1, at_op=at_op)])
+    assert run.results[1] is None
+    assert {run.results[rank][0] for rank in (0, 2)} == {"PeerFailed"}
+    asked = [line for line in run.trace.splitlines() if " rank 1 sends " in line]
+    assert len(asked) < at_op
+
+
+def test_the_error_of_a_survivor_that_does_not_handle_it_is_raised():
+    with pytest.raises(echelon.PeerFailed, match="rank 1 failed: killed"):
+        echelon.simulate(lambda group: [group.barrier() for _ in range(9)], 3, faults=[echelon.Kill(rank=1, at_op=3)])
+
+
+@pytest.mark.parametrize("left", [{0}, {0, 1}, {1, 3}])
+def test_a_partition_for_ever_is_a_timeout_or_a_failure_on_every_rank(left):
+    partition = echelon.Partition(left, {0, 1, 2, 3} - left, start=0.0005)
+    run = echelon.simulate(sums, 4, network=NETWORK, faults=[partition], timeout=30.0)
+    assert all(kind in ("PeerFailed", "Timeout") for kind, *_ in run.results)
+    assert "Timeout" in str(run.results)
+    assert run.elapsed < 61
+
+
+def test_a_partition_that_ends_only_takes_time():
+    without = echelon.simulate(sums, 4, network=NETWORK)
+    run = echelon.simulate(sums, 4, network=NETWORK, faults=[echelon.Partition({0}, {1, 2, 3}, start=0.0003, end=5.0)])
+    assert all(kind == "done" for kind, *_ in run.results)
+    assert 5 < run.elapsed < 5 + without.elapsed + 0.001
+
+
+def test_a_delay_takes_its_time():
+    without = echelon.simulate(sums, 3, network=NETWORK)
+    run = echelon.simulate(sums, 3, network=NETWORK, faults=[echelon.Delay(2.0, src=0, dst=1, end=0.0001)])
+    assert all(kind == "done" for kind, *_ in run.results)
+    assert run.elapsed == pytest.approx(without.elapsed + 2.0, abs=0.001)
+
+
+def test_a_paused_rank_is_waited_for_or_times_out():
+    run = echelon.simulate(sums, 3, network=NETWORK, faults=[echelon.Pause(rank=0, start=0.0003, end=7.0)])
+    assert all(kind == "done" for kind, *_ in run.results)
+    assert 7 <= run.elapsed < 7.01
+    run = echelon.simulate(sums, 3, network=NETWORK, faults=[echelon.Pause(rank=0, start=0.0003)], timeout=30.0)
+    assert run.results[0] is None
+    assert {kind for kind, *_ in run.results[1:]} <= {"PeerFailed", "Timeout"}
+
+
+def test_a_slow_rank_holds_up_the_others():
+    costs = {"round": 1.0}
+    assert echelon.simulate(sums, 3, costs=costs).elapsed == 20.0
+    assert echelon.simulate(sums, 3, costs=costs, faults=[echelon.Slow(rank=1, factor=3)]).elapsed > 40.0
+
+
+def train(group):
+    torch.manual_seed(1)
+    try:
+        ddp = echelon.DDP(nn.Linear(6, 6), group, bucket_mb=1e-5)
+        for _ in range(2):
+            ddp(torch.ones(2, 6)).sum().backward()
+    except (echelon.PeerFailed, echelon.Timeout) as error:
+        return type(error).__name__
+    return [parameter.grad for parameter in ddp.parameters()]
+
+
+def train_pipeline(group):
+    torch.manual_seed(1)
+    try:
+        layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(group.world_size)])
+        pipe = Pipeline(layers, group, "1f1b", 4, nn.functional.mse_loss)
+        pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
+    except (echelon.PeerFailed, echelon.Timeout) as error:
+        return type(error).__name__
+    return [parameter.grad for parameter in pipe.parameters()]
+
+
+def drawn(draw, world_size):
+    """Draws a kill, a pause, a delay or a partition."""
+    rank, other = draw.sample(range(world_size), 2)
+    start = draw.uniform(0, 0.01)
+    return [
+        draw.choice(
+            [
+                echelon.Kill(rank=rank, at=start),
+                echelon.Kill(rank=rank, at_op=draw.randint(1, 60)),
+                echelon.Partition({rank}, {other}, start=start),
+                echelon.Partition({rank}, set(range(world_size)) - {rank}, start=start, end=start + 1),
+                echelon.Delay(draw.uniform(0, 1), src=rank),
+                echelon.Pause(rank=rank, start=start, end=start + 1),
+                echelon.Pause(rank=rank, start=start),
+            ]
+        )
+    ]
+
+
+@pytest.mark.parametrize("program", [train, train_pipeline])
+@pytest.mark.parametrize(
+    "seeds", [range(30), pytest.param(range(30, 600), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_faults_drawn_from_the_seed_never_give_a_wrong_number(program, seeds):
+    """Every rank ends with the right gradients, a PeerFailed or a Timeout, or was the one that was stopped."""
+    right = echelon.simulate(program, 3, network=NETWORK).results
+    outcomes = set()
+
+    def check(run):
+        for mine, expected in zip(run.results, right, strict=True):
+            if isinstance(mine, list):
+                assert all(torch.equal(left, other) for left, other in zip(mine, expected, strict=True))
+                outcomes.add("right")
+            else:
+                assert mine in ("PeerFailed", "Timeout", None), mine
+                outcomes.add(mine)
+
+    costs = Costs(forward=0.001, backward_input=0.001, backward_weight=0.001)
+    echelon.explore(program, 3, seeds, network=NETWORK, costs=costs, faults=drawn, check=check)
+    assert {"right", "PeerFailed", None} <= outcomes
+
+
+def test_the_same_seed_draws_the_same_faults():
+    runs = [echelon.simulate(train, 3, seed=4, network=NETWORK, faults=drawn) for _ in range(2)]
+    assert runs[0].trace == runs[1].trace
+
+
+def clean_up_after(group, cleaned):
+    try:
+        group.barrier()
+        group.recv((group.rank + 1) % 2)
+    finally:
+        cleaned.append(group.rank)
+        try:
+            group.barrier()
+        except echelon.PeerFailed:
+            cleaned.append("failed")
+
+
+def test_a_killed_rank_says_nothing_more():
+    cleaned = []
+    with pytest.raises(echelon.PeerFailed):
+        echelon.simulate(clean_up_after, 2, (cleaned,), faults=[echelon.Kill(rank=0, at_op=3)])
+    assert sorted(map(str, cleaned)) == ["0", "1", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: [echelon.Kill(rank=0)], "needs either at= .* or at_op="),
+        (lambda: [echelon.Kill(rank=0, at_op=0)], "counted from 1"),
+        (lambda: [echelon.Kill(rank=3, at=1.0)], "rank of Kill=3 is not a rank of this group of 3"),
+        (lambda: [echelon.Slow(rank=0, factor=2.0)], "computing costs nothing here: give costs="),
+        (lambda: [echelon.Slow(rank=0, factor=0.0)], "give a factor above 0"),
+        (lambda: [echelon.Partition({0}, {0, 1})], "without a common one"),
+        (lambda: [echelon.Pause(rank=0, start=2.0, end=1.0)], "end must come after the start"),
+        (lambda: [echelon.Delay(0.0)], "give seconds above 0"),
+    ],
+)
+def test_faults_that_make_no_sense_are_refused(make, words):
+    with pytest.raises((echelon.LaunchError, echelon.InvalidRank), match=words):
+        echelon.simulate(sums, 3, faults=make())

@@ -1,0 +1,190 @@
+"""Messages cost latency + bytes / bandwidth; collectives take exactly the time of their formulas."""
+
+import math
+import time
+
+import pytest
+import torch
+
+import echelon
+from echelon.simulation import PRESETS
+
+ALPHA, BETA = 2.0**-10, 2.0**-20
+"""Powers of two, so that no sum is rounded."""
+NETWORK = echelon.Network(latency=ALPHA, bandwidth=1 / BETA)
+
+
+def ceil_lg(p):
+    return (p - 1).bit_length()
+
+
+FORMULAS = {
+    ("all_reduce", "ring"): lambda p, n: 2 * (p - 1) * ALPHA + 2 * n * (p - 1) / p * BETA,
+    ("all_reduce", "rabenseifner"): lambda p, n: 2 * ceil_lg(p) * ALPHA + 2 * n * (p - 1) / p * BETA,
+    ("all_reduce", "recursive_doubling"): lambda p, n: ceil_lg(p) * (ALPHA + n * BETA),
+    ("broadcast", "binomial"): lambda p, n: ceil_lg(p) * (ALPHA + n * BETA),
+    ("broadcast", "scatter_all_gather"): lambda p, n: (ceil_lg(p) + p - 1) * ALPHA + 2 * n * (p - 1) / p * BETA,
+    ("reduce_scatter", "recursive_halving"): lambda p, n: ceil_lg(p) * ALPHA + n * (p - 1) / p * BETA,
+    ("reduce_scatter", "ring"): lambda p, n: (p - 1) * ALPHA + n * (p - 1) / p * BETA,
+    ("all_gather", "ring"): lambda p, n: (p - 1) * ALPHA + n * (p - 1) / p * BETA,
+    ("all_to_all", "pairwise"): lambda p, n: (p - 1) * ALPHA + n * (p - 1) / p * BETA,
+    ("barrier", "dissemination"): lambda p, n: ceil_lg(p) * ALPHA,  # noqa: ARG005
+}
+"""alpha: latency; beta: seconds per byte; n: bytes of the whole tensor; combining is computing, and costs nothing."""
+POWERS_ONLY = {"rabenseifner", "recursive_doubling", "recursive_halving", "scatter_all_gather"}
+CASES = [
+    (operation, algorithm, world_size)
+    for operation, algorithm in FORMULAS
+    for world_size in (2, 3, 4, 6, 8)
+    if algorithm not in POWERS_ONLY or world_size in (2, 4, 8)
+]
+
+
+def call(group, operation, num_bytes):
+    if operation == "barrier":
+        group.barrier()
+    elif operation == "all_gather":
+        group.all_gather(torch.ones(num_bytes // 4 // group.world_size))
+    else:
+        getattr(group, operation)(torch.ones(num_bytes // 4))
+    return group.backend.now()
+
+
+@pytest.mark.parametrize("rows", [1, 32, 1024])
+@pytest.mark.parametrize(("operation", "algorithm", "world_size"), CASES)
+def test_collectives_take_the_time_of_their_formulas(monkeypatch, operation, algorithm, world_size, rows):
+    monkeypatch.setenv(f"ECHELON_{operation.upper()}", algorithm)
+    num_bytes = 4 * world_size * rows
+    run = echelon.simulate(call, world_size, (operation, num_bytes), network=NETWORK)
+    assert run.elapsed == max(run.results) == FORMULAS[operation, algorithm](world_size, num_bytes)
+
+
+def send_one(group, num_bytes):
+    if group.rank == 0:
+        group.send(torch.zeros(num_bytes, dtype=torch.uint8), 1)
+    elif group.rank == 1:
+        group.recv(0)
+    return group.backend.now()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 1 << 20])
+def test_a_message_costs_latency_and_bytes(num_bytes):
+    run = echelon.simulate(send_one, 2, (num_bytes,), network=NETWORK)
+    assert run.results == [ALPHA + num_bytes * BETA] * 2
+    assert run.bytes_sent == {(0, 1): num_bytes}
+
+
+def send_to_all(group, num_bytes):
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+    works = [group.isend(tensor, dst) for dst in range(group.world_size) if dst != group.rank]
+    for src in range(group.world_size):
+        if src != group.rank:
+            group.recv(src)
+    for work in works:
+        work.wait()
+    return group.backend.now()
+
+
+def test_a_ranks_sends_share_its_bandwidth_and_links_are_full_duplex():
+    run = echelon.simulate(send_to_all, 4, (1 << 20,), network=NETWORK)
+    assert run.results == [ALPHA + 3 * (1 << 20) * BETA] * 4
+
+
+@pytest.mark.parametrize("hosts", [[2, 2], [1, 3]])
+def test_ranks_on_one_host_are_near(hosts):
+    network = echelon.Network(1.0, math.inf, hosts, local_latency=0.25, local_bandwidth=math.inf)
+    run = echelon.simulate(send_one, 4, (8,), network=network)
+    assert run.results[1] == (0.25 if hosts == [2, 2] else 1.0)
+
+
+def test_a_function_may_say_what_is_between_two_ranks():
+    run = echelon.simulate(send_one, 2, (8,), network=lambda src, dst: echelon.Network(src + 2 * dst, math.inf))
+    assert run.results[1] == 2.0
+
+
+def test_presets_have_names():
+    run = echelon.simulate(send_one, 2, (117_000,), network="1GbE")
+    assert run.results[1] == pytest.approx(PRESETS["1GbE"].latency + 0.001)
+    with pytest.raises(echelon.LaunchError, match="use one of 1GbE, 10GbE"):
+        echelon.simulate(send_one, 2, (1,), network="token ring")
+
+
+@pytest.mark.parametrize("bad", [{"latency": -1}, {"bandwidth": 0}, {"hosts": [2, 0]}, {"latency": math.inf}])
+def test_networks_that_cannot_be_are_refused(bad):
+    with pytest.raises(echelon.LaunchError, match="give"):
+        echelon.Network(**bad)
+
+
+def test_hosts_must_have_as_many_ranks_as_the_simulation():
+    with pytest.raises(echelon.LaunchError, match="have 4 ranks, the simulation has 3"):
+        echelon.simulate(send_one, 3, (1,), network=echelon.Network(hosts=[2, 2]))
+
+
+def wait_in_vain(group, seconds):
+    if group.rank == 0:
+        with pytest.raises(echelon.Timeout, match=r"rank 1.*not done after"):
+            group.recv(1, timeout=seconds)
+        group.send(torch.ones(1), 1)
+    else:
+        group.recv(0)
+    return group.backend.now()
+
+
+def test_timeouts_run_on_virtual_time():
+    began = time.monotonic()
+    assert echelon.simulate(wait_in_vain, 2, (60.0,)).results == [60.0, 60.0]
+    assert time.monotonic() - began < 1
+
+
+def answer_late(group):
+    if group.rank == 0:
+        return group.recv(1, timeout=2.0).item()
+    with group.backend.compute("thinking"):
+        pass
+    group.send(torch.ones(1), 0)
+    return None
+
+
+def test_what_comes_at_the_last_moment_is_in_time():
+    assert echelon.simulate(answer_late, 2, costs={"thinking": 2.0}).results[0] == 1.0
+    with pytest.raises(echelon.Timeout):
+        echelon.simulate(answer_late, 2, costs={"thinking": 2.0000001})
+
+
+def last_of_many(group):
+    if group.rank == 0:
+        for number in range(50):
+            group.isend(torch.full((50 - number,), number), 1)
+        return None
+    return [group.recv(0)[0].item() for _ in range(50)]
+
+
+@pytest.mark.parametrize("network", [None, NETWORK])
+@pytest.mark.parametrize("seed", range(5))
+def test_messages_of_one_rank_never_overtake_each_other(network, seed):
+    assert echelon.simulate(last_of_many, 2, seed=seed, network=network).results[1] == list(range(50))
+
+
+def two_groups_beside(group):
+    halves = [group.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(2)]
+    with group.backend.compute("model"):
+        pass
+    for work in halves:
+        work.wait()
+    return group.backend.now()
+
+
+def test_what_runs_beside_overlaps_with_computing():
+    alone = echelon.simulate(two_groups_beside, 2, network=NETWORK).elapsed
+    for seconds in (alone / 2, alone, 2 * alone):
+        run = echelon.simulate(two_groups_beside, 2, network=NETWORK, costs={"model": seconds})
+        assert run.elapsed == max(alone, seconds)
+
+
+def use_the_backend_itself(group):
+    group.backend.barrier()
+    return group.backend.now()
+
+
+def test_the_backends_own_barrier_costs_its_rounds():
+    assert echelon.simulate(use_the_backend_itself, 5, network=NETWORK).elapsed == 3 * ALPHA
