@@ -12,7 +12,7 @@ from echelon.pipeline.cost import Costs
 from echelon.pipeline.placement import vee
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.building_block import Block
-from echelon.pipeline.search.filling import fill, skeleton_of
+from echelon.pipeline.search.filling import fill, skeleton_of, to_actions
 from echelon.pipeline.search.problem import problem
 from echelon.pipeline.search.pulling import pull_forward
 
@@ -33,4 +33,4 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     assert pulled is not None
     filled = fill(equal, pulled)
     assert filled is not None
-    return Schedule("v-half", num_microbatches, placement, filled.actions())
+    return Schedule("v-half", num_microbatches, placement, to_actions(filled.orders))

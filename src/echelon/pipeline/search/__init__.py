@@ -9,8 +9,12 @@ Strategy. A schedule is two decisions: in which order each rank runs its forward
     warm_ups    the shapes of warm-up to try
     climbing    betters a warm-up, a few ranks at a time
     pulling     betters any skeleton: what is ready goes ahead of what is not
+    replaying   plays complete orders
+    pretending  places W as if costs were a little different
+    swapping    swaps neighbours in the chain of steps that makes a rank late
     bound       the time that no schedule can beat: when it is reached, the search is over
-    engine      tries all of it, and the named schedules too, and returns the best
+    trying      does all this for one placement
+    engine      does it for every placement, has the named schedules compete, and returns the best
 
 Waiting is shared out: a rank would rather wait for a forward or a backward than be late for it with a W, as long as it
 has not waited more than the rank that has waited most. The longest span of any rank is what counts, so that wait is

@@ -29,14 +29,10 @@ class Filled(NamedTuple):
     waits: tuple[int, ...]
     """For each rank, how long it waits between its first start and its last end."""
 
-    @property
-    def skeleton(self) -> Skeleton:
-        """The orders without W."""
-        return tuple(tuple(key for key in order if key[0] != "W") for order in self.orders)
 
-    def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """The orders as steps of a schedule."""
-        return tuple(tuple(Action(stage, kind, microbatch) for kind, stage, microbatch in o) for o in self.orders)
+def to_actions(orders: Sequence[Sequence[Key]]) -> tuple[tuple[Action, ...], ...]:
+    """Makes the steps of a schedule."""
+    return tuple(tuple(Action(stage, kind, microbatch) for kind, stage, microbatch in order) for order in orders)
 
 
 def skeleton_of(orders: Sequence[Sequence[Step]]) -> Skeleton:
@@ -82,6 +78,21 @@ class Filler:
     def free_at(self, rank: int) -> int:
         """When the rank is done with all that was put."""
         return self._free[rank]
+
+    def time_to_room(self, rank: int, amount: int) -> int:
+        """The time of the W that must run before the rank can hold so much more."""
+        problem, time = self._problem, 0
+        over = self._held[rank] + amount - problem.limits[rank]
+        for stage, _ in self._undone[rank][self._next_weight[rank] :]:
+            if over <= 0:
+                break
+            over -= problem.kept[stage]
+            time += problem.backward_weight[stage]
+        return time
+
+    def may_wait(self, rank: int, until: int) -> bool:
+        """Whether the rank may wait so long, by the measure of the rank that has waited most."""
+        return self._waits[rank] + until - self._free[rank] <= self._longest_wait
 
     def arrival(self, kind: Kind, stage: int, microbatch: int) -> int | None:
         """When what an F or I needs is there; None if what makes it was not put yet."""

@@ -1,7 +1,8 @@
 """Grows a skeleton: warm-up forwards, then in each slot one backward and one forward on every rank.
 
 Of its stages a rank takes the one nearest to the end of the journey whose input is on its way: the last for a forward,
-the first for a backward. That frees memory soonest. A rank without room for a forward lets the slot pass.
+the first for a backward. That frees memory soonest. A rank without room for a forward lets the slot pass. Where
+backwards go first, so does a rank whose next neighbour has forwards enough, if a gradient would have to wait for it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from echelon.pipeline.search.filling import Filled, Filler
 from echelon.pipeline.search.problem import Problem
 
 
-def fill_slots(problem: Problem, warm_ups: Sequence[Sequence[int]], patience: int = 0) -> Filled | None:
+def fill_slots(
+    problem: Problem, warm_ups: Sequence[Sequence[int]], patience: int = 0, backward_first: bool = False
+) -> Filled | None:
     """Makes a schedule that starts with the warm-ups.
 
     Args:
         problem: What to schedule.
         warm_ups: For each rank, the stages of the forwards that it starts with.
         patience: See `Filler`.
+        backward_first: Forwards give way to gradients. For one stage per rank.
 
     Returns:
         None if the warm-ups do not fit the limits, or ranks wait for ever.
@@ -29,8 +33,9 @@ def fill_slots(problem: Problem, warm_ups: Sequence[Sequence[int]], patience: in
         return None
     left = 2 * problem.num_stages * problem.num_microbatches - sum(map(len, warm_ups))
     while left:
-        done = slots.backwards() + slots.forwards()
-        if not done:
+        done = slots.backwards()
+        done += slots.giving_way() if backward_first else slots.forwards()
+        if not done and not (done := slots.forwards()):
             return None
         left -= done
     return slots.filler.finish()
@@ -39,6 +44,7 @@ def fill_slots(problem: Problem, warm_ups: Sequence[Sequence[int]], patience: in
 class _Slots:
     def __init__(self, problem: Problem, patience: int) -> None:
         self.filler = Filler(problem, patience)
+        self._problem = problem
         self._num_ranks = problem.num_ranks
         self._num_microbatches = problem.num_microbatches
         self._stages = [problem.stages_of(rank) for rank in range(problem.num_ranks)]
@@ -62,6 +68,23 @@ class _Slots:
     def forwards(self) -> int:
         """Puts one forward on each rank, from the first rank on. Returns how many there were."""
         return sum(self._put_first("F", reversed(stages)) for stages in self._stages)
+
+    def giving_way(self) -> int:
+        """As `forwards`, but not on ranks that give way, nor on those before them."""
+        last = self._num_ranks - 1
+        first = next((rank + 1 for rank in reversed(range(last)) if self._gives_way(rank)), 0)
+        return sum(self._put_first("F", [stage]) for stage in range(first, last + 1))
+
+    def _gives_way(self, rank: int) -> bool:
+        """Whether the next rank has forwards waiting, and this one's next gradient would come before its F ended."""
+        problem, filler = self._problem, self.filler
+        done = self._next["F"]
+        if done[rank] >= self._num_microbatches or done[rank] < done[rank + 1] + 2:
+            return False
+        gradient = filler.free_at(rank + 1) + problem.forward[rank + 1] + problem.backward_input[rank + 1]
+        gradient += problem.transfer[rank]
+        start = filler.free_at(rank) + filler.time_to_room(rank, problem.activation[rank])
+        return start + problem.forward[rank] > gradient and filler.may_wait(rank, gradient)
 
     def backwards(self) -> int:
         """Puts one backward on each rank. Returns how many there were.
