@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from echelon.backends.base import Work
+from echelon.errors import Closed
 
 T = TypeVar("T")
 
@@ -25,9 +26,14 @@ class Lanes:
         self._changed = threading.Condition()
         self._queues: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
+        self._closed = False
 
     def start(self, function: Callable[[], T], description: str, lane: int) -> Work[T]:
-        """Queues `function` on a lane; the Work is completed with what it returns or raises."""
+        """Queues `function` on a lane; the Work is completed with what it returns or raises.
+
+        Raises:
+            Closed: after `close`.
+        """
         work: Work[T] = Work(self, description, self._timeout)
 
         def run() -> None:
@@ -39,7 +45,10 @@ class Lanes:
                 work.complete(result, error)
                 self._changed.notify_all()
 
-        self._queue(lane).put(run)
+        with self._changed:
+            if self._closed:
+                raise Closed(f"{self._name} is closed: {description} was not started")
+            self._queue(lane).put(run)
         return work
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
@@ -49,22 +58,23 @@ class Lanes:
 
     def close(self, timeout: float) -> None:
         """Ends the threads once they have run what is queued; waits at most `timeout` seconds for each."""
-        for queue in self._queues.values():
-            queue.put(None)
+        with self._changed:
+            self._closed = True
+            for queue in self._queues.values():
+                queue.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout)
 
     def _queue(self, lane: int) -> SimpleQueue[Callable[[], None] | None]:
-        with self._changed:
-            queue = self._queues.get(lane)
-            if queue is None:
-                queue = self._queues[lane] = SimpleQueue()
-                name = f"{self._name}, lane {len(self._queues)}"
-                thread = threading.Thread(target=_run, args=(queue,), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            return queue
+        queue = self._queues.get(lane)
+        if queue is None:
+            queue = self._queues[lane] = SimpleQueue()
+            name = f"{self._name}, lane {len(self._queues)}"
+            thread = threading.Thread(target=_run, args=(queue,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return queue
 
 
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:

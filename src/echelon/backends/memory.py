@@ -56,7 +56,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor, writable, as bytes. The view keeps the tensor alive."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     return flat.view(torch.uint8).numpy().data
 
 

@@ -1,0 +1,84 @@
+"""Asynchronous operations: one after another in a lane, lanes beside each other."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from echelon.backends.lanes import Lanes
+from echelon.errors import Closed, Timeout
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def lanes():
+    made = Lanes("test", SECONDS)
+    yield made
+    made.close(SECONDS)
+
+
+def test_a_lane_runs_in_order(lanes):
+    order = []
+    works = [lanes.start(lambda number=number: order.append(number), "append", 5) for number in range(50)]
+    for work in works:
+        work.wait(SECONDS)
+    assert order == list(range(50))
+
+
+def test_lanes_do_not_wait_for_each_other(lanes):
+    come = threading.Event()
+    first = lanes.start(lambda: come.wait(SECONDS), "wait", 0)
+    second = lanes.start(come.set, "come", 1)
+    second.wait(SECONDS)
+    assert first.wait(SECONDS) is True
+
+
+def test_an_error_belongs_to_its_operation_alone(lanes):
+    failing = lanes.start(lambda: 1 // 0, "division", 0)
+    after = lanes.start(lambda: 7, "seven", 0)
+    assert after.wait(SECONDS) == 7
+    assert isinstance(failing.exception(), ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        failing.wait(SECONDS)
+
+
+def test_a_wait_ends_when_its_time_is_up(lanes):
+    come = threading.Event()
+    work = lanes.start(lambda: come.wait(SECONDS), "wait for it", 0)
+    with pytest.raises(Timeout, match=r"wait for it: not done after 0\.0 s"):
+        work.wait(0.01)
+    come.set()
+    assert work.wait(SECONDS)
+
+
+def test_a_lane_that_rests_holds_no_tensor(lanes):
+    """It kept the last operation, and with it its tensors, until the next one came."""
+    tensor = torch.ones(1)
+    gone = weakref.ref(tensor)
+    work = lanes.start(lambda tensor=tensor: tensor.sum().item(), "sum", 0)
+    assert work.wait(SECONDS) == 1
+    del tensor, work
+    lanes.close(SECONDS)
+    gc.collect()
+    assert gone() is None
+
+
+def test_closing_runs_what_is_queued_and_leaves_no_thread():
+    before = threading.active_count()
+    lanes = Lanes("test", SECONDS)
+    works = [lanes.start(lambda number=number: number, "number", number % 3) for number in range(9)]
+    lanes.close(SECONDS)
+    assert [work.result() for work in works] == list(range(9))
+    assert threading.active_count() == before
+
+
+def test_nothing_is_queued_behind_the_end():
+    """It would never have run, and a wait for it only ended when its time was up."""
+    lanes = Lanes("test", SECONDS)
+    lanes.start(lambda: 1, "one", 0).wait(SECONDS)
+    lanes.close(SECONDS)
+    with pytest.raises(Closed):
+        lanes.start(lambda: 2, "two", 0)

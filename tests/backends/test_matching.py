@@ -1,0 +1,182 @@
+"""Messages meet the receives that were posted for them, whichever came first."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.backends.base import Tag, Work
+from echelon.backends.matching import Mailbox, Receive
+from echelon.backends.memory import bytes_of
+from echelon.errors import CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
+
+TAG = Tag(step=3)
+FLOAT = torch.float32
+
+
+def post(mailbox, src=1, tag=TAG, out=None, note=""):
+    work = Work(None, f"receive from {src}")
+    mailbox.post(Receive(work, src, tag, out, note))
+    return work
+
+
+def arrive(mailbox, value, src=1, tag=TAG, note="", finish=True):
+    """Lets a message of one float arrive; returns the delivery."""
+    delivery = mailbox.arrive(src, tag, (1,), FLOAT, note)
+    if delivery.memory is not None:
+        delivery.memory[:] = bytes_of(torch.tensor([float(value)]))
+    if finish:
+        delivery.finish()
+    return delivery
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 2), st.integers(0, 1), st.booleans()), max_size=40),
+)
+def test_messages_meet_receives_in_order_for_each_source_and_tag(events):
+    """The n-th receive of a source and tag gets its n-th message, in whatever order all of them come."""
+    mailbox = Mailbox()
+    works, sent = {}, {}
+    for number, (is_message, src, step, with_out) in enumerate(events):
+        key = (src, Tag(step=step))
+        if is_message:
+            arrive(mailbox, number, *key)
+            sent.setdefault(key, []).append(float(number))
+        else:
+            out = torch.zeros(1) if with_out else None
+            works.setdefault(key, []).append((post(mailbox, *key, out=out), out))
+    unmet = 0
+    for key, posted in works.items():
+        values = sent.get(key, [])
+        unmet += max(0, len(posted) - len(values))
+        for (work, out), value in zip(posted, values, strict=False):
+            assert work.result().item() == value
+            assert out is None or work.result() is out
+        for work, _ in posted[len(values) :]:
+            assert not work.is_completed()
+    assert mailbox.num_posted == unmet
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("out", "note", "error"),
+    [
+        (torch.zeros(2), "", SizeMismatch),
+        (torch.zeros(1, 1), "", SizeMismatch),
+        (torch.zeros(1, dtype=torch.int32), "", SizeMismatch),
+        (torch.zeros(()), "", SizeMismatch),
+        (None, "barrier", CollectiveMismatch),
+    ],
+)
+def test_a_message_that_does_not_fit_fails_alone(early, out, note, error):
+    mailbox = Mailbox()
+    if early:
+        arrive(mailbox, 1)
+    wrong = post(mailbox, out=out, note=note)
+    if not early:
+        arrive(mailbox, 1)
+    with pytest.raises(error):
+        wrong.result()
+    assert out is None or not out.any()
+    right = post(mailbox)
+    arrive(mailbox, 2)
+    assert right.result().item() == 2
+
+
+def test_a_disagreement_shows_both_sides():
+    mailbox = Mailbox()
+    work = post(mailbox, note="all_reduce, #4")
+    arrive(mailbox, 1, note="")
+    with pytest.raises(CollectiveMismatch, match="rank 1 is in send, this rank in all_reduce, #4: every rank"):
+        work.result()
+
+
+def test_any_note_is_kept_if_none_is_asked_for():
+    mailbox = Mailbox()
+    early = arrive(mailbox, 1, note="what I am")
+    del early
+    work = post(mailbox, note=None)
+    assert (work.result().item(), work.note) == (1, "what I am")
+
+
+def test_a_parameter_is_written_without_autograd():
+    """From whatever thread, in whatever mode of autograd."""
+    place = torch.nn.Parameter(torch.zeros(1))
+    mailbox = Mailbox()
+    arrive(mailbox, 4)
+    assert post(mailbox, out=place).result() is place
+    assert place.item() == 4
+    assert place.requires_grad
+    assert place.is_leaf
+
+
+def test_the_failure_of_a_peer_ends_its_receives_and_no_others():
+    mailbox = Mailbox()
+    first, other = post(mailbox), post(mailbox, src=2)
+    arrive(mailbox, 9, tag=Tag(step=8))
+    cause = mailbox.fail_peer(1, PeerFailed(1, "gone"))
+    assert mailbox.fail_peer(1, PeerFailed(1, "told later")) is cause
+    assert first.exception() is cause
+    assert not other.is_completed()
+    assert post(mailbox).exception() is cause
+    assert post(mailbox, tag=Tag(step=8)).result().item() == 9, "a message that had arrived was lost"
+    assert mailbox.num_posted == 1
+
+
+def test_the_failure_of_a_context_ends_its_collectives_only():
+    mailbox = Mailbox()
+    collective, point, other = post(mailbox, tag=Tag(7, 1)), post(mailbox, tag=Tag(7, 0)), post(mailbox, tag=Tag(8, 1))
+    cause = mailbox.fail_context(7, PeerFailed(3, "gone"))
+    assert mailbox.fail_context(7, PeerFailed(4, "later")) is cause
+    assert collective.exception() is cause
+    assert not point.is_completed()
+    assert not other.is_completed()
+    assert mailbox.failure(2, Tag(7, 5)) is cause
+    assert mailbox.failure(2, Tag(7, 0)) is None
+
+
+@pytest.mark.parametrize("posted_first", [True, False])
+def test_a_delivery_that_fails_ends_its_receive_whenever_it_comes(posted_first):
+    mailbox = Mailbox()
+    work = post(mailbox) if posted_first else None
+    delivery = arrive(mailbox, 1, finish=False)
+    delivery.fail(PeerFailed(1, "gone in mid-message"))
+    work = work or post(mailbox)
+    with pytest.raises(PeerFailed, match="gone in mid-message"):
+        work.result()
+
+
+@pytest.mark.parametrize("with_out", [True, False])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_receive_withdrawn_in_mid_message_gives_it_to_the_next(with_out, others):
+    mailbox = Mailbox()
+    out = torch.zeros(1) if with_out else None
+    withdrawn = post(mailbox, out=out)
+    posted = [post(mailbox) for _ in range(others)]
+    delivery = arrive(mailbox, 5, finish=False)
+    before = None if out is None else out.clone()
+    mailbox.withdraw(withdrawn, Timeout("too late"), [delivery])
+    delivery.memory[:] = bytes_of(torch.tensor([6.0]))
+    delivery.finish()
+    assert isinstance(withdrawn.exception(), Timeout)
+    assert out is None or torch.equal(out, before)
+    assert (posted or [post(mailbox)])[0].result().item() == 6
+    assert mailbox.num_posted == 0
+
+
+def test_a_receive_withdrawn_before_its_message_leaves_it_to_the_next():
+    mailbox = Mailbox()
+    withdrawn, waiting = post(mailbox), post(mailbox)
+    mailbox.withdraw(withdrawn, Timeout("too late"))
+    arrive(mailbox, 1)
+    assert waiting.result().item() == 1
+    with pytest.raises(Timeout):
+        withdrawn.result()
+
+
+def test_one_that_is_done_stays_done():
+    mailbox = Mailbox()
+    work = post(mailbox)
+    arrive(mailbox, 1)
+    mailbox.withdraw(work, Timeout("too late"))
+    assert work.result().item() == 1
