@@ -396,3 +396,30 @@ def use_after_close(group):
 
 def test_a_closed_group_says_so(run):
     assert re.fullmatch(r"<ProcessGroup 'world': rank 0 of 2 over (tcp|simulated), closed>", run(use_after_close, 2)[0])
+
+
+class Odd(torch.Tensor):
+    """A tensor whose addition fails, as a kernel may."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.add_:
+            raise RuntimeError("the kernel is out of order")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def fail_inside(group):
+    ones = torch.ones(4)
+    try:
+        group.all_reduce(ones.as_subclass(Odd) if group.rank == 1 else ones)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_any_exception_inside_a_collective_ends_it_on_all_ranks(run):
+    outcomes = run(fail_inside, 3)
+    assert outcomes[1] == ("RuntimeError", "the kernel is out of order")
+    for kind, text in (outcomes[0], outcomes[2]):
+        assert kind == "PeerFailed"
+        assert "rank 1 failed: RuntimeError: the kernel is out of order" in text

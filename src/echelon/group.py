@@ -25,7 +25,6 @@ from echelon.collectives.run import Channel
 from echelon.errors import (
     Closed,
     CollectiveMismatch,
-    EchelonError,
     InvalidRank,
     PeerFailed,
     SelfSend,
@@ -427,24 +426,30 @@ class ProcessGroup:
             with torch.no_grad():
                 try:
                     result = operation.act(channel)
-                except EchelonError as error:
-                    raise self._give_up(error, f"rank {self.backend.rank} in {note} of group {self.name!r}") from error
+                except Exception as error:
+                    told = self._give_up(error, f"rank {self.backend.rank} in {note} of group {self.name!r}")
+                    if told is error:
+                        raise
+                    raise told from error
                 return result if out is None else cast("T", write_out(out, cast("Tensor", result), note))
 
         if async_op:
             return self.backend.start(attempt, f"{note} of group {self.name!r}", self.context)
         return attempt()
 
-    def _give_up(self, error: EchelonError, operation: str) -> EchelonError:
+    def _give_up(self, error: Exception, operation: str) -> Exception:
         """Ends the group's collectives on all ranks, and returns the error with the operation's name in it."""
-        if isinstance(error, Closed | UnsupportedOp):
+        if isinstance(error, Closed):
             return error
         if isinstance(error, PeerFailed):
             first = self.backend.revoke(self.context, self.ranks, error)
             return PeerFailed(first.rank, first.reason, operation)
-        named = Timeout if isinstance(error, Timeout) else CollectiveMismatch
-        told = named(f"{operation}: {error}")
-        failure = PeerFailed(self.backend.rank, f"{named.__name__}: {told}")
+        told: Exception = error
+        if isinstance(error, Timeout):
+            told = Timeout(f"{operation}: {error}")
+        elif isinstance(error, CollectiveMismatch | SizeMismatch):
+            told = CollectiveMismatch(f"{operation}: {error}")
+        failure = PeerFailed(self.backend.rank, f"{type(told).__name__}: {told}")
         self.backend.revoke(self.context, self.ranks, failure)
         return told
 
