@@ -252,7 +252,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="of each copy's share of the batch")
     parser.add_argument("--simulate", type=int, metavar="RANKS", help="run on so many threads of this process")
     parser.add_argument("--check", action="store_true", help="compare with a single process (10 steps, float64)")
-    parser.add_argument("--steps", type=int, help="how long to train (default: 500, with --check 10)")
+    parser.add_argument("--steps", type=int, help="how long to train (default: 400, with --check 10)")
     parser.add_argument("--batch", type=int, default=32, help="samples in a step, over all copies")
     parser.add_argument("--context", type=int, default=64, help="bytes in a sample")
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
@@ -265,7 +265,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", default="def ", help="what the text begins with")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
     options = parser.parse_args(arguments)
-    options.steps = options.steps or (10 if options.check else 500)
+    options.steps = options.steps or (10 if options.check else 400)
     return options
 
 
