@@ -17,7 +17,7 @@ def test_every_dtype_crosses_as_it_is(code):
     assert dtype_code(dtype) == code
     assert dtype.itemsize == DTYPES[code][1]
     for shape in ((), (0,), (3,), (2, 0, 2), (2, 3)):
-        raw = torch.arange(60, dtype=torch.uint8)[: dtype.itemsize * torch.Size(shape).numel()] % 2
+        raw = torch.arange(96, dtype=torch.uint8)[: dtype.itemsize * torch.Size(shape).numel()] % 2
         sent = raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
         got = new_tensor(shape, dtype)
         bytes_of(got)[:] = bytes_of(sent)

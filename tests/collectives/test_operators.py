@@ -1,0 +1,117 @@
+"""Every reduction with every dtype gives the right value, or says that it has none."""
+
+import operator as python
+from functools import reduce
+
+import pytest
+import torch
+
+import echelon
+from echelon.backends.wire import DTYPES
+from echelon.collectives.operators import accumulation_dtype, operator
+from echelon.errors import UnsupportedOp
+
+DTYPE_NAMES = [name for name, _ in DTYPES]
+OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
+FLOATS = {name for name in DTYPE_NAMES if "float" in name}
+COMPLEX = {"complex32", "complex64", "complex128"}
+VALUES = ([1, 2, 4, 1], [2, 1, 4, 8], [1, 4, 2, 1], [1, 1, 1, 2])
+"""Exact in every dtype, sums and products too, except float8_e8m0fnu, which has powers of two only."""
+
+
+def is_supported(op, name):
+    if op == "mean":
+        return name in FLOATS | COMPLEX
+    if op in ("band", "bor", "bxor"):
+        return name not in FLOATS | COMPLEX
+    if op in ("min", "max"):
+        return name not in COMPLEX | {"uint64"}
+    return name not in ("bool", "uint64")
+
+
+def expected(op, columns, dtype):
+    """Returns what plain Python makes of the values, in `dtype`."""
+    python_op = {
+        "sum": python.add,
+        "mean": python.add,
+        "product": python.mul,
+        "min": min,
+        "max": max,
+        "band": python.and_,
+        "bor": python.or_,
+        "bxor": python.xor,
+    }[op]
+    if dtype == torch.bool:
+        columns = [[bool(value) for value in column] for column in columns]
+    results = [reduce(python_op, column) for column in columns]
+    if op == "mean":
+        results = [result / 4 for result in results]
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    return torch.tensor(results, dtype=wide).to(dtype)
+
+
+@pytest.mark.parametrize("name", DTYPE_NAMES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_dtype_and_op(op, name):
+    dtype = getattr(torch, name)
+    if not is_supported(op, name):
+        with pytest.raises(UnsupportedOp, match=f"op='{op}' has no meaning for torch.{name}: convert"):
+            operator(op, dtype)
+        return
+    accumulation = accumulation_dtype(dtype)
+    tensors = [torch.tensor(values, dtype=torch.float64).to(dtype).to(accumulation) for values in VALUES]
+    reduction = operator(op, dtype)
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        reduction.combine(total, tensor)
+    got = reduction.finish(total, len(VALUES)).to(dtype)
+    assert got.dtype == dtype
+    wanted = expected(op, list(zip(*VALUES, strict=True)), dtype)
+    assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8)), f"{got} instead of {wanted}"
+
+
+@pytest.mark.parametrize(("name", "wide"), [("uint16", 1 << 16), ("uint32", 1 << 32), ("uint8", 1 << 8)])
+@pytest.mark.parametrize("op", ["sum", "product"])
+def test_unsigned_integers_wrap_around(name, wide, op):
+    dtype = getattr(torch, name)
+    total = torch.tensor([wide - 1]).to(dtype).to(accumulation_dtype(dtype))
+    reduction = operator(op, dtype)
+    reduction.combine(total, torch.tensor([wide - 3]).to(dtype).to(accumulation_dtype(dtype)))
+    exact = (wide - 1) + (wide - 3) if op == "sum" else (wide - 1) * (wide - 3)
+    assert total.to(dtype).item() == exact % wide
+
+
+def test_min_and_max_pass_a_nan_on():
+    for op in ("min", "max"):
+        for own, other in ((1.0, float("nan")), (float("nan"), 1.0)):
+            total = torch.tensor([own])
+            operator(op, torch.float32).combine(total, torch.tensor([other]))
+            assert total.isnan().all()
+
+
+def test_an_unknown_op_lists_the_known_ones():
+    with pytest.raises(UnsupportedOp, match="op='avg': use one of sum, mean, product, min, max, band, bor, bxor"):
+        operator("avg", torch.float32)
+
+
+def reduce_all(group):
+    got = {}
+    for name in DTYPE_NAMES:
+        dtype = getattr(torch, name)
+        tensor = torch.tensor(VALUES[group.rank], dtype=torch.float64).to(dtype)
+        try:
+            got[name] = group.all_reduce(tensor, "max").view(torch.uint8)
+        except UnsupportedOp:
+            got[name] = None
+    return got
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_group_reduces_every_dtype_or_says_so():
+    for got in echelon.simulate(reduce_all, 4).results:
+        for name in DTYPE_NAMES:
+            assert (got[name] is None) == (not is_supported("max", name)), name
+            if got[name] is not None:
+                wanted = expected("max", list(zip(*VALUES, strict=True)), getattr(torch, name))
+                assert torch.equal(got[name], wanted.view(torch.uint8)), name
