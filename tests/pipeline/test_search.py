@@ -58,6 +58,7 @@ def test_published_rates_at_twice_the_memory(row):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @each([row for row in ROWS if int(row["ranks"]) > 8])
 def test_published_rates_at_twice_the_memory_of_more_ranks(row):
     _reaches(row)
@@ -84,6 +85,7 @@ def test_with_all_of_an_activation_kept_until_w_the_search_reaches_the_bound(row
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @each([row for row in ROWS if row["bubble_zb_v"]])
 def test_on_a_v_it_is_at_least_as_good_as_zb_v(row):
     ranks, microbatches = int(row["ranks"]), int(row["microbatches"])

@@ -12,17 +12,32 @@ from fractions import Fraction
 
 from echelon.pipeline.search.problem import Problem
 
-_WEIGHTS = (Fraction(4, 5), Fraction(9, 10), Fraction(11, 10), Fraction(5, 4))
-_TRANSFERS = (Fraction(1), Fraction(1, 2), Fraction(0), Fraction(2))
+# What W and transfers are taken to cost, as parts of what they do: the most helpful first.
+_PRETENCES = (
+    ("4/5", "1"),
+    ("9/10", "1/2"),
+    ("4/5", "0"),
+    ("1", "0"),
+    ("9/10", "1"),
+    ("11/10", "1/2"),
+    ("1", "2"),
+    ("4/5", "1/2"),
+    ("9/10", "0"),
+    ("11/10", "1"),
+    ("5/4", "1"),
+    ("1", "1/2"),
+)
 
 
 def pretences(problem: Problem) -> Iterator[Problem]:
     """Yields the problem with other times for W and transfers."""
-    for transfer in _TRANSFERS:
-        for weight in (*_WEIGHTS, Fraction(1)):
-            if weight != 1 or transfer != 1:
-                yield replace(
-                    problem,
-                    backward_weight=tuple(int(time * weight) for time in problem.backward_weight),
-                    transfer=tuple(int(time * transfer) for time in problem.transfer),
-                )
+    for weight, transfer in _PRETENCES:
+        yield replace(
+            problem,
+            backward_weight=_scaled(problem.backward_weight, Fraction(weight)),
+            transfer=_scaled(problem.transfer, Fraction(transfer)),
+        )
+
+
+def _scaled(times: tuple[int, ...], part: Fraction) -> tuple[int, ...]:
+    return tuple(int(time * part) for time in times)

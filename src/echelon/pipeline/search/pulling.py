@@ -28,9 +28,10 @@ def pull_forward(problem: Problem, skeleton: Skeleton, window: int) -> Skeleton 
         rank = ranks[number]
         if rank.free > now:
             continue
-        choice = rank.choose(now, window, arrivals)
+        candidates = rank.candidates(window, arrivals)
+        choice = rank.choose(now, candidates)
         if choice is None:
-            later = rank.wait(now, window, arrivals)
+            later = rank.wait(now, candidates)
             if later is not None:
                 heappush(clock, (later, number))
             continue
@@ -56,22 +57,35 @@ class _Rank:
         self._live = 0  # what would be held if no W was left to do
         self._undone: deque[int] = deque()
 
-    def choose(self, now: int, window: int, arrivals: dict[Key, int]) -> int | None:
+    def candidates(self, window: int, arrivals: dict[Key, int]) -> list[tuple[int, int]]:
+        """Index and arrival of the actions that may go first: an F only if that does not raise the most ever held."""
+        problem, live = self._problem, self._live
+        found, highest = [], live
+        for index, key in enumerate(self.left[:window]):
+            kind, stage, _ = key
+            amount = problem.activation[stage]
+            arrival = arrivals.get(key)
+            if arrival is not None and (kind == "I" or highest + amount <= problem.limits[problem.placement[stage]]):
+                found.append((index, arrival))
+            live += amount if kind == "F" else -amount
+            highest = max(highest, live)
+        return found
+
+    def choose(self, now: int, candidates: list[tuple[int, int]]) -> int | None:
         """The index of the first action that can run now, or None."""
-        for index, arrival in self._candidates(window, arrivals):
+        for index, arrival in candidates:
             if arrival <= now:
                 return index if self._has_room(self.left[index]) else None
         return None
 
-    def wait(self, now: int, window: int, arrivals: dict[Key, int]) -> int | None:
+    def wait(self, now: int, candidates: list[tuple[int, int]]) -> int | None:
         """Runs a W if there is one and time for it; returns when to look again, None: when something arrives."""
         later, blocked = None, False
-        for index, arrival in self._candidates(window, arrivals):
-            if arrival > now:
-                later = arrival if later is None else min(later, arrival)
-            elif not self._has_room(self.left[index]):
+        for _, arrival in candidates:
+            if arrival <= now:  # it would run if it had room
                 blocked = True
                 break
+            later = arrival if later is None else min(later, arrival)
         if self._undone:
             duration = self._problem.backward_weight[self._undone[0]]
             if blocked or later is None or later >= now + duration:
@@ -97,20 +111,6 @@ class _Rank:
             self.free = now + problem.backward_input[stage]
         self.order.append(key)
         return key
-
-    def _candidates(self, window: int, arrivals: dict[Key, int]) -> list[tuple[int, int]]:
-        """Index and arrival of the actions that may go first: an F only if that does not raise the most ever held."""
-        problem, live = self._problem, self._live
-        found, highest = [], live
-        for index, key in enumerate(self.left[:window]):
-            kind, stage, _ = key
-            amount = problem.activation[stage]
-            arrival = arrivals.get(key)
-            if arrival is not None and (kind == "I" or highest + amount <= problem.limits[problem.placement[stage]]):
-                found.append((index, arrival))
-            live += amount if kind == "F" else -amount
-            highest = max(highest, live)
-        return found
 
     def _has_room(self, key: Key) -> bool:
         kind, stage, _ = key

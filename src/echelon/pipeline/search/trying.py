@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from echelon.pipeline.search.bound import lower_bound
@@ -23,7 +24,7 @@ _ACTIONS = 2_500_000
 _FEWEST_TRIES, _MOST_TRIES = 80, 3_000
 _CLIMB_STARTS = 3
 _PATIENCE_STEPS = 8
-_WINDOWS = (4, 16, 64)
+_WINDOWS = (4, 64, 16)
 _FINALISTS = 6
 
 
@@ -100,7 +101,7 @@ class _Search:
         """Decides where W go as if costs were others."""
         skeletons = [found.skeleton for found in self._finalists[:1]] + self._known
         for skeleton in skeletons[: self._tries // 40]:
-            for pretence in pretences(self._problem):
+            for pretence in islice(pretences(self._problem), self._tries // 10):
                 filled = None if self.done else fill(pretence, skeleton)
                 if filled is not None:
                     self._consider_orders(filled.orders)
@@ -109,7 +110,7 @@ class _Search:
         """Lets what is ready go first."""
         skeletons = [found.skeleton for found in self._finalists[:1]] + self._known
         for skeleton in skeletons[: self._tries // 40]:
-            for window in _WINDOWS:
+            for window in _WINDOWS[-(1 + self._tries // 100) :]:
                 current: Skeleton | None = skeleton
                 for _ in range(2):
                     current = pull_forward(self._problem, current, window) if current and not self.done else None
