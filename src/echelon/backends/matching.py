@@ -59,8 +59,16 @@ class Delivery:
     __slots__ = ("_arrived", "_error", "_head", "_receive", "memory", "tag", "tensor")
 
     def __init__(
-        self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, receive: Receive | None
+        self,
+        src: int,
+        tag: Tag,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        note: str,
+        receive: Receive | None,
+        whole: torch.Tensor | None = None,
     ) -> None:
+        """Finds a place for the bytes, or takes the tensor that is there already, if it is given."""
         self._head = (src, shape, dtype, note)
         self._arrived = False
         self._error: EchelonError | None = None
@@ -73,6 +81,9 @@ class Delivery:
             receive.work.complete(error=error)
             return
         self._receive = receive
+        if whole is not None:
+            self.tensor = whole
+            return
         try:
             self.tensor = new_tensor(shape, dtype) if receive is None or receive.out is None else receive.out
             self.memory = bytes_of(self.tensor)
@@ -158,6 +169,15 @@ class Mailbox:
         if receive is None:
             self._unclaimed.setdefault((src, tag), deque()).append(delivery)
         return delivery
+
+    def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
+        """Takes in a message that is there whole; the tensor must be nobody else's."""
+        receive = _take_first(self._posted, (src, tag))
+        self.num_posted -= receive is not None
+        delivery = Delivery(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
+        if receive is None:
+            self._unclaimed.setdefault((src, tag), deque()).append(delivery)
+        delivery.finish()
 
     def withdraw(self, work: Work[torch.Tensor], error: EchelonError, arriving: Iterable[Delivery] = ()) -> None:
         """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next."""

@@ -97,6 +97,8 @@ class VirtualBackend(Backend):
         super().__init__(rank, world_size, timeout)
         self.world = world
         self._scheduler = world.scheduler
+        self._meter = world.meter
+        self._random_states = world.random_states
         self._mailbox = world.mailboxes[rank]
         self._closed = False
         self._lanes: dict[int, _Lane] = {}
@@ -309,8 +311,8 @@ class VirtualBackend(Backend):
         task = self._scheduler.current()
         if task.doom is not None:
             raise task.doom
-        if self.world.meter is not None:
-            self._spend(self.world.meter.stop((self.rank, task.number)))
+        if self._meter is not None:
+            self._spend(self._meter.stop((self.rank, task.number)))
         return task
 
     def _begin_message(self, tag: Tag, note: str) -> Task:
@@ -332,9 +334,9 @@ class VirtualBackend(Backend):
     def _end_call(self, task: Task) -> None:
         """Gives the process back to the program of this rank, with its random numbers."""
         if task.depth == 0:
-            self.world.random_states.install(self.rank)
-        if self.world.meter is not None:
-            self.world.meter.start((self.rank, task.number))
+            self._random_states.install(self.rank)
+        if self._meter is not None:
+            self._meter.start((self.rank, task.number))
 
 
 def _is_plain(tag: Tag) -> bool:

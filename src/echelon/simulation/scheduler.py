@@ -19,6 +19,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 
 from echelon.backends.base import Work
 from echelon.errors import EchelonError, UnsupportedOp
@@ -43,6 +44,7 @@ class Task:
         "doom",
         "entered_at",
         "gate",
+        "ident",
         "insists",
         "is_idle",
         "is_queued",
@@ -77,6 +79,8 @@ class Task:
         """When it entered the first of these calls."""
         self.operation = ""
         """The collective that it is in, if it is in one."""
+        self.ident = 0
+        """Of the thread, once it runs."""
         self.gate = threading.Lock()
         self.gate.acquire()
         self.turn = 0
@@ -92,6 +96,7 @@ class Task:
 
     def _run(self) -> None:
         self.gate.acquire()
+        self.ident = get_ident()
         self.begin_turn()
         try:
             if self.doom is None:
@@ -185,7 +190,7 @@ class Scheduler:
             UnsupportedOp: the calling thread is none of the simulation's.
         """
         task = self._running
-        if task is None or task.thread.ident != threading.get_ident():
+        if task is None or task.ident != get_ident():
             raise UnsupportedOp(
                 f"thread {threading.current_thread().name!r} is not one of the simulation's: simulated ranks talk from "
                 "the thread that they were started in; for threads of your own use SimulatedBackend.create_group"
@@ -194,7 +199,7 @@ class Scheduler:
 
     def is_running_here(self) -> bool:
         """Says whether the calling thread is the task that runs."""
-        return self._running is not None and self._running.thread.ident == threading.get_ident()
+        return self._running is not None and self._running.ident == get_ident()
 
     def draw(self) -> float:
         """Returns the next draw, from 0 to 1: what decides between events at the same time."""

@@ -85,10 +85,7 @@ class World:
 
     def _arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
-        delivery = self.mailboxes[dst].arrive(src, tag, tuple(tensor.shape), tensor.dtype, as_sent(note))
-        if delivery.tensor is not None:
-            delivery.tensor.detach().copy_(tensor)
-        delivery.finish()
+        self.mailboxes[dst].take(src, tag, tensor, as_sent(note))
 
     def _send(self, src: int, dst: int, num_bytes: int) -> Passage:
         link = self._links.get((src, dst))
