@@ -3,8 +3,8 @@
     python benchmarks/schedules/search.py              # all tables, about 4 minutes
     python benchmarks/schedules/search.py --quick      # 8 ranks, and no search on a V
 
-The tables are in docs/search.md and benchmarks/schedules/README.md. Seconds are of the processor: the search runs on one
-core and waits for nothing.
+The tables are in docs/search.md and benchmarks/schedules/README.md. Seconds are of the processor: the search runs on
+one core and waits for nothing.
 """
 
 from __future__ import annotations

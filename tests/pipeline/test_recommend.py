@@ -9,7 +9,7 @@ import pytest
 from echelon.errors import ScheduleError
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.placement import loop, vee
-from echelon.pipeline.recommend import cut, held_microbatches, recommend
+from echelon.pipeline.recommend import cut, held_microbatches, recommend, table
 
 
 def test_every_schedule_for_training_is_compared():
@@ -32,7 +32,9 @@ def test_those_that_fit_come_first_and_then_the_fastest():
         assert option.fits == (max(option.peak_microbatches) <= 4)
     assert (options[0].schedule.name, options[-1].fits) == ("zb-v", False)
     assert str(options[0]) == "zb-v: span 25.4, bubble rate 5.5%, up to 4 microbatches"
-    assert str(options[-1]).endswith("up to 8 microbatches (does not fit)")
+    assert str(options[-1]).endswith(
+        "up to 8 microbatches (does not fit: rank 0 holds 8 microbatches, over the limit of 4)"
+    )
 
 
 def test_memory_counts_what_is_there_throughout():
@@ -41,7 +43,23 @@ def test_memory_counts_what_is_there_throughout():
     assert found["1f1b"].peak_memory == (10 + 4 * 3, 20 + 3 * 3, 30 + 2 * 3, 40 + 3)
     assert found["1f1b"].fits
     assert found["gpipe"].peak_memory == (34, 44, 54, 64)
-    assert not found["gpipe"].fits
+    assert found["gpipe"].problem == "rank 3 holds 64 of memory, over the limit of 45"
+
+
+def test_the_table():
+    kept = [option for option in recommend(Costs(), 4, 8, memory_limit=5) if option.schedule.name in ("1f1b", "gpipe")]
+    assert table(kept).splitlines() == [
+        "schedule  chunks  span  bubble rate  memory  peaks in microbatches, by rank",
+        "1f1b      1       33    27.3%        4       4 3 2 1                         fits",
+        "gpipe     1       33    27.3%        8       8 8 8 8                         "
+        "does not fit: rank 0 holds 8 microbatches, over the limit of 5",
+    ]
+    (wide,) = [option for option in recommend(Costs(), 12, 12) if option.schedule.name == "1f1b"]
+    assert "  12 11 10 9 .. 4 3 2 1  " in table([wide])
+
+
+def test_it_is_found_beside_the_schedules():
+    assert schedules.recommend is recommend
 
 
 def test_a_schedule_that_does_not_exist_for_the_sizes_is_left_out():

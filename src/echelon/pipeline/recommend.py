@@ -30,7 +30,7 @@ class Option:
         timeline: How it would run.
         peak_microbatches: For each rank, how many microbatches' activations it holds at most.
         peak_memory: For each rank, its activations and what it holds throughout, in the unit of `Costs.activation`.
-        fits: No limit is exceeded.
+        problem: Which limit is exceeded, by which rank and how much; None if it fits.
     """
 
     schedule: Schedule
@@ -38,7 +38,12 @@ class Option:
     timeline: Timeline
     peak_microbatches: tuple[float, ...]
     peak_memory: tuple[Time, ...]
-    fits: bool
+    problem: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """No limit is exceeded."""
+        return self.problem is None
 
     def __str__(self) -> str:
         """One line of a table."""
@@ -46,7 +51,7 @@ class Option:
         return (
             f"{self.schedule.name}: span {float(self.timeline.span):.4g}, "
             f"bubble rate {float(self.timeline.bubble_rate):.1%}, "
-            f"up to {memory:.4g} microbatches{'' if self.fits else ' (does not fit)'}"
+            f"up to {memory:.4g} microbatches{'' if self.fits else f' (does not fit: {self.problem})'}"
         )
 
 
@@ -86,6 +91,30 @@ def recommend(
         known += [found for found in _searched(costs, num_ranks, num_microbatches, memory_limit) if found not in known]
     options = [_option(schedule, costs, memory_limit, throughout, capacity) for schedule in known]
     return tuple(sorted(options, key=lambda option: (not option.fits, option.timeline.span, max(option.peak_memory))))
+
+
+def table(options: Sequence[Option]) -> str:
+    """Writes options as a table, with what is wrong with those that do not fit and all ranks' peaks below each other.
+
+    Peaks are in microbatches, rank by rank; of more than 8 ranks, the first and the last four.
+    """
+    rows = [("schedule", "chunks", "span", "bubble rate", "memory", "peaks in microbatches, by rank", "")]
+    for option in options:
+        peaks = [f"{peak:.3g}" for peak in option.peak_microbatches]
+        rows.append(
+            (
+                option.schedule.name,
+                str(option.schedule.num_chunks),
+                f"{float(option.timeline.span):.4g}",
+                f"{float(option.timeline.bubble_rate):.1%}",
+                f"{float(max(option.peak_memory)):.4g}",
+                " ".join(peaks if len(peaks) <= 8 else [*peaks[:4], "..", *peaks[-4:]]),
+                f"does not fit: {option.problem}" if option.problem else "fits",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def cut(costs: Costs, placement: Sequence[int]) -> Costs:
@@ -152,10 +181,16 @@ def _option(
     timeline = schedule.simulate(costs)
     held = held_microbatches(schedule, costs, timeline)
     memory = tuple(peak + more for peak, more in zip(timeline.peak_activations, throughout, strict=True))
-    fits = (memory_limit is None or max(held) <= memory_limit * _ROUNDING) and (
-        capacity is None or max(memory) <= capacity * _ROUNDING
-    )
-    return Option(schedule, costs, timeline, held, memory, fits)
+    problems = (_excess(held, memory_limit, "microbatches"), _excess(memory, capacity, "of memory"))
+    return Option(schedule, costs, timeline, held, memory, next(filter(None, problems), None))
+
+
+def _excess(peaks: Sequence[Time], limit: Time | None, unit: str) -> str | None:
+    """Says which rank is the furthest over a limit."""
+    most = max(peaks)
+    if limit is None or most <= limit * _ROUNDING:
+        return None
+    return f"rank {peaks.index(most)} holds {float(most):.4g} {unit}, over the limit of {float(limit):.4g}"
 
 
 def _divided(amount: Time, parts: int) -> Time:
