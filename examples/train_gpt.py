@@ -177,7 +177,7 @@ def sample(pipe: Pipeline, stages: ProcessGroup, options: argparse.Namespace) ->
         scores = pipe.forward(text[None, -options.context :])
         following = torch.zeros(1, dtype=torch.int64)
         if scores is not None:
-            following = torch.multinomial(torch.softmax(scores[0, -1] / 0.7, dim=0), 1, generator=generator)
+            following = torch.multinomial(torch.softmax(scores[0, -1] / 0.8, dim=0), 1, generator=generator)
         text = torch.cat([text, stages.broadcast(following, src=stages.world_size - 1)])
     return bytes(text.tolist()).decode(errors="replace")
 
@@ -262,7 +262,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--validation-windows", type=int, default=800, help="samples to validate with")
     parser.add_argument("--report-every", type=int, default=20, metavar="STEPS", help="how often to say how it goes")
     parser.add_argument("--sample", type=int, default=300, metavar="BYTES", help="text to write at the end")
-    parser.add_argument("--prompt", default="def ", help="what the text begins with")
+    parser.add_argument("--prompt", default="class ", help="what the text begins with")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
     options = parser.parse_args(arguments)
     options.steps = options.steps or (10 if options.check else 400)
