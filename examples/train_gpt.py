@@ -69,6 +69,7 @@ def train(options: argparse.Namespace) -> None:
         losses.append(loss.item())
         progress.report(step + 1, losses[-1], pipe)
 
+    # Every rank takes part in what follows, though only rank 0 prints it.
     say(f"\ntrained for {progress.seconds:.0f} s; validation loss, on modules it has not seen:")
     say(f"  this model              {per_byte(validate(pipe, group, share(validation, mesh), options.batch))}")
     say(f"  byte frequencies alone  {per_byte(unigram)}")
@@ -92,7 +93,7 @@ class Progress:
         self._options = options
         self._begin = self._last_time = time.perf_counter()
         self._last_step = 0
-        say(f"\n{'step':>9} {'loss':>8} {'bytes/s':>9} {'time left':>10}   {'bubble: measured':>16} {'predicted':>9}")
+        say(f"\n{'step':>9} {'loss':>8} {'tokens/s':>9} {'time left':>10}   {'bubble: measured':>16} {'predicted':>9}")
 
     @property
     def seconds(self) -> float:
