@@ -25,7 +25,9 @@ def run_forked(function, world_size, *arguments, timeout=20.0):
         deadline = time.monotonic() + timeout
         try:
             return {
-                rank: result for rank, (_, pipe) in ranks.items() if (result := _read(rank, pipe, deadline)) is not None
+                rank: result
+                for rank, (pid, pipe) in ranks.items()
+                if (result := _read(rank, pid, pipe, deadline)) is not None
             }
         finally:
             for pid, pipe in ranks.values():

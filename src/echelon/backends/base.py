@@ -48,6 +48,10 @@ class Tag(NamedTuple):
             raise SizeMismatch(f"a tag from 0 to {MAX_STEP}", tag)
         return cls(step=tag)
 
+    def is_collective_of(self, context: int) -> bool:
+        """Says whether this is the tag of a collective, not of a message, in that group."""
+        return self.context == context and self.sequence > 0
+
     def __str__(self) -> str:
         if self.context == 0 and self.sequence == 0:
             return f"tag {self.step}"

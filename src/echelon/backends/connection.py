@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from echelon.backends import wire
-from echelon.backends.base import Work
+from echelon.backends.base import Tag, Work
 from echelon.backends.matching import Delivery
 from echelon.errors import EchelonError
 
@@ -26,7 +26,10 @@ _READS_AT_ONCE = 64
 
 class _Outgoing(NamedTuple):
     parts: list[memoryview]
+    tag: Tag | None
+    """None: a word about the connection itself."""
     work: Work[None] | None
+    """None: nobody waits for it."""
 
 
 class Connection:
@@ -56,17 +59,40 @@ class Connection:
         """How many bytes the kernel holds that the peer's kernel has not confirmed."""
         return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4))[0])
 
-    def enqueue(self, head: bytes, payload: memoryview | None = None, work: Work[None] | None = None) -> None:
-        """Adds a frame; `work` is completed when the kernel has taken all of it."""
-        parts = [memoryview(head)]
-        if payload is not None and payload.nbytes:
-            parts.append(payload)
-        self._outgoing.append(_Outgoing(parts, work))
+    @property
+    def owes(self) -> bool:
+        """Whether something is queued that the peer is still to get."""
+        first = self._outgoing[0] if self._outgoing else None
+        is_abandoned = first is None or (first.tag is not None and first.work is None)
+        return not is_abandoned or any(outgoing.work is not None for outgoing in self._outgoing)
+
+    def enqueue(self, head: bytes, payload: memoryview, tag: Tag, work: Work[None]) -> None:
+        """Adds a message; `work` is completed when the kernel has taken all of it."""
+        parts = [memoryview(head), payload] if payload.nbytes else [memoryview(head)]
+        self._outgoing.append(_Outgoing(parts, tag, work))
+
+    def enqueue_word(self, frame: bytes) -> None:
+        """Adds a frame without payload."""
+        self._outgoing.append(_Outgoing([memoryview(frame)], None, None))
+
+    def abandon(self, context: int, error: EchelonError) -> None:
+        """Ends the messages of a context's collectives that are queued; one that has begun goes on, but for nobody."""
+        kept: deque[_Outgoing] = deque()
+        for number, outgoing in enumerate(self._outgoing):
+            tag, work = outgoing.tag, outgoing.work
+            if tag is None or not tag.is_collective_of(context):
+                kept.append(outgoing)
+                continue
+            if work is not None:
+                work.complete(error=error)
+            if number == 0:
+                kept.append(outgoing._replace(work=None))
+        self._outgoing = kept
 
     def flush(self) -> None:
         """Writes what the kernel takes now. Raises OSError if the connection is broken."""
         while self._outgoing:
-            parts, work = self._outgoing[0]
+            parts, _, work = self._outgoing[0]
             try:
                 sent = self.sock.sendmsg(parts)
             except BlockingIOError:
@@ -82,9 +108,9 @@ class Connection:
 
     def fail(self, error: EchelonError) -> None:
         """Ends everything that was under way, and closes the socket."""
-        for _, work in self._outgoing:
-            if work is not None:
-                work.complete(error=error)
+        for outgoing in self._outgoing:
+            if outgoing.work is not None:
+                outgoing.work.complete(error=error)
         self._outgoing.clear()
         if self.delivery is not None:
             self.delivery.fail(error)

@@ -124,8 +124,9 @@ class Delivery:
         return True
 
     def fail(self, error: EchelonError) -> None:
-        """Ends a delivery that will never be complete, for the receive that it has or will get."""
+        """Ends a delivery for the receive that it has or will get; bytes that still come are dropped."""
         self._error = error
+        self.tensor = self.memory = None
         if self._receive is not None:
             self._receive.work.complete(error=error)
             self._receive = None
@@ -166,7 +167,9 @@ class Mailbox:
         receive = _take_first(self._posted, (src, tag))
         self.num_posted -= receive is not None
         delivery = Delivery(src, tag, shape, dtype, note, receive)
-        if receive is None:
+        if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
+            delivery.fail(error)
+        elif receive is None:
             self._unclaimed.setdefault((src, tag), deque()).append(delivery)
         return delivery
 
@@ -204,10 +207,18 @@ class Mailbox:
         self._end(first, lambda receive: receive.src == rank)
         return first
 
-    def fail_context(self, context: int, error: PeerFailed) -> PeerFailed:
-        """Ends every receive of a collective of that context, now and later; returns the first cause ever given."""
+    def fail_context(self, context: int, error: PeerFailed, arriving: Iterable[Delivery] = ()) -> PeerFailed:
+        """Ends every receive of a collective of that context, now and later; returns the first cause ever given.
+
+        Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.
+        """
         first = self._failed_contexts.setdefault(context, error)
-        self._end(first, lambda receive: receive.tag.context == context and receive.tag.sequence > 0)
+        self._end(first, lambda receive: receive.tag.is_collective_of(context))
+        for delivery in arriving:
+            if delivery.tag.is_collective_of(context):
+                delivery.fail(first)
+        for key in [key for key in self._unclaimed if key[1].is_collective_of(context)]:
+            del self._unclaimed[key]
         return first
 
     def fail_all(self, error: EchelonError) -> None:

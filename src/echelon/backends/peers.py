@@ -61,10 +61,10 @@ class Peers:
 
     # Sending
 
-    def send(self, rank: int, head: bytes, payload: memoryview, work: Work[None]) -> None:
-        """Queues a frame and writes what the kernel takes at once. The peer must not have failed."""
+    def send(self, rank: int, head: bytes, payload: memoryview, tag: Tag, work: Work[None]) -> None:
+        """Queues a message and writes what the kernel takes at once. The peer must not have failed."""
         connection = self._connections[rank]
-        connection.enqueue(head, payload, work)
+        connection.enqueue(head, payload, tag, work)
         if rank not in self._writing:
             self._flush(connection)
 
@@ -72,7 +72,7 @@ class Peers:
         """Sends a frame without payload to those of `ranks` (None: all) that are still there."""
         for rank in list(self._connections if ranks is None else ranks):
             if connection := self._connections.get(rank):
-                connection.enqueue(frame.encode())
+                connection.enqueue_word(frame.encode())
                 self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:
@@ -120,7 +120,7 @@ class Peers:
         origin = frame.step
         failure = PeerFailed(origin, frame.note if origin == rank else f"{frame.note} (told by rank {rank})")
         if frame.context:
-            self._mailbox.fail_context(frame.context, failure)
+            self.revoke(frame.context, failure)
         else:
             self._mailbox.fail_peer(rank, failure)
         return None
@@ -138,6 +138,14 @@ class Peers:
             self._progress.forget(pidfd)
             os.close(pidfd)
         self._progress.wake()
+
+    def revoke(self, context: int, failure: PeerFailed) -> PeerFailed:
+        """Ends what is under way for the collectives of a context; returns the first cause ever given."""
+        first = self._mailbox.fail_context(context, failure, self.deliveries())
+        for connection in self._connections.values():
+            connection.abandon(context, first)
+        self._progress.wake()
+        return first
 
     def _on_process_end(self, member: Member) -> None:
         """Called again and again from the end of the process on, until its last words have arrived or are overdue."""
@@ -163,12 +171,14 @@ class Peers:
         return bool(self._mailbox.num_posted or self._writing or self.deliveries())
 
     def unsent(self) -> list[int]:
-        """Returns the ranks for which something is queued that the kernel has not taken."""
-        return [rank for rank, connection in self._connections.items() if connection.wants_to_write]
+        """Returns the ranks that are still to get something which the kernel has not taken."""
+        return [rank for rank, connection in self._connections.items() if connection.owes]
 
     def has_unconfirmed(self) -> bool:
-        """Says whether the kernel holds bytes that a peer's kernel has not confirmed."""
-        return any(connection.unacknowledged_bytes for connection in self._connections.values())
+        """Says whether any bytes are queued, or in the kernel without the confirmation of a peer's kernel."""
+        return any(
+            connection.wants_to_write or connection.unacknowledged_bytes for connection in self._connections.values()
+        )
 
     def close(self, error: EchelonError) -> None:
         """Closes all sockets; what is under way ends with `error`."""

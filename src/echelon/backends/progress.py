@@ -117,7 +117,7 @@ class Progress:
 
     def wake(self) -> None:
         """Has every waiting thread look again, because something was completed outside of polling."""
-        if self._is_polling:
+        if self._is_polling and not self.is_closed:
             os.eventfd_write(self._wakeup, 1)
         self._changed.notify_all()
 

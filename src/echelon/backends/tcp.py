@@ -143,7 +143,7 @@ class TcpBackend(Backend):
             if error := self._mailbox.failure(dst, tag):
                 work.complete(error=error)
             else:
-                self._peers.send(dst, head, payload, work)
+                self._peers.send(dst, head, payload, tag, work)
                 if not work.is_completed():
                     self._progress.call_background()
         return work
@@ -186,10 +186,8 @@ class TcpBackend(Backend):
 
     def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
         with self._progress.lock:
-            first = self._mailbox.fail_context(context, failure)
-            if not self._progress.is_closed:
-                self._peers.tell(wire.Frame(wire.FrameKind.FAILED, context, 0, first.rank, note=first.reason), ranks)
-                self._progress.wake()
+            first = self._peers.revoke(context, failure)
+            self._peers.tell(wire.Frame(wire.FrameKind.FAILED, context, 0, first.rank, note=first.reason), ranks)
             return first
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
@@ -233,7 +231,7 @@ class TcpBackend(Backend):
         while not self._progress.is_closed:
             limit = timeout if self._peers.unsent() else min(timeout, _LINGER_SECONDS)
             left = begin + limit - time.monotonic()
-            if left <= 0 or not (self._peers.unsent() or self._peers.has_unconfirmed()):
+            if left <= 0 or not self._peers.has_unconfirmed():
                 return
             self._progress.step(min(left, 0.01))
 
