@@ -311,7 +311,7 @@ class ProcessGroup:
     def all_gather_object(self, value: JsonLike, timeout: Seconds = None) -> list[JsonLike]:
         """Returns the values of all ranks, in rank order. Values are JSON-like; nothing is pickled."""
         data = _encode(value)
-        sizes = self.all_gather(torch.tensor([data.numel()]), timeout=timeout)
+        sizes = self.all_gather(torch.tensor([data.numel()], device="cpu"), timeout=timeout)
         parts = torch.split(self.all_gather(data, timeout=timeout), sizes.tolist())
         return [_decode(part) for part in parts]
 
@@ -491,7 +491,8 @@ def _context_of(parent: int, number: int) -> int:
 
 
 def _encode(value: JsonLike) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    with torch.device("cpu"):  # whatever the caller's default is
+        return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _decode(data: Tensor) -> JsonLike:
