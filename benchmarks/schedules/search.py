@@ -25,7 +25,7 @@ from echelon.pipeline.search.bound import lower_bound
 from echelon.pipeline.search.problem import problem, rank_limits
 
 PUBLISHED = Path(__file__).parents[2] / "tests" / "pipeline" / "published.csv"
-# Heads and hidden size of the models, for sequences of 1024 (Zero Bubble Pipeline Parallelism, table 3).
+# Heads and hidden size of the models, for sequences of 1024 (Zero Bubble Pipeline Parallelism).
 SHAPES = {"1.5B": (24, 2304), "6.2B": (32, 4096), "14.6B": (40, 5120), "28.3B": (48, 6144)}
 
 

@@ -1,4 +1,4 @@
-"""The code in docs/schedules.md runs and prints what stands below it."""
+"""The code in docs/schedules.md and docs/search.md runs and prints what stands below it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+from echelon.pipeline.schedules import names
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "schedules.md"
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 
 
-def test_every_block_prints_what_it_says():
-    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) >= 6
-    names: dict[str, object] = {}
+@pytest.mark.parametrize(("page", "least"), [("schedules.md", 6), ("search.md", 3)])
+def test_every_block_prints_what_it_says(page, least):
+    blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+    assert len(blocks) >= least
+    variables: dict[str, object] = {}
     for code, expected in blocks:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(PAGE), "exec"), names)
+            exec(compile(code, page, "exec"), variables)
         assert printed.getvalue() == expected
 
 
@@ -30,6 +34,6 @@ def test_the_example_of_an_own_schedule_is_20_lines():
     assert len(body.strip().splitlines()) <= 20
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "dualpipe-v"])
+@pytest.mark.parametrize("name", names())
 def test_every_schedule_is_in_the_table(name):
     assert f"| `{name}` |" in PAGE.read_text(encoding="utf-8")

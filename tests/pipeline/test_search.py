@@ -27,7 +27,7 @@ with (Path(__file__).parent / "published.csv").open(newline="") as file:
     ROWS = list(csv.DictReader(file))
 
 # What W keeps of an activation in the authors' model of memory: 32 of the 34 + 5 a s / h parts that a transformer layer
-# with hidden size h, a heads and sequences of s = 1024 holds (Zero Bubble Pipeline Parallelism, section 2 and table 3).
+# with hidden size h, a heads and sequences of s = 1024 holds (Zero Bubble Pipeline Parallelism, table 1).
 HEADS_AND_HIDDEN = {"1.5B": (24, 2304), "6.2B": (32, 4096), "14.6B": (40, 5120), "28.3B": (48, 6144)}
 
 

@@ -1,15 +1,13 @@
-"""ZB-V, V-Half and V-Min: their pictures, their memory, their bubbles."""
+"""ZB-V, V-Half and V-Min: their memory and their bubbles."""
 
 from __future__ import annotations
 
 import csv
-import importlib
 from pathlib import Path
 
 import pytest
 
 from echelon.pipeline.cost import Costs
-from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import build
 
 EQUAL = Costs(1, 1, 1, transfer=0)
@@ -22,24 +20,6 @@ PEAKS = {
 
 with (Path(__file__).parent / "published.csv").open(newline="") as file:
     ROWS = [row for row in csv.DictReader(file) if row["bubble_zb_v"]]
-
-
-def picture(schedule: Schedule) -> str:
-    """One column per unit of time."""
-    lines = []
-    timeline = schedule.simulate(EQUAL)
-    for rank, spans in enumerate(timeline.spans):
-        cells = ["   "] * timeline.makespan
-        for span in spans:
-            cells[span.start] = span.name
-        lines.append(f"    rank {rank}  {' '.join(cells).rstrip()}")
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_picture_in_the_docstring(name):
-    module = importlib.import_module(f"echelon.pipeline.schedules.{name.replace('-', '_')}")
-    assert f"2 ranks, 4 microbatches:\n\n{picture(build(name, 2, 4))}\n" in module.__doc__
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,7 +2,8 @@
 
 Each stage needs three units of time per microbatch (F, I, W) and each rank holds two stages, so a new microbatch starts
 every six units. It goes down the ranks, back up, and the gradients go the same way back; how many units each hop takes
-on each of these four ways decides how long activations are held, and so the memory (Qi et al., 2024, section 3).
+on each of these four ways decides how long activations are held, and so the memory (Pipeline
+Parallelism with Controllable Memory; Qi et al., 2024).
 """
 
 from __future__ import annotations

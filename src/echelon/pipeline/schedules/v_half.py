@@ -1,4 +1,4 @@
-"""V-Half: half of 1F1B's memory (Qi et al., 2024, section 4).
+"""V-Half: half of 1F1B's memory (Pipeline Parallelism with Controllable Memory; Qi et al., 2024).
 
 2 ranks, 4 microbatches:
 

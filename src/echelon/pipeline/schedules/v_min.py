@@ -1,4 +1,4 @@
-"""V-Min: the least memory of the V-shaped schedules, a third of 1F1B's (Qi et al., 2024, section 4).
+"""V-Min: a third of 1F1B's memory (Pipeline Parallelism with Controllable Memory; Qi et al., 2024).
 
 2 ranks, 4 microbatches:
 

@@ -1,4 +1,4 @@
-"""ZB-V: no bubble with no more memory than 1F1B, where F, I and W take equally long (Qi et al., 2024, section 6).
+"""ZB-V: no bubble with no more memory than 1F1B, where F, I and W take equally long (Zero Bubble, Qi et al., 2024).
 
 2 ranks, 4 microbatches:
 

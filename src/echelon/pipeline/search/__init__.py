@@ -18,8 +18,8 @@ Strategy. A schedule is two decisions: in which order each rank runs its forward
 
 Waiting is shared out: a rank would rather wait for a forward or a backward than be late for it with a W, as long as it
 has not waited more than the rank that has waited most. The longest span of any rank is what counts, so that wait is
-free. This idea and the slots follow the greedy schedulers of Zero Bubble Pipeline Parallelism (Qi et al., 2023,
-section 3) and of Pipeline Parallelism with Controllable Memory (Qi et al., 2024, appendix); the climb, the bound and
+free. This idea and the slots follow the greedy schedulers of Zero Bubble Pipeline Parallelism (Qi et al., 2024)
+and of Pipeline Parallelism with Controllable Memory (Qi et al., 2024); the climb, the bound and
 stages of unequal cost are Echelon's own. Nothing is random, and nothing looks at a clock: the same input gives the
 same schedule.
 """

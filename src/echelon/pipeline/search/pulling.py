@@ -2,7 +2,8 @@
 
 Each rank runs the skeleton on a clock. When its next action is still on its way and one of the following is ready, that
 one goes first, if the rank can hold what it then holds. The building blocks of the V-shaped schedules lose little by
-this and gain most of their warm-up and drain, as Qi et al. (2024, appendix) do.
+this and gain most of their warm-up and drain, as the authors of Pipeline Parallelism with Controllable Memory
+(Qi et al., 2024) found.
 """
 
 from __future__ import annotations
