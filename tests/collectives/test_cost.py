@@ -66,13 +66,16 @@ def test_hosts_have_their_own_costs():
 def test_the_timeline_tells_who_waited_for_whom():
     timeline = simulate(build("broadcast", "binomial", 4), 0, LinkCosts(alpha=1, beta=0))
     assert [[(span.name, span.start, span.end) for span in spans] for spans in timeline.spans] == [
-        [("0>1", 0, 1), ("0>2", 1, 2)],
-        [("0<0", 0, 1), ("0>3", 1, 2)],
-        [("0<0", 1, 2)],
-        [("0<1", 1, 2)],
+        [("send [0>1]", 0, 1), ("send [0>2]", 1, 2)],
+        [("receive [0<0]", 0, 1), ("send [0>3]", 1, 2)],
+        [("receive [0<0]", 1, 2)],
+        [("receive [0<1]", 1, 2)],
     ]
     assert [idle.warm_up for idle in timeline.idle] == [0, 0, 1, 1]
-    assert [(critical.rank, critical.span.name) for critical in timeline.critical_path] == [(0, "0>1"), (0, "0>2")]
+    assert [(critical.rank, critical.span.name) for critical in timeline.critical_path] == [
+        (0, "send [0>1]"),
+        (0, "send [0>2]"),
+    ]
 
 
 def test_the_critical_path_ends_for_every_algorithm():

@@ -9,6 +9,7 @@ from typing import cast
 import typer
 
 from echelon.cli.plan import plan
+from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
 from echelon.errors import EchelonError
 
@@ -19,8 +20,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+collectives = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+"""`echelon plan` where a collective is named: other options than those of a pipeline's schedule."""
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("plan")(plan)
+collectives.command()(plan_collective)
 
 
 @app.callback()
@@ -36,7 +40,10 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 def run_app(arguments: Sequence[str]) -> int:
     """Runs the command that `arguments` ask for and returns the exit status."""
     try:
-        status = app(list(arguments) or ["--help"], prog_name="echelon", standalone_mode=False)
+        if is_asked_for(arguments := list(arguments)):
+            status = collectives(arguments[1:], prog_name="echelon plan", standalone_mode=False)
+        else:
+            status = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -71,7 +71,7 @@ def plan(
     csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write the orders as torch reads them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Checks, times and draws a pipeline schedule.
+    """Checks, times and draws a pipeline schedule. For a collective: echelon plan all-reduce --help.
 
     Times and memory are in any unit. A number counts for every stage; or give one per stage, such as --forward 1,1,2,1.
     A stage is one chunk: 4 ranks with 2 chunks have 8 stages.

@@ -51,7 +51,8 @@ class LinkCosts:
 def simulate(plan: Plan, chunk_bytes: Time, costs: LinkCosts) -> Timeline:
     """Plays a plan whose messages all find their receivers, as `check` proves.
 
-    A span of the timeline is a round of a rank, from when its first message moves; its step is the round's text.
+    A span of the timeline is a round of a rank, from when its first message moves; its step is text, such as
+    "exchange [0>1 1<1]".
 
     Args:
         plan: what to play.
@@ -188,7 +189,7 @@ class _Play:
                     self._transfers.append(transfer)
             end = max([time, *(move.end for move in moves)])
             if moves:
-                state.steps.append(text_of_round(steps))
+                state.steps.append(f"{_kind(steps)} [{text_of_round(steps)}]")
                 state.starts.append(max(state.entered, min(move.start for move in moves)))
                 state.ends.append(end)
             state.number += 1
@@ -208,3 +209,11 @@ class _Play:
             ends=tuple(tuple(state.ends) for state in self._ranks),
             transfers=tuple(self._transfers),
         )
+
+
+def _kind(steps: Round) -> str:
+    sends = any(isinstance(step, Send) for step in steps)
+    if any(isinstance(step, Reduce) for step in steps):
+        return "exchange and reduce" if sends else "reduce"
+    receives = any(isinstance(step, Recv) for step in steps)
+    return "exchange" if sends and receives else "send" if sends else "receive"

@@ -29,17 +29,24 @@ class Rule(NamedTuple):
 
 
 TABLE: dict[str, tuple[Rule, ...]] = {
-    "all_reduce": (Rule("recursive_doubling", last=65536), Rule("ring")),
+    "all_reduce": (
+        Rule("recursive_doubling", last=64 << 10),
+        Rule("rabenseifner", last=16 << 20, ranks=9),
+        Rule("recursive_doubling", last=512 << 10),
+        Rule("rabenseifner", last=16 << 20),
+        Rule("ring"),
+    ),
     "reduce": (Rule("binomial"),),
     "broadcast": (Rule("binomial"),),
     "all_gather": (Rule("ring"),),
-    "reduce_scatter": (Rule("ring"),),
+    "reduce_scatter": (Rule("recursive_halving", last=4 << 20), Rule("ring")),
     "gather": (Rule("direct"),),
     "scatter": (Rule("direct"),),
     "all_to_all": (Rule("pairwise"),),
     "barrier": (Rule("dissemination"),),
 }
-"""The first rule that fits counts."""
+"""The first rule that fits counts. From medians over TCP with 2 to 8 ranks on one host, see benchmarks/collectives; for
+more ranks the formulas speak for fewer bytes sooner."""
 
 
 def variable_of(operation: str) -> str:

@@ -1,0 +1,212 @@
+"""`echelon plan all-reduce`: what a collective will do and cost, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from echelon.cli.amounts import one_number
+from echelon.cli.plan_files import Files
+from echelon.cli.plan_report import exact, print_table, write
+from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes
+from echelon.collectives.check import check
+from echelon.collectives.cost import LinkCosts, simulate
+from echelon.collectives.draw import grid, legend
+from echelon.collectives.goal import goal_of
+from echelon.collectives.plan import Plan, Send, text_of_round
+from echelon.collectives.select import choose, variable_of
+from echelon.errors import PlanError
+from echelon.trace import Timeline
+
+_MOST_RANKS = 64
+
+
+def is_asked_for(arguments: Sequence[str]) -> bool:
+    """Says whether a command line asks for the plan of a collective, not of a pipeline."""
+    return arguments[:1] == ["plan"] and any(_operation(word) in OPERATIONS for word in arguments[1:])
+
+
+def plan_collective(
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="Such as all-reduce.")],
+    algorithm: Annotated[str | None, typer.Option(help="Which one to plan.  [default: list them]")] = None,
+    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="How many ranks there are.")] = None,
+    root: Annotated[int, typer.Option(help="The rank that a broadcast or scatter is from, a reduce or gather to.")] = 0,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="The host of each rank, as a,a,b,b (hierarchical).")
+    ] = None,
+    num_bytes: Annotated[int, typer.Option("--bytes", min=0, help="Of the whole tensor.")] = 1 << 20,
+    alpha: Annotated[str, typer.Option(metavar="SECONDS", help="Of a message, whatever its size.")] = "1e-5",
+    beta: Annotated[str, typer.Option(metavar="SECONDS", help="For each byte of a message.")] = "1e-9",
+    gamma: Annotated[str, typer.Option(metavar="SECONDS", help="To combine a byte with another.")] = "1e-10",
+    local_alpha: Annotated[
+        str | None, typer.Option(metavar="SECONDS", help="As alpha, inside a host.  [default: alpha]")
+    ] = None,
+    local_beta: Annotated[
+        str | None, typer.Option(metavar="SECONDS", help="As beta, inside a host.  [default: beta]")
+    ] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as SVG.")] = None,
+    png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as PNG.")] = None,
+    chrome: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a Chrome trace (Perfetto).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Checks, times and draws an algorithm of a collective, or lists and compares them all.
+
+    A message of b bytes takes alpha + b beta, combining b bytes takes b gamma.
+    """
+    operation = _operation(operation)
+    files = Files(svg, png, chrome, None)
+    files.check(compare=False)
+    names = None if hosts is None else tuple(name.strip() for name in hosts.split(","))
+    costs = LinkCosts(
+        alpha=one_number("--alpha", alpha),
+        beta=one_number("--beta", beta),
+        gamma=one_number("--gamma", gamma),
+        hosts=names,
+        local_alpha=None if local_alpha is None else one_number("--local-alpha", local_alpha),
+        local_beta=None if local_beta is None else one_number("--local-beta", local_beta),
+    )
+    if names is not None and len(names) != num_ranks:
+        raise PlanError(f"--hosts has {len(names)} for {num_ranks or 'no number of'} ranks: give one per rank, and -r")
+    console = Console(highlight=False)
+    if algorithm is None:
+        _refuse_files(svg, png, chrome)
+        rows = _list(operation, num_ranks, root, num_bytes, costs)
+        print(json.dumps(rows, indent=2)) if as_json else _print_list(console, operation, rows)
+        return
+    name = algorithm.replace("-", "_")
+    if num_ranks is None:
+        raise PlanError("-r is missing: give the number of ranks, as -r 4")
+    plan = build(operation, name, num_ranks, root, names if name == "hierarchical" else None)
+    check(plan, goal_of(operation, plan, root))
+    timeline = simulate(plan, chunk_bytes(operation, plan, num_bytes), costs)
+    found = _Found(operation, name, plan, num_bytes, timeline)
+    written = _write_files(timeline, svg, png, chrome)
+    if as_json:
+        print(json.dumps({**_as_values(found), "files": written}, indent=2))
+        return
+    _print_plan(console, found)
+    for path in written:
+        write(console, Text(f"wrote {path}"))
+
+
+class _Found(NamedTuple):
+    """A plan and what came of it."""
+
+    operation: str
+    algorithm: str
+    plan: Plan
+    num_bytes: int
+    timeline: Timeline
+
+    def bytes_sent(self, rank: int) -> float:
+        size = chunk_bytes(self.operation, self.plan, self.num_bytes)
+        return float(sum(len(step.chunks) for step in self.sends(rank)) * size)
+
+    def sends(self, rank: int) -> list[Send]:
+        return [step for steps in self.plan.rounds[rank] for step in steps if isinstance(step, Send)]
+
+
+def _operation(word: str) -> str:
+    return word.replace("-", "_")
+
+
+def _refuse_files(*paths: str | None) -> None:
+    for path in paths:
+        if path is not None:
+            raise PlanError(f"{path}: there is no one plan to draw; name it, as --algorithm ring -r 4")
+
+
+def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, costs: LinkCosts) -> list[dict[str, Any]]:
+    """Returns a row per algorithm: with its times where the number of ranks is known."""
+    rows = []
+    for algorithm in algorithms_of(operation):
+        row: dict[str, Any] = {"algorithm": algorithm.name, "rounds": algorithm.rounds, "cost": algorithm.cost}
+        if num_ranks is not None:
+            plan = build(operation, algorithm.name, num_ranks, root)
+            makespan = simulate(plan, chunk_bytes(operation, plan, num_bytes), costs).makespan
+            is_chosen = choose(operation, num_bytes, num_ranks) == algorithm.name
+            row = {**row, "rounds": plan.num_rounds, "seconds": exact(makespan), "chosen": is_chosen}
+        rows.append(row)
+    return rows
+
+
+def _print_list(console: Console, operation: str, rows: list[dict[str, Any]]) -> None:
+    write(console, Text(f"{operation}: p ranks, n bytes", style="bold"))
+    timed = "seconds" in rows[0]
+    titles = ["algorithm", "rounds", *(["time", "chosen"] if timed else []), "cost"]
+    table = [titles]
+    for row in rows:
+        times = [_duration(row["seconds"]), "yes" if row["chosen"] else ""] if timed else []
+        table.append([row["algorithm"], str(row["rounds"]), *times, row["cost"]])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for index, cells in enumerate(table):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        write(console, Text(line.rstrip(), style="bold" if index == 0 else ""))
+    write(console, Text(f"\n{variable_of(operation)}={rows[-1]['algorithm']} makes a group take that one"))
+    if operation == "all_reduce":
+        write(console, Text("--algorithm hierarchical --hosts a,a,b,b plans one that goes by the hosts"))
+
+
+def _print_plan(console: Console, found: _Found) -> None:
+    plan, timeline = found.plan, found.timeline
+    sizes = f"{plan.num_ranks} ranks, {plan.num_chunks} chunks, {found.num_bytes} bytes"
+    write(console, Text(f"{plan.name}: {sizes}", style="bold"))
+    write(console, Text(f"simulated: {plan.num_rounds} rounds, {_duration(timeline.makespan)}\n"))
+    for line in grid(plan, console.width).splitlines():
+        write(console, Text(line))
+    write(console, Text(f"\n{legend(plan)}\n"))
+    rows: list[Sequence[str]] = [("rank", "messages", "bytes sent", "busy", "idle")]
+    for rank in range(min(plan.num_ranks, _MOST_RANKS)):
+        busy = timeline.busy[rank]
+        times = (_duration(busy), _duration(timeline.makespan - busy))
+        rows.append((str(rank), str(len(found.sends(rank))), f"{found.bytes_sent(rank):.12g}", *times))
+    print_table(console, rows)
+
+
+def _as_values(found: _Found) -> dict[str, Any]:
+    plan, timeline = found.plan, found.timeline
+    return {
+        "operation": found.operation,
+        "algorithm": found.algorithm,
+        "num_ranks": plan.num_ranks,
+        "num_chunks": plan.num_chunks,
+        "num_rounds": plan.num_rounds,
+        "bytes": found.num_bytes,
+        "seconds": exact(timeline.makespan),
+        "ranks": [
+            {
+                "rank": rank,
+                "messages": len(found.sends(rank)),
+                "bytes_sent": exact(found.bytes_sent(rank)),
+                "busy": exact(timeline.busy[rank]),
+                "rounds": list(map(text_of_round, plan.rounds[rank])),
+            }
+            for rank in range(plan.num_ranks)
+        ],
+    }
+
+
+def _duration(seconds: Any) -> str:
+    value = float(seconds)
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if value * factor >= 1:
+            return f"{value * factor:.4g} {unit}"
+    return f"{value * 1e6:.4g} us"
+
+
+def _write_files(timeline: Timeline, svg: str | None, png: str | None, chrome: str | None) -> list[str]:
+    written: list[str] = []
+    for path, draw in ((svg, timeline.draw), (png, timeline.draw), (chrome, timeline.to_chrome)):
+        if path is not None:
+            try:
+                draw(os.fspath(path))
+            except OSError as error:
+                raise PlanError(f"cannot write {path}: {error.strerror}; give a place that can be written to") from None
+            written.append(path)
+    return written

@@ -1,0 +1,145 @@
+"""`echelon plan` of a collective."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from echelon.cli import main
+from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build
+from echelon.collectives.plan import text_of_round
+
+BROADCAST = """\
+binomial broadcast: 3 ranks, 1 chunks, 1000 bytes
+simulated: 2 rounds, 22 us
+
+        0    1
+rank 0  0>1  0>2
+rank 1  0<0  .
+rank 2  .    0<0
+
+0>1 sends chunk 0 to rank 1   0<1 receives it from rank 1
+
+rank  messages  bytes sent   busy   idle
+0            2        2000  22 us   0 us
+1            0           0  11 us  11 us
+2            0           0  11 us  11 us
+"""
+
+LIST = """\
+broadcast: p ranks, n bytes
+algorithm           rounds       cost
+binomial            lg(p)        lg(p)*(alpha + n*beta)
+scatter_all_gather  lg(p) + p-1  (lg(p) + p-1)*alpha + 2*n*(p-1)/p*beta
+
+ECHELON_BROADCAST=scatter_all_gather makes a group take that one
+"""
+
+
+@pytest.fixture(autouse=True)
+def wide_and_plain(monkeypatch, tmp_path):
+    """The console is 80 columns wide without colour, wherever the tests run."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_is_printed(capsys):
+    assert run(capsys, "broadcast", "--algorithm", "binomial", "-r", "3", "--bytes", "1000") == BROADCAST
+
+
+def test_without_an_algorithm_all_are_listed(capsys):
+    assert run(capsys, "broadcast") == LIST
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_can_be_listed_timed_and_planned(capsys, operation):
+    word = operation.replace("_", "-")
+    listed = json.loads(run(capsys, word, "-r", "6", "--json"))
+    assert [row["algorithm"] for row in listed] == [algorithm.name for algorithm in algorithms_of(operation)]
+    assert sum(row["chosen"] for row in listed) == 1
+    assert run(capsys, word, "-r", "6").count(" yes ") == 1
+    for row in listed:
+        name = row["algorithm"].replace("_", "-")
+        found = json.loads(run(capsys, word, "--algorithm", name, "-r", "6", "--json"))
+        assert (found["seconds"], found["num_rounds"]) == (row["seconds"], row["rounds"])
+        plan = build(operation, row["algorithm"], 6)
+        assert [rank["rounds"] for rank in found["ranks"]] == [list(map(text_of_round, rank)) for rank in plan.rounds]
+
+
+def test_costs_and_bytes_count(capsys):
+    options = "all-reduce --algorithm ring -r 4 --bytes 400 --alpha 10 --beta 2 --gamma 1 --json"
+    found = json.loads(run(capsys, *options.split()))
+    assert found["seconds"] == 6 * 10 + 2 * 400 * 3 / 4 * 2 + 400 * 3 / 4
+    assert found["ranks"][2]["bytes_sent"] == 600
+
+
+def test_hosts_and_their_costs_count(capsys):
+    options = (
+        "all-reduce --algorithm hierarchical -r 4 --hosts a,a,b,b --bytes 400 --alpha 10 --beta 2 --gamma 0 --json"
+    )
+    same = json.loads(run(capsys, *options.split()))
+    near = json.loads(run(capsys, *options.split(), "--local-alpha", "1", "--local-beta", "0"))
+    assert same["seconds"] == 2 * (10 + 200 * 2) + 2 * (10 + 100 * 2)
+    assert near["seconds"] == 2 * 1 + 2 * (10 + 100 * 2)
+    ring = json.loads(run(capsys, *options.replace("hierarchical", "ring").split(), "--local-alpha", "1"))
+    assert ring["seconds"] < 6 * (10 + 100 * 2) + 1
+
+
+def test_rounds_that_do_not_fit_are_counted(capsys):
+    lines = run(capsys, "all-reduce", "--algorithm", "ring", "-r", "8").splitlines()
+    assert max(map(len, lines[3:12])) <= 80
+    assert "more rounds)" in lines[12]
+
+
+def test_files_are_written(capsys, tmp_path):
+    files = ("--svg", "a.svg", "--png", "a.png", "--chrome", "a.json")
+    assert run(capsys, "all-reduce", "--algorithm", "ring", "-r", "4", *files).endswith(
+        "wrote a.svg\nwrote a.png\nwrote a.json\n"
+    )
+    assert "3&gt;1 +2&lt;3" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 4 * 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("all-reduce --algorithm tree -r 4", "all_reduce has no algorithm 'tree': choose from ring, "),
+        ("all-reduce --algorithm ring", "-r is missing: give the number of ranks, as -r 4"),
+        ("all-reduce --algorithm ring -r 0", "num_ranks=0: a plan has at least 1 rank"),
+        ("broadcast --algorithm binomial -r 4 --root 4", "root=4 is not a rank of this group of 4: use 0 to 3"),
+        ("all-reduce --algorithm hierarchical -r 4", "hierarchical: no hosts for 4 ranks: give the host of each rank"),
+        ("all-reduce --algorithm ring -r 4 --hosts a,b", "--hosts has 2 for 4 ranks: give one per rank, and -r"),
+        ("all-reduce --algorithm ring -r 4 --alpha x", "--alpha x: not a number; give one, such as 1.5"),
+        ("all-reduce --algorithm ring -r 4 --bytes -1", "Invalid value for '--bytes'"),
+        ("all-reduce --algorithm ring -r 4 -m 4", "No such option: -m"),
+        ("all-reduce --svg a.svg", "a.svg: there is no one plan to draw; name it, as --algorithm ring -r 4"),
+        ("all-reduce --algorithm ring -r 4 --svg a.png", "--svg a.png: give a name that ends in .svg"),
+        ("all-reduce --algorithm ring -r 4 --png no/a.png", "cannot write no/a.png: No such file or directory; "),
+    ],
+)
+def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):
+    assert main(["plan", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"echelon: {message}")
+    assert error.count("\n") == 1
+
+
+def test_torch_is_not_imported():
+    code = (
+        "import sys; from echelon.cli import main\n"
+        "status = main(['plan', 'all-reduce', '--algorithm', 'ring', '-r', '4'])\n"
+        "sys.exit(status or bool({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
