@@ -188,13 +188,15 @@ def test_a_thousand_simulations_leak_nothing():
     def once(seed):
         with pytest.raises(echelon.DeadlockError):
             echelon.simulate(everybody_receives_first, 3, seed=seed)
+        with pytest.raises(KeyError):
+            echelon.simulate(fails_while_others_wait, 3, seed=seed)
         echelon.simulate(nobody_fails, 3, seed=seed)
 
     for seed in range(50):
         once(seed)
     gc.collect()
     before = threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(gc.get_objects())
-    for seed in range(500):
+    for seed in range(334):
         once(seed)
     gc.collect()
     after = threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(gc.get_objects())

@@ -301,6 +301,11 @@ class VirtualBackend(Backend):
             if peer != self.rank:
                 self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure))
 
+    def forget(self) -> None:
+        """Lets go of everything, after the end of the simulation."""
+        self._mailbox.fail_all(self.closed_error())
+        self._lanes.clear()
+
     # Every call
 
     def _has_ended(self) -> bool:
@@ -309,8 +314,8 @@ class VirtualBackend(Backend):
     def _begin_call(self) -> Task:
         """Checks that the calling task may go on, and lets the time pass that it has computed since the last call."""
         task = self._scheduler.current()
-        if task.doom is not None:
-            raise task.doom
+        if task.is_doomed:
+            raise Ended
         if self._meter is not None:
             self._spend(self._meter.stop((self.rank, task.number)))
         return task
@@ -322,7 +327,7 @@ class VirtualBackend(Backend):
         self._num_messages += 1
         if self._num_messages >= self._dies_at:
             self.world.kill(self.rank)
-            raise task.doom or Ended()
+            raise Ended
         if note and not _is_plain(tag):
             task.operation = note
         return task

@@ -31,6 +31,9 @@ from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World
 from echelon.trace import Timeline
 
+_ALLOCATIONS = 100_000
+"""How many objects are made before the garbage collector looks at them; 700 is the default."""
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -104,7 +107,7 @@ def simulate(
     run = _Run(world, world_size, fn, args, timeout)
     num_threads = torch.get_num_threads()
     try:
-        with _old_objects_left_alone():
+        with _rarer_collections():
             run.run()
     finally:
         world.random_states.restore()
@@ -136,24 +139,41 @@ class _Run:
         self._num_left = world_size
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
+        self._backends: list[VirtualBackend] = []
         self._cpu = _this_cpu()
         self._scheduler.on_stuck = self._explain
 
     def run(self) -> None:
         for rank in range(len(self.results)):
             self._scheduler.add(rank, functools.partial(self._run_rank, rank))
-        self._scheduler.run()
+        try:
+            self._scheduler.run()
+            error = self._error()
+        finally:
+            # What refers to each other would live on until the garbage collector comes.
+            for backend in self._backends:
+                backend.forget()
+            self._scheduler.forget()
+            self._errors.clear()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
+    def _error(self) -> BaseException | None:
+        """Returns what to raise, if anything went wrong."""
         if self._failures:
             rank = first_cause(self._failures).rank
             self._errors[rank].add_note(f"raised on rank {rank} of {len(self.results)}")
-            raise self._errors[rank]
-        if error := self._scheduler.error or self._world.missed():
-            raise error
+            return self._errors[rank]
+        return self._scheduler.error or self._world.missed()
 
     def _run_rank(self, rank: int) -> None:
         """The body of a rank's own task."""
         _use_one_core(self._cpu)
         backend = VirtualBackend(rank, len(self.results), self._world, self._timeout)
+        self._backends.append(backend)
         group = ProcessGroup(backend)
         try:
             backend.begin()
@@ -203,27 +223,31 @@ def _waiting(task: Task) -> Waiting:
 
 
 @contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Keeps the garbage collector from going through all that was there before, torch itself above all.
+def _rarer_collections() -> Iterator[None]:
+    """Keeps the garbage collector from running all the time.
 
-    A simulation makes many small objects, so the collector runs often: without this it takes half of the time.
+    A simulation makes many small objects, and few cycles of them. Without this, half of its time goes into looking at
+    all that there is in memory, torch itself above all, again and again.
     """
-    if gc.get_freeze_count():  # somebody else's
-        yield
-        return
-    gc.freeze()
+    before = gc.get_threshold()
+    gc.set_threshold(_ALLOCATIONS, *before[1:])
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 def _this_cpu() -> int | None:
     """Returns the number of the core that this thread is on, where the system can tell."""
     with suppress(OSError, AttributeError):
-        number = int(ctypes.CDLL(None).sched_getcpu())
+        number = int(_c_library().sched_getcpu())
         return number if number >= 0 else None
     return None
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _use_one_core(cpu: int | None) -> None:

@@ -41,11 +41,11 @@ class Task:
         "awaits",
         "deadline",
         "depth",
-        "doom",
         "entered_at",
         "gate",
         "ident",
         "insists",
+        "is_doomed",
         "is_idle",
         "is_queued",
         "num_polls",
@@ -72,7 +72,8 @@ class Task:
         self.insists = False
         """Whether the program itself gave the deadline, instead of leaving it at the default."""
         self.is_idle = False
-        self.doom: Ended | None = None
+        self.is_doomed = False
+        """Whether it is to leave."""
         self.depth = 0
         """How many calls into the library it is in, during which no code of the program runs."""
         self.entered_at = 0.0
@@ -99,12 +100,16 @@ class Task:
         self.ident = get_ident()
         self.begin_turn()
         try:
-            if self.doom is None:
+            if not self.is_doomed:
                 self._body()
         except Ended:
             pass
         finally:
             self._scheduler.leave(self)
+
+    def forget(self) -> None:
+        """Lets go of what it runs, after its end."""
+        self._body = _nothing
 
     def begin_turn(self) -> None:
         """Makes all events for earlier turns stale."""
@@ -171,7 +176,7 @@ class Scheduler:
         self.is_ending = self._is_stopped = True
         tasks = list(self._tasks)
         for task in tasks:
-            task.doom = Ended()
+            task.is_doomed = True
         running = self._running
         if running is not None and running.thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(running.thread.ident), ctypes.py_object(Ended))
@@ -180,6 +185,16 @@ class Scheduler:
                 task.gate.release()
         for task in tasks:
             task.thread.join()
+
+    def forget(self) -> None:
+        """Lets go of everything, after the end."""
+        self._events.clear()
+        self._tasks.clear()
+        self._threads.clear()
+        self._pollers.clear()
+        self._running = None
+        self.error = None
+        self.on_stuck, self.available_at = _unexplained, _at_once
 
     # Called by the running task
 
@@ -292,13 +307,14 @@ class Scheduler:
     def doom(self, rank: int | None = None) -> None:
         """Makes all tasks of a rank (None: all tasks) leave, at their next turn."""
         for task in self._tasks:
-            if task.doom is None and rank in (None, task.rank):
-                task.doom = Ended()
+            if not task.is_doomed and rank in (None, task.rank):
+                task.is_doomed = True
                 self._schedule(task, self.now)
 
     def leave(self, task: Task) -> None:
         """Takes a task out, at the end of its thread, and lets the next one run."""
         self._tasks.pop(task, None)
+        task.forget()
         if self._is_stopped:
             return
         try:
@@ -319,7 +335,7 @@ class Scheduler:
         self.doom()
 
     def _is_bound(self, task: Task) -> bool:
-        return task.doom is not None or self.available_at(task.rank, self.now) > self.now
+        return task.is_doomed or self.available_at(task.rank, self.now) > self.now
 
     def _schedule(self, task: Task, time: float) -> None:
         task.is_queued = True
@@ -331,8 +347,8 @@ class Scheduler:
 
     def _pass_on(self, task: Task) -> None:
         """Lets others run until it is this task's turn again."""
-        if self._is_stopped or task.doom is not None:
-            raise task.doom or Ended()
+        if self._is_stopped or task.is_doomed:
+            raise Ended
         try:
             following = self._next()
         except BaseException as error:
@@ -344,8 +360,8 @@ class Scheduler:
             following.gate.release()
             task.gate.acquire()
         task.begin_turn()
-        if task.doom is not None:
-            raise task.doom
+        if task.is_doomed:
+            raise Ended
 
     def _next(self) -> Task | None:
         """Carries out events until one is the turn of a task; returns it, or None when no task is left."""
@@ -360,7 +376,7 @@ class Scheduler:
             if isinstance(what, Task):
                 if what.turn != turn or what not in self._tasks:
                     continue
-                if what.doom is None and (later := self.available_at(what.rank, time)) > time:
+                if not what.is_doomed and (later := self.available_at(what.rank, time)) > time:
                     self._put_off(what, later)
                     continue
                 self.now = time
@@ -407,3 +423,6 @@ def _unexplained(tasks: Sequence[Task]) -> EchelonError:
 
 def _at_once(rank: int, time: float) -> float:  # noqa: ARG001
     return time
+
+
+def _nothing() -> None: ...
