@@ -66,11 +66,17 @@ class SelfSend(EchelonError, ValueError):
 class SizeMismatch(EchelonError, ValueError):
     """A tensor that does not fit the place it is meant for. The connection stays usable."""
 
-    def __init__(self, expected: object, got: object, what: str = "") -> None:
+    def __init__(
+        self,
+        expected: object,
+        got: object,
+        what: str = "",
+        advice: str = "make both sides agree on shape and dtype",
+    ) -> None:
         self.expected = expected
         self.got = got
         where = f"{what}: " if what else ""
-        super().__init__(f"{where}expected {expected}, got {got}: make both sides agree on shape and dtype")
+        super().__init__(f"{where}expected {expected}, got {got}: {advice}")
 
 
 class CollectiveMismatch(EchelonError, RuntimeError):

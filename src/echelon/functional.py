@@ -126,7 +126,9 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tens
     if op not in ("sum", "mean"):
         raise UnsupportedOp(f"op={op!r}: functional.reduce_scatter does sum and mean")
     if tensor.dim() == 0:
-        raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "functional.reduce_scatter")
+        raise SizeMismatch(
+            "a tensor with at least 1 dim", "a zero-dim tensor", "functional.reduce_scatter", "reshape it"
+        )
     total = _apply(_ReduceScatter, tensor, group)
     return total / group.world_size if op == "mean" else total
 
@@ -252,7 +254,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def _all_sizes(tensor: Tensor, group: ProcessGroup, what: str) -> list[int]:
     """Returns the number of rows that each rank has."""
     if tensor.dim() == 0:
-        raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", f"functional.{what}")
+        raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", f"functional.{what}", "reshape it")
     return [int(size) for size in group.all_gather(torch.tensor([len(tensor)])).tolist()]
 
 

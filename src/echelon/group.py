@@ -214,7 +214,9 @@ class ProcessGroup:
         if self.rank == src:
             if tensor is None or tensor.dim() == 0:
                 got = "None" if tensor is None else "a zero-dim tensor"
-                raise SizeMismatch("a tensor with at least 1 dim", got, f"scatter on its src, rank {src}")
+                raise SizeMismatch(
+                    "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
+                )
             self._check(tensor, "scatter")
         return self._call(operations.scatter(tensor, src), async_op, timeout)
 
@@ -248,7 +250,7 @@ class ProcessGroup:
         """
         self._check(tensor, "reduce_scatter")
         if tensor.dim() == 0:
-            raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter")
+            raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
         return self._call(operations.reduce_scatter(tensor, op), async_op, timeout, out)
 
     @overload
@@ -480,7 +482,7 @@ class ProcessGroup:
 
     def _tag(self, tag: int) -> Tag:
         if not 0 <= tag <= _MAX_TAG:
-            raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", tag)
+            raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", tag, advice="choose another")
         return Tag(self.context, 0, tag)
 
 

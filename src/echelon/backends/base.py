@@ -45,7 +45,7 @@ class Tag(NamedTuple):
         if isinstance(tag, Tag):
             return tag
         if not 0 <= tag <= MAX_STEP:
-            raise SizeMismatch(f"a tag from 0 to {MAX_STEP}", tag)
+            raise SizeMismatch(f"a tag from 0 to {MAX_STEP}", tag, advice="choose another")
         return cls(step=tag)
 
     def is_collective_of(self, context: int) -> bool:

@@ -68,7 +68,7 @@ def check_loss(loss: object) -> torch.Tensor:
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise SizeMismatch("a tensor with one element", got, "the value of loss_fn(output, target)")
+        raise SizeMismatch("a tensor with one element", got, "loss_fn(output, target)", "reduce it to one number")
     return loss.reshape(())
 
 
@@ -80,11 +80,12 @@ def num_samples(value: Value, num_microbatches: int, what: str) -> int:
     """
     samples = batch_size(value, what) if tensors_of(value) else None
     if samples is None:
-        raise SizeMismatch("at least one tensor with a dim 0 of samples", "none", f"{what} of step()")
+        raise SizeMismatch("at least one tensor with a dim 0 of samples", "none", f"{what} of step()", "pass a batch")
     if samples < num_microbatches:
         raise SizeMismatch(
             f"at least {num_microbatches} samples for {num_microbatches} microbatches",
             f"{samples}",
             f"{what} of step()",
+            "use a larger batch or fewer microbatches",
         )
     return samples

@@ -18,7 +18,9 @@ def batch_size(value: Value, what: str) -> int | None:
     """
     sizes = {len(tensor) for tensor in tensors_of(value) if tensor.dim()}
     if len(sizes) > 1:
-        raise SizeMismatch("tensors with as many samples each", f"{sorted(sizes)} samples", f"{what}, dim 0")
+        raise SizeMismatch(
+            "tensors with as many samples each", f"{sorted(sizes)} samples", f"{what}, dim 0", "cut all to one length"
+        )
     return sizes.pop() if sizes else None
 
 

@@ -180,7 +180,7 @@ class Pipeline:
         """
         samples = batch_size(inputs, "inputs") if self.is_first else None
         if self.is_first and not samples:
-            raise SizeMismatch("at least 1 sample", f"{samples or 0}", "inputs of forward()")
+            raise SizeMismatch("at least 1 sample", f"{samples or 0}", "inputs of forward()", "pass a batch")
         told = self._group.broadcast_object(samples, src=self.schedule.placement[0])
         assert isinstance(told, int)
         count = min(self.num_microbatches, told)
@@ -284,7 +284,9 @@ class Pipeline:
                     raise UnsupportedOp("step() needs a loss: give the Pipeline loss_fn=, or use forward()")
                 sizes["target"] = num_samples(target, count, "target")
             if len(set(sizes.values())) > 1:
-                raise SizeMismatch(f"{sizes['inputs']} samples", f"{sizes['target']}", "target of step()")
+                raise SizeMismatch(
+                    f"{sizes['inputs']} samples", f"{sizes['target']}", "target of step()", "one target per sample"
+                )
             targets = split(target, count) if self.is_last else None
             return Batch(
                 inputs=_cut_tuple(inputs, count) if self.is_first else None,
