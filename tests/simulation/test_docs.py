@@ -1,0 +1,48 @@
+"""The code in docs/simulation.md runs, prints what stands below it, and its tests find the bugs."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
+BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
+
+
+def blocks():
+    return BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+
+
+def test_every_block_prints_what_it_says():
+    assert len(blocks()) >= 6
+    names = {}
+    for code, expected in blocks():
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, str(PAGE), "exec"), names)
+        assert printed.getvalue() == expected
+
+
+def test_the_example_finds_its_three_bugs(tmp_path):
+    (code,) = [code for code, _ in blocks() if "def test_the_race" in code]
+    (tmp_path / "test_three_bugs.py").write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_three_bugs.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert "3 passed" in done.stdout, done.stdout
+
+
+def test_what_the_deadlock_says_is_what_the_page_shows(tmp_path):
+    import echelon
+
+    (code,) = [code for code, _ in blocks() if "def deadlock" in code]
+    path = tmp_path / "test_three_bugs.py"
+    path.write_text(code)
+    names = {}
+    exec(compile(code, str(path), "exec"), names)
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(names["deadlock"], 3)
+    assert str(caught.value).replace(f"{tmp_path}/", "") + "\n" in PAGE.read_text(encoding="utf-8")
