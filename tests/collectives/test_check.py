@@ -124,15 +124,15 @@ def test_a_chunk_that_is_not_there():
 def test_contributions_that_are_missing_double_or_foreign():
     plan = Plan.from_text("sums: 3 ranks, 1 chunks\nrank 0: +0<1 | +0<1\nrank 1: 0>0 | 0>0\nrank 2: .")
     assert problems_of("reduce", plan).splitlines() == [
-        "rank 0 ends with a chunk 0 that lacks chunk 0 of rank 2 (ended on rank 2)",
+        "rank 0 ends with a chunk 0 that lacks chunk 0 of rank 2 (seen on rank 2)",
         "rank 0 ends with a chunk 0 that counts twice chunk 0 of rank 1",
     ]
     plan = Plan.from_text("mixed: 2 ranks, 2 chunks\nrank 0: 0-1>1\nrank 1: 1,0<0")
     assert problems_of("broadcast", plan).splitlines() == [
         "rank 1, round 0: 1,0<0 meets 0-1>1 of rank 0, round 0",
-        "rank 1 ends with a chunk 0 that lacks chunk 0 of rank 0 (ended on ranks 0, 1)",
+        "rank 1 ends with a chunk 0 that lacks chunk 0 of rank 0 (seen on ranks 0, 1)",
         "rank 1 ends with a chunk 0 that holds what it must not, chunk 1 of rank 0",
-        "rank 1 ends with a chunk 1 that lacks chunk 1 of rank 0 (ended on ranks 0, 1)",
+        "rank 1 ends with a chunk 1 that lacks chunk 1 of rank 0 (seen on ranks 0, 1)",
         "rank 1 ends with a chunk 1 that holds what it must not, chunk 0 of rank 0",
     ]
 

@@ -107,6 +107,8 @@ class _Play:
         self.heard = [1 << rank for rank in range(plan.num_ranks)]
         self._expressions: dict[tuple[int, int], int] = {}
         self.values = [{chunk: self._piece(rank, chunk) for chunk in chunks} for rank, chunks in enumerate(goal.start)]
+        self.seen = [sum(value.pieces for value in held.values()) for held in self.values]
+        """For each rank, all pieces that it ever had."""
         self._position = [0] * plan.num_ranks
         self._entered = [False] * plan.num_ranks
         self._sent: dict[tuple[int, int], deque[_Message]] = {}
@@ -201,6 +203,7 @@ class _Play:
 
     def _receive(self, rank: int, number: int, step: Recv | Reduce, chunk: int, value: _Value | None) -> None:
         held = self.values[rank]
+        self.seen[rank] |= 0 if value is None else value.pieces
         if isinstance(step, Reduce):
             own = held.get(chunk)
             if own is None:
@@ -281,12 +284,12 @@ def _differences(rank: int, chunk: int, value: _Value, mask: int, play: _Play) -
             listed = list(_pieces(pieces, play.plan.num_chunks))
             more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
             text = f"rank {rank} ends with a chunk {chunk} that {what} {', '.join(listed[:4])}{more}"
-            yield text if what != "lacks" else f"{text} (ended on {_holders(pieces & -pieces, play)})"
+            yield text if what != "lacks" else f"{text} (seen on {_holders(pieces & -pieces, play)})"
 
 
 def _holders(piece: int, play: _Play) -> str:
     """Says where a piece got to: the mistake is near the last of them that was to hand it on."""
-    ranks = [rank for rank, held in enumerate(play.values) if any(value.pieces & piece for value in held.values())]
+    ranks = [rank for rank, pieces in enumerate(play.seen) if pieces & piece]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
 
 
