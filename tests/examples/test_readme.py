@@ -5,6 +5,7 @@ import re
 import pytest
 
 import echelon
+from echelon.cli import main
 from tests.examples.ranks import EXAMPLES, run_example, run_example_as_rank
 
 OUTPUTS = {
@@ -31,3 +32,19 @@ def test_the_example_runs_on_simulated_ranks(name, monkeypatch, tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     echelon.simulate(lambda _: run_example(name), 2)
     assert re.fullmatch(OUTPUTS[name], capsys.readouterr().out)
+
+
+def test_the_other_python_blocks_run(capsys):
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    own = [block for block in blocks if not block.startswith('"""')]
+    assert len(own) == len(blocks) - len(OUTPUTS) == 1
+    exec(own[0], {})
+    assert capsys.readouterr().out == "14.9% bubble, at most 4 activations\n"
+
+
+def test_the_plan_command_runs(capsys):
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    (command,) = re.findall(r"^echelon plan .*$", readme, re.MULTILINE)
+    assert main(command.split()[1:]) == 0
+    assert "bubble rate 27.3 %" in capsys.readouterr().out
