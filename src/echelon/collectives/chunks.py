@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import torch
-import torch
 from torch import Tensor
 
 from echelon.collectives.operators import Combine
@@ -16,6 +15,9 @@ from echelon.collectives.plan import Copy, Numbers, Recv, Reduce, Send, runs
 
 class Chunks(ABC):
     """What the interpreter needs to know of the chunks. One message of a plan may be several tensors on the wire."""
+
+    def start_round(self) -> None:
+        """Says that no message of an earlier round is under way any more."""
 
     @abstractmethod
     def outgoing(self, step: Send) -> list[Tensor]:
@@ -50,6 +52,11 @@ class Parts(Chunks):
         self._bounds = list(accumulate(sizes, initial=0))
         self._segment = max(1, _SEGMENT_BYTES // flat.itemsize)
         self._scratch = flat[:0]
+        """Memory that is used again in each round: fresh memory costs more than what is done with it."""
+        self._scratch_used = 0
+
+    def start_round(self) -> None:  # noqa: D102
+        self._scratch_used = 0
 
     @classmethod
     def equal(cls, flat: Tensor, count: int) -> Parts:
@@ -80,14 +87,14 @@ class Parts(Chunks):
             return [None] * len(segments)
         if isinstance(step, Recv):
             return list(segments)
-        return list(self._scratch_like(segments))
+        return list(torch.split(self._take_scratch(sum(map(len, segments))), [len(segment) for segment in segments]))
 
-    def _scratch_like(self, segments: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns memory that is used again in each round: fresh memory costs more than what is done with it."""
-        sizes = [len(segment) for segment in segments]
-        if len(self._scratch) < sum(sizes):
-            self._scratch = self._flat.new_empty(sum(sizes))
-        return torch.split(self._scratch[: sum(sizes)], sizes)
+    def _take_scratch(self, size: int) -> Tensor:
+        first, last = self._scratch_used, self._scratch_used + size
+        if last > len(self._scratch):
+            self._scratch = self._flat.new_empty(last)
+        self._scratch_used = last
+        return self._scratch[first:last]
 
     def keep(self, step: Recv | Reduce, index: int, came: Tensor, combine: Combine | None) -> None:  # noqa: D102
         own = self._segments(step.chunks)[index]
