@@ -135,6 +135,30 @@ def test_the_failure_of_a_context_ends_its_collectives_only():
     assert mailbox.failure(2, Tag(7, 0)) is None
 
 
+def test_a_message_that_is_arriving_for_a_failed_context_is_dropped():
+    mailbox = Mailbox()
+    place, tag = torch.zeros(1), Tag(7, 1)
+    work = post(mailbox, tag=tag, out=place)
+    delivery = mailbox.arrive(1, tag, (1,), FLOAT, "")
+    cause = mailbox.fail_context(7, PeerFailed(3, "gone"), [delivery])
+    assert work.exception() is cause
+    assert delivery.memory is None, "it would be written to the tensor of an operation that has failed"
+    delivery.finish()
+    assert place.item() == 0
+
+
+def test_messages_for_a_failed_context_are_not_kept():
+    mailbox = Mailbox()
+    early = Tag(7, 1)
+    arrive(mailbox, 1, tag=early)
+    cause = mailbox.fail_context(7, PeerFailed(3, "gone"))
+    late = mailbox.arrive(1, Tag(7, 2), (1,), FLOAT, "")
+    assert late.memory is None
+    assert post(mailbox, tag=early).exception() is cause
+    assert post(mailbox, tag=Tag(7, 2)).exception() is cause
+    assert not mailbox._unclaimed
+
+
 @pytest.mark.parametrize("posted_first", [True, False])
 def test_a_delivery_that_fails_ends_its_receive_whenever_it_comes(posted_first):
     mailbox = Mailbox()
