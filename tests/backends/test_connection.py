@@ -1,0 +1,195 @@
+"""One socket: frames are put together from whatever pieces arrive, and leave whole whatever room there is."""
+
+import socket
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.backends import wire
+from echelon.backends.base import Tag, Work
+from echelon.backends.connection import Connection
+from echelon.backends.matching import Mailbox, Receive
+from echelon.backends.memory import bytes_of, dtype_code, dtype_of
+from echelon.errors import PeerFailed, ProtocolError
+
+
+@pytest.fixture
+def pair():
+    """A connection to rank 1, and the socket of that rank."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with ours, theirs:
+        yield Connection(1, ours, 1 << 30), theirs
+
+
+def message(tensor, step=0, note="", context=0, sequence=0):
+    head = wire.Frame(
+        wire.FrameKind.DATA,
+        context,
+        sequence,
+        step,
+        dtype_code(tensor.dtype),
+        tuple(tensor.shape),
+        note,
+        tensor.numel() * tensor.dtype.itemsize,
+    ).encode()
+    return head + bytes(bytes_of(tensor))
+
+
+def into(mailbox):
+    """Returns what a connection is to do with a frame."""
+
+    def on_frame(frame):
+        if frame.kind != wire.FrameKind.DATA:
+            return None
+        tag = Tag(frame.context, frame.sequence, frame.step)
+        return mailbox.arrive(1, tag, frame.shape, dtype_of(frame.dtype), frame.note)
+
+    return on_frame
+
+
+def post(mailbox, step=0, out=None):
+    work = Work(None, "receive")
+    mailbox.post(Receive(work, 1, Tag(step=step), out, ""))
+    return work
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 3, 100, 20_000]), min_size=1, max_size=8)
+
+
+@given(SIZES, st.lists(st.integers(1, 3000), max_size=30), st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)))
+def test_pieces_of_any_size_make_the_same_messages(sizes, cuts, posted_early, with_wrong_place):
+    """Some are posted before they arrive, some after; those that do not fit fail alone."""
+    tensors = [torch.arange(size, dtype=torch.int32) + number for number, size in enumerate(sizes)]
+    data = b"".join(message(tensor, number) for number, tensor in enumerate(tensors))
+    mailbox = Mailbox()
+    works = {number: post_for(mailbox, number, with_wrong_place) for number in posted_early if number < len(sizes)}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(1, ours, 1 << 30)
+        for cut in [*cuts, len(data)]:
+            theirs.sendall(data[: min(cut, 60_000)])
+            data = data[min(cut, 60_000) :]
+            assert connection.pump(into(mailbox))
+        while data:
+            theirs.sendall(data[:60_000])
+            data = data[60_000:]
+            assert connection.pump(into(mailbox))
+    for number, tensor in enumerate(tensors):
+        work = works.get(number) or post_for(mailbox, number, with_wrong_place)
+        if number in with_wrong_place:
+            assert work.exception() is not None
+        else:
+            assert torch.equal(work.result(), tensor)
+
+
+def post_for(mailbox, number, with_wrong_place):
+    return post(mailbox, number, torch.zeros(7) if number in with_wrong_place else None)
+
+
+def test_one_byte_at_a_time(pair):
+    connection, theirs = pair
+    mailbox = Mailbox()
+    work = post(mailbox, 3)
+    data = message(torch.tensor([[1.5, 2.5]]), 3)
+    for position in range(len(data)):
+        assert not work.is_completed()
+        theirs.sendall(data[position : position + 1])
+        assert connection.pump(into(mailbox))
+    assert work.result().tolist() == [[1.5, 2.5]]
+
+
+def test_a_payload_goes_straight_where_it_belongs(pair):
+    connection, theirs = pair
+    mailbox = Mailbox()
+    place = torch.zeros(10)
+    work = post(mailbox, 0, place[2:6])
+    theirs.sendall(message(torch.arange(4.0)))
+    connection.pump(into(mailbox))
+    assert work.result().data_ptr() == place[2:].data_ptr()
+    assert place.tolist() == [0, 0, 0, 1, 2, 3, 0, 0, 0, 0]
+
+
+def test_the_end_of_the_stream(pair):
+    connection, theirs = pair
+    theirs.close()
+    assert connection.pump(into(Mailbox())) is False
+
+
+def test_garbage_is_a_protocol_error(pair):
+    connection, theirs = pair
+    theirs.sendall(b"\xff" * 40)
+    with pytest.raises(ProtocolError, match="unknown kind 255"):
+        connection.pump(into(Mailbox()))
+
+
+def enqueue(connection, tensor, tag):
+    work = Work(None, "send")
+    head = message(tensor)[: wire.HEADER_BYTES + 8]
+    connection.enqueue(head, bytes_of(tensor), tag, work)
+    connection.flush()
+    return work
+
+
+def drain(connection, theirs):
+    """Reads all that the connection has to write."""
+    data = bytearray()
+    while True:
+        connection.flush()
+        try:
+            data += theirs.recv(1 << 20)
+        except BlockingIOError:
+            return bytes(data)
+
+
+def test_what_does_not_fit_waits_and_leaves_in_order(pair):
+    connection, theirs = pair
+    tensors = [torch.full((1 << 20,), float(number)) for number in range(3)]
+    works = [enqueue(connection, tensor, Tag()) for tensor in tensors]
+    assert not works[0].is_completed()
+    assert connection.wants_to_write
+    assert connection.owes
+    assert drain(connection, theirs) == b"".join(message(tensor) for tensor in tensors)
+    assert all(work.is_completed() for work in works)
+    assert not connection.wants_to_write
+    assert not connection.owes
+
+
+def test_what_is_abandoned_is_not_sent_unless_it_has_begun(pair):
+    connection, theirs = pair
+    big = torch.ones(1 << 20)
+    begun, waiting = (enqueue(connection, big, Tag(7, 1, step)) for step in range(2))
+    point, other = enqueue(connection, big, Tag(7, 0)), enqueue(connection, big, Tag(8, 1))
+    cause = PeerFailed(3, "gone")
+    connection.abandon(7, cause)
+    assert begun.exception() is waiting.exception() is cause
+    assert not point.is_completed()
+    assert connection.owes
+    assert drain(connection, theirs) == message(big) * 3, "the stream is out of step"
+    assert (point.exception(), other.exception()) == (None, None)
+    assert point.is_completed()
+
+
+def test_nobody_is_owed_what_was_abandoned(pair):
+    connection, theirs = pair
+    enqueue(connection, torch.ones(1 << 20), Tag(7, 1))
+    connection.abandon(7, PeerFailed(3, "gone"))
+    connection.enqueue_word(wire.Frame(wire.FrameKind.GOODBYE).encode())
+    assert connection.wants_to_write
+    assert not connection.owes
+    assert drain(connection, theirs).endswith(wire.Frame(wire.FrameKind.GOODBYE).encode())
+
+
+def test_a_failure_ends_both_directions(pair):
+    connection, theirs = pair
+    mailbox = Mailbox()
+    arriving = post(mailbox)
+    leaving = enqueue(connection, torch.ones(1 << 20), Tag())
+    theirs.sendall(message(torch.ones(100))[:-1])
+    connection.pump(into(mailbox))
+    cause = PeerFailed(1, "gone")
+    connection.fail(cause)
+    assert arriving.exception() is leaving.exception() is cause
+    assert connection.sock.fileno() == -1
