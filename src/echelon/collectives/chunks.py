@@ -16,9 +16,6 @@ from echelon.collectives.plan import Copy, Numbers, Recv, Reduce, Send, runs
 class Chunks(ABC):
     """What the interpreter needs to know of the chunks. One message of a plan may be several tensors on the wire."""
 
-    def start_round(self) -> None:
-        """Says that no message of an earlier round is under way any more."""
-
     @abstractmethod
     def outgoing(self, step: Send) -> list[Tensor]:
         """Returns the tensors that a message consists of. They are not written until they are sent."""
@@ -28,35 +25,24 @@ class Chunks(ABC):
         """Returns where the tensors of a message are to be written, None for new ones. `busy` chunks are being sent."""
 
     @abstractmethod
-    def keep(self, step: Recv | Reduce, index: int, came: Tensor, combine: Combine | None) -> None:
-        """Takes in one tensor of a message, in their order, when none of its chunks is busy any more."""
+    def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:
+        """Takes in the tensors of a message, when none of its chunks is busy any more."""
 
     @abstractmethod
     def copy(self, step: Copy) -> None:
         """Does a copy step."""
 
 
-_SEGMENT_BYTES = 1 << 20
-"""The most that is sent as one tensor. What has come is combined while the next is on its way, and in the caches."""
-
-
 class Parts(Chunks):
     """Chunks that are parts of one flat tensor, one behind the other, and are changed in place.
 
-    Every rank knows the sizes of all of them. Chunks with successive numbers are sent and received as one stretch of
-    memory, in segments, so nothing is copied.
+    Every rank knows the sizes of all of them. Chunks with successive numbers are sent and received as one piece of
+    memory, so nothing is copied.
     """
 
     def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
         self._flat = flat
         self._bounds = list(accumulate(sizes, initial=0))
-        self._segment = max(1, _SEGMENT_BYTES // flat.itemsize)
-        self._scratch = flat[:0]
-        """Memory that is used again in each round: fresh memory costs more than what is done with it."""
-        self._scratch_used = 0
-
-    def start_round(self) -> None:  # noqa: D102
-        self._scratch_used = 0
 
     @classmethod
     def equal(cls, flat: Tensor, count: int) -> Parts:
@@ -68,46 +54,29 @@ class Parts(Chunks):
         """Returns a chunk."""
         return self._flat[self._bounds[number] : self._bounds[number + 1]]
 
-    def _segments(self, chunks: Numbers) -> list[Tensor]:
-        found: list[Tensor] = []
-        for run in runs(chunks):
-            first, last = self._bounds[run.start], self._bounds[run.stop]
-            if last - first <= self._segment:
-                found.append(self._flat[first:last])
-            else:
-                found += torch.split(self._flat[first:last], self._segment)
-        return found
+    def _pieces(self, chunks: Numbers) -> list[Tensor]:
+        return [self._flat[self._bounds[run.start] : self._bounds[run.stop]] for run in runs(chunks)]
 
     def outgoing(self, step: Send) -> list[Tensor]:  # noqa: D102
-        return self._segments(step.chunks)
+        return self._pieces(step.chunks)
 
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: D102
-        segments = self._segments(step.chunks)
-        if busy and not set(step.chunks).isdisjoint(busy):
-            return [None] * len(segments)
-        if isinstance(step, Recv):
-            return list(segments)
-        return list(torch.split(self._take_scratch(sum(map(len, segments))), [len(segment) for segment in segments]))
+        pieces = self._pieces(step.chunks)
+        in_place = isinstance(step, Recv) and not set(step.chunks) & set(busy)
+        return [piece if in_place else None for piece in pieces]
 
-    def _take_scratch(self, size: int) -> Tensor:
-        first, last = self._scratch_used, self._scratch_used + size
-        if last > len(self._scratch):
-            self._scratch = self._flat.new_empty(last)
-        self._scratch_used = last
-        return self._scratch[first:last]
-
-    def keep(self, step: Recv | Reduce, index: int, came: Tensor, combine: Combine | None) -> None:  # noqa: D102
-        own = self._segments(step.chunks)[index]
-        if isinstance(step, Recv):
-            if own.data_ptr() != came.data_ptr():
-                own.copy_(came)
-            return
-        assert combine is not None, "a plan with Reduce steps needs an operator"
-        if step.received_first:
-            combine(came, own)
-            own.copy_(came)
-        else:
-            combine(own, came)
+    def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: D102
+        for own, other in zip(self._pieces(step.chunks), came, strict=True):
+            if isinstance(step, Recv):
+                if own.data_ptr() != other.data_ptr():
+                    own.copy_(other)
+                continue
+            assert combine is not None, "a plan with Reduce steps needs an operator"
+            if step.received_first:
+                combine(other, own)
+                own.copy_(other)
+            else:
+                combine(own, other)
 
     def copy(self, step: Copy) -> None:  # noqa: D102
         self.part(step.chunk).copy_(self.part(step.source))
@@ -122,8 +91,6 @@ class Tensors(Chunks):
 
     def __init__(self, count: int, given: dict[int, Tensor]) -> None:
         self._tensors: list[Tensor | None] = [given.get(number) for number in range(count)]
-        self._counts: dict[Recv, list[int]] = {}
-        """The rows of each chunk of a message whose rows have not come yet."""
 
     def __getitem__(self, number: int) -> Tensor:
         tensor = self._tensors[number]
@@ -140,15 +107,11 @@ class Tensors(Chunks):
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
         return [None] if len(step.chunks) < 2 else [None, None]
 
-    def keep(self, step: Recv | Reduce, index: int, came: Tensor, combine: Combine | None) -> None:  # noqa: ARG002, D102
+    def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: ARG002, D102
         assert isinstance(step, Recv), "tensors of their own are not combined"
-        if len(step.chunks) == 1:
-            self._tensors[step.chunks[0]] = came
-        elif index == 0:
-            self._counts[step] = came.tolist()
-        else:
-            for number, tensor in zip(step.chunks, torch.split(came, self._counts.pop(step)), strict=True):
-                self._tensors[number] = tensor
+        tensors = came if len(step.chunks) == 1 else torch.split(came[-1], came[0].tolist()) if step.chunks else ()
+        for number, tensor in zip(step.chunks, tensors, strict=True):
+            self._tensors[number] = tensor
 
     def copy(self, step: Copy) -> None:  # noqa: D102
         self._tensors[step.chunk] = self[step.source]
