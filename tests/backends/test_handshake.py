@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from echelon.backends import hall
+from echelon.backends.members import Job
 from echelon.backends.tcp import TcpBackend
 from echelon.errors import AuthenticationError, ConnectError, ProtocolError
 from tests.backends.worlds import (
@@ -197,6 +198,10 @@ def test_the_secret_is_taken_from_the_environment(monkeypatch):
     with free_address() as address:
         for backend in connect_all(2, address, secret=None):
             backend.abort("enough")
+
+
+def test_the_secret_is_not_shown():
+    assert "secret" not in repr(Job(0, 2, b"a secret"))
 
 
 # With the secret, and still not one of us

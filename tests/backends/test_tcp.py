@@ -47,6 +47,8 @@ def test_a_world_of_one_needs_no_secret_and_no_socket(monkeypatch):
     with TcpBackend(0, 1, "no such place") as alone:
         assert sockets_of(alone) == {}
         alone.barrier(SECONDS)
+        assert repr(alone) == "<TcpBackend: rank 0 of 1>"
+    assert repr(alone) == "<TcpBackend: rank 0 of 1, closed>"
 
 
 # Frames that cannot be

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from echelon.errors import ConnectError, ProtocolError
@@ -16,7 +16,7 @@ class Job:
 
     rank: int
     world_size: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     run_id: str = ""
     restart: int = 0
 

@@ -126,6 +126,10 @@ class TcpBackend(Backend):
                     self._peers.watch_process(member)
         _open_backends.add(self)
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._progress.is_closed else ""
+        return f"<TcpBackend: rank {self.rank} of {self.world_size}{state}>"
+
     # Sending and receiving
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
