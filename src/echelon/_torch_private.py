@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "at_end_of_backward"]
+# TorchDispatchMode: the one way to see every tensor that a thread makes, in backward too. Documented, but in a module
+# whose name says that it is private.
 
 
 def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:

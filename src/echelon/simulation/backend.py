@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -121,7 +121,7 @@ class VirtualBackend(Backend):
         if error := self._mailbox.failure(dst, tag):
             work.complete(error=error)
         else:
-            done = self.world.send_tensor(self.rank, dst, tensor.detach().clone(), tag, note, _is_plain(tag))
+            done = self.world.send_tensor(self.rank, dst, tensor, tag, note, _is_plain(tag))
             if done <= self._scheduler.now:
                 work.complete()
             else:
@@ -228,6 +228,11 @@ class VirtualBackend(Backend):
         if seconds > 0:
             self._scheduler.sleep(seconds)
 
+    def memory_meter(self) -> AbstractContextManager[object]:
+        """Counts the memory of the tensors that are made inside, if that was asked for."""
+        meters = self.world.memory_meters
+        return meters[self.rank] if meters else nullcontext()
+
     # Beside
 
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
@@ -256,7 +261,8 @@ class VirtualBackend(Backend):
             self._end_call(task)
             result, error = None, None
             try:
-                result = function()
+                with self.memory_meter():
+                    result = function()
             except Ended:
                 raise
             except BaseException as raised:

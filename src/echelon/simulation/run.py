@@ -48,6 +48,8 @@ class Simulation:
     """What each rank computed and its collectives, in virtual seconds. What runs beside the program is not in it."""
     bytes_sent: Mapping[tuple[int, int], int]
     """By sender and receiver."""
+    peak_memory: tuple[int, ...] | None = None
+    """With `memory=True`: the most bytes that the tensors made by each rank had at one time."""
     measurements: Measurements | None = None
     """With measured costs: the figures. As `costs` of another simulation they repeat this one."""
     events: Sequence[tuple[object, ...]] = field(default=(), repr=False)
@@ -69,6 +71,7 @@ def simulate(
     faults: Faults = (),
     *,
     timeout: float = DEFAULT_TIMEOUT,
+    memory: bool = False,
 ) -> Simulation:
     """Runs `fn(group, *args)` on every rank of a simulated world and returns when all have ended.
 
@@ -89,6 +92,7 @@ def simulate(
             "measured" or `Measured(factor=)`: the CPU time that it takes here. `Measurements`: the same as before.
         faults: what goes wrong, or a function of a seeded `random.Random` and the number of ranks that draws it.
         timeout: virtual seconds that a blocking call waits by default.
+        memory: whether to count the memory of each rank's tensors, which takes time for every operation.
 
     Raises:
         InvalidWorldSize: `world_size` is below 1.
@@ -103,7 +107,7 @@ def simulate(
     if callable(faults):
         faults = faults(random.Random(f"faults of {seed}"), world_size)
     plan = FaultPlan(faults, world_size, has_costs=cost is not None or meter is not None)
-    world = World(world_size, seed, link_function(network, world_size), plan, cost, meter)
+    world = World(world_size, seed, link_function(network, world_size), plan, cost, meter, memory)
     run = _Run(world, world_size, fn, args, timeout)
     num_threads = torch.get_num_threads()
     try:
@@ -118,6 +122,7 @@ def simulate(
         seed=seed,
         timeline=world.recorder.timeline(),
         bytes_sent=dict(sorted(world.recorder.bytes_sent.items())),
+        peak_memory=tuple(memory_meter.peak for memory_meter in world.memory_meters) if memory else None,
         measurements=None if meter is None else meter.measurements(),
         events=world.recorder.events,
     )
@@ -177,7 +182,7 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            with provide(group):
+            with provide(group), backend.memory_meter():
                 self.results[rank] = self._fn(group, *self._args)
             self._world.returned.add(rank)
             backend.drain()

@@ -15,6 +15,7 @@ from echelon.backends.wire import as_sent
 from echelon.errors import CollectiveMismatch, PeerFailed
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
+from echelon.simulation.memory import MemoryMeter
 from echelon.simulation.network import Network
 from echelon.simulation.random_state import RandomStates
 from echelon.simulation.record import Event, Recorder
@@ -42,6 +43,7 @@ class World:
         faults: FaultPlan,
         cost: StepCost | None,
         meter: Meter | None,
+        measures_memory: bool,
     ) -> None:
         self.scheduler = Scheduler(seed)
         self.faults = faults
@@ -50,6 +52,7 @@ class World:
         self.recorder = Recorder(world_size)
         self.random_states = RandomStates(seed, world_size)
         self.mailboxes = [Mailbox() for _ in range(world_size)]
+        self.memory_meters = [MemoryMeter() for _ in range(world_size)] if measures_memory else []
         self.returned: set[int] = set()
         """Ranks whose function has ended."""
         self.killed: set[int] = set()
@@ -70,7 +73,8 @@ class World:
                 self.scheduler.at(kill.at, partial(self.kill, kill.rank))
 
     def send_tensor(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, is_plain: bool) -> float:
-        """Sends a tensor, which is nobody else's any more; returns when its sender is done with it."""
+        """Sends a copy of a tensor; returns when its sender is done with it."""
+        tensor = self._copy(src, tensor)
         num_bytes, recorder = tensor.nbytes, self.recorder
         passage = self._send(src, dst, num_bytes)
         recorder.bytes_sent[src, dst] += num_bytes
@@ -83,8 +87,20 @@ class World:
             self.scheduler.at(passage.arrives, partial(self._arrive, src, dst, tensor, tag, note), passage.draw)
         return passage.done
 
+    def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies what is sent. The copy is the network's, then the receiver's, never the sender's."""
+        if not self.memory_meters:
+            return tensor.detach().clone()
+        self.memory_meters[src].is_paused = True
+        try:
+            return tensor.detach().clone()
+        finally:
+            self.memory_meters[src].is_paused = False
+
     def _arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
+        if self.memory_meters:
+            self.memory_meters[dst].count(tensor)
         self.mailboxes[dst].take(src, tag, tensor, as_sent(note))
 
     def _send(self, src: int, dst: int, num_bytes: int) -> Passage:
