@@ -55,6 +55,8 @@ class Parts(Chunks):
         return self._flat[self._bounds[number] : self._bounds[number + 1]]
 
     def _pieces(self, chunks: Numbers) -> list[Tensor]:
+        if len(self._bounds) == 2:  # the one chunk that there is; small tensors have no time to lose
+            return [self._flat] if chunks else []
         return [self._flat[self._bounds[run.start] : self._bounds[run.stop]] for run in runs(chunks)]
 
     def outgoing(self, step: Send) -> list[Tensor]:  # noqa: D102

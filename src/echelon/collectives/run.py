@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ class Channel:
 
     def by(self, algorithm: str) -> Channel:
         """Returns this channel with the algorithm in its note, so that ranks compare that as well."""
-        return replace(self, note=f"{self.note} by {algorithm}")
+        note = f"{self.note} by {algorithm}"
+        return Channel(self.backend, self.ranks, self.rank, self.context, self.sequence, note, self.deadline)
 
 
 def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = None) -> None:
