@@ -1,0 +1,235 @@
+"""Does a simulation with measured costs predict how long steps take on real processes?
+
+    python benchmarks/prediction/run.py
+
+Two ranks, one thread each. First two real processes measure their link, what computing alone takes, and the steps. Then
+the same steps are simulated with that link and with the CPU time that they take here, times a factor: what computing
+alone took both processes at once, over the CPU time that it takes here. Where this user may make network namespaces (as
+root, with ip and tc), the same again over a link that tc has shaped to 1 Gbit/s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import echelon
+from echelon import ProcessGroup
+from echelon.pipeline import Pipeline
+from echelon.simulation import Measured
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import loss_of, make_gpt
+
+WARM_UP, STEPS, ROUNDS = 2, 9, 3
+CONTEXT, SAMPLES = 64, 8
+NAMESPACES, NETWORK = ("echelon-a", "echelon-b"), ("10.231.77.1", "10.231.77.2")
+FIGURES = "figures: "
+
+
+def model() -> torch.nn.Sequential:
+    return make_gpt(num_layers=4, width=128, num_heads=4, context=CONTEXT)
+
+
+def batch(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(group.rank)
+    text = torch.randint(256, (SAMPLES, CONTEXT + 1), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def timed(group: ProcessGroup, step: Callable[[], object], count: int = WARM_UP + STEPS) -> list[float]:
+    """Returns how long each step took, on the clock of the group's backend: virtual on simulated ranks."""
+    seconds = []
+    for _ in range(count):
+        group.barrier()
+        began = group.backend.now()
+        step()
+        seconds.append(group.backend.now() - began)
+    return seconds[WARM_UP:]
+
+
+def local_steps(group: ProcessGroup) -> list[float]:
+    """Times what a rank of data parallelism computes, without its communication."""
+    torch.set_num_threads(1)
+    inputs, target = batch(group)
+    alone = model()
+    return timed(group, lambda: loss_of(alone(inputs), target).backward())
+
+
+def ddp_steps(group: ProcessGroup) -> list[float]:
+    torch.set_num_threads(1)
+    inputs, target = batch(group)
+    ddp = echelon.DDP(model(), group, bucket_mb=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(ddp(inputs), target).backward()
+        optimizer.step()
+
+    return timed(group, step)
+
+
+def pipeline_steps(group: ProcessGroup) -> list[float]:
+    torch.set_num_threads(1)
+    inputs, target = batch(group)
+    pipe = Pipeline(model(), group, "1f1b", 4, loss_of)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipe.step(inputs, target=target)
+        optimizer.step()
+
+    return timed(group, step)
+
+
+PROGRAMS = {"DDP": ddp_steps, "pipeline, 1f1b, 4 microbatches": pipeline_steps}
+
+
+def link_figures(group: ProcessGroup) -> tuple[float, float]:
+    """Returns latency and bandwidth, both ranks sending at once as they do in collectives."""
+
+    def exchange(tensor: torch.Tensor) -> None:
+        sent = group.isend(tensor, 1 - group.rank)
+        group.recv(1 - group.rank)
+        sent.wait()
+
+    def median(numel: int, count: int) -> float:
+        tensor = torch.ones(numel)
+        return statistics.median(timed(group, lambda: exchange(tensor), count))
+
+    latency = median(1, 400)
+    numel = 1 << 18
+    return latency, 4 * numel / (median(numel, 60) - latency)
+
+
+def be_a_rank() -> None:
+    with echelon.init(backend="tcp") as group:
+        torch.set_num_threads(1)
+        figures = {"link": link_figures(group), "local": local_steps(group)}
+        figures |= {name: program(group) for name, program in PROGRAMS.items()}
+        if group.rank == 0:
+            print(FIGURES + json.dumps(figures))
+
+
+def run_processes(prefixes: Sequence[Sequence[str]], address: str) -> dict[str, Any]:
+    """Runs this file on two processes that meet at an address, and returns what rank 0 printed."""
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(20_000 + os.getpid() % 10_000),
+        "ECHELON_SECRET": secrets.token_hex(16),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [*prefix, sys.executable, __file__, "--rank"],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, prefix in enumerate(prefixes)
+    ]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    (line,) = [line for line in outputs[0].splitlines() if line.startswith(FIGURES)]
+    figures: dict[str, Any] = json.loads(line.removeprefix(FIGURES))
+    return figures
+
+
+@contextlib.contextmanager
+def shaped_link() -> Iterator[list[list[str]] | None]:
+    """Makes two network namespaces with a link of 1 Gbit/s; yields how to run a command in each, None if it cannot."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+    try:
+        for name in NAMESPACES:
+            ip("netns", "add", name)
+        ip(
+            "link",
+            "add",
+            "ech-a",
+            "netns",
+            NAMESPACES[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "ech-b",
+            "netns",
+            NAMESPACES[1],
+        )
+        for name, device, address in zip(NAMESPACES, ("ech-a", "ech-b"), NETWORK, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            shape = [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                device,
+                "root",
+                "tbf",
+                "rate",
+                "1gbit",
+                "burst",
+                "64kb",
+                "latency",
+                "50ms",
+            ]
+            ip("netns", "exec", name, *shape)
+        yield [["ip", "netns", "exec", name] for name in NAMESPACES]
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        print(f"\nno shaped link: {error}")
+        yield None
+    finally:
+        if shutil.which("ip"):
+            for name in NAMESPACES:
+                subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10)
+
+
+def report(where: str, prefixes: Sequence[Sequence[str]], address: str) -> None:
+    for _ in range(ROUNDS):
+        real = run_processes(prefixes, address)
+        latency, bandwidth = real["link"]
+        network = echelon.Network(latency=latency, bandwidth=bandwidth)
+        local = statistics.median(echelon.simulate(local_steps, 2, costs="measured").results[0])
+        costs = Measured(factor=statistics.median(real["local"]) / local)
+        for name, program in PROGRAMS.items():
+            run = echelon.simulate(program, 2, network=network, costs=costs)
+            predicted, measured = statistics.median(run.results[0]), statistics.median(real[name])
+            print(
+                f"| {where} | {latency * 1e6:.0f} us, {bandwidth / 1e6:.0f} MB/s | {costs.factor:.2f} | {name} | "
+                f"{predicted * 1e3:.1f} | "
+                f"{measured * 1e3:.1f} | {predicted / measured:.2f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
+    print("| link | measured: latency, bandwidth | computing takes | step | predicted (ms) | measured (ms) | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    report("loopback TCP", [[], []], "127.0.0.1")
+    with shaped_link() as prefixes:
+        if prefixes is not None:
+            report("TCP at 1 Gbit/s", prefixes, NETWORK[0])
+
+
+if __name__ == "__main__":
+    be_a_rank() if "--rank" in sys.argv else main()
