@@ -40,6 +40,20 @@ def test_the_slowest_stage_is_the_optimum_of_all_cuts(costs: list[int], data: st
     assert list(result.costs) == sums(costs, result.stages)
 
 
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "slowest"),
+    [
+        ([8, 9, 3, 0, 5, 11, 11, 5], 4, 16),
+        ([2, 3, 7, 5, 8, 2, 5], 4, 12),
+        ([11, 1, 6, 9, 1, 9, 10, 7, 11], 3, 27),
+        ([6, 11, 11, 8, 4, 3, 6, 5, 6], 3, 23),
+    ],
+)
+def test_where_one_more_would_be_easier(costs: list[int], num_stages: int, slowest: int) -> None:
+    """A cap that is 1 too high leads to a slower cut here; among random layers that is rare."""
+    assert partition(costs, num_stages).slowest == slowest
+
+
 @given(LAYERS, st.data())
 def test_a_memory_limit_is_kept_and_costs_no_more_than_it_must(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))

@@ -104,6 +104,20 @@ def test_small_cases_at_every_limit(ranks, microbatches, spans):
         assert schedule.simulate(EQUAL).span <= span
 
 
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "costs", "limit"),
+    [
+        (4, 11, Costs(14.764, 13.095, 13.923, 1.476, weight_activation=0.3), 6),
+        (6, 13, Costs(11.785, 16.97, 10.296, 0.236, weight_activation=0.7), 9),
+        (8, 33, Costs(14.134, 12.549, 12.923, 0.283, weight_activation=0.7), 12),
+    ],
+)
+def test_the_bound_is_reached_where_forwards_must_give_way(ranks, microbatches, costs, limit):
+    exact = small_problem(costs, ranks, microbatches, limit)
+    timeline = search(costs, ranks, microbatches, limit).simulate(costs)
+    assert timeline.span / max(timeline.busy) == pytest.approx(lower_bound(exact) / max(exact.work), rel=1e-9)
+
+
 amounts = st.integers(1, 9)
 
 
