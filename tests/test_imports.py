@@ -14,10 +14,10 @@ LAYERS = (
     ("backends",),
     ("collectives",),
     ("group", "mesh", "functional"),
-    ("launch", "testing"),
+    ("launch",),
     ("data_parallel",),
     ("pipeline",),
-    ("simulation",),
+    ("simulation", "testing"),
     ("cli", "interop", "__init__", "__main__"),
 )
 """From the bottom to the top: a module imports from its own layer and those below."""

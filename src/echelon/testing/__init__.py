@@ -2,5 +2,6 @@
 
 from echelon.testing.contract import ContractError, check_backend, clause_names
 from echelon.testing.pool import RankPool
+from echelon.testing.races import RaceError, check_same_results
 
-__all__ = ["ContractError", "RankPool", "check_backend", "clause_names"]
+__all__ = ["ContractError", "RaceError", "RankPool", "check_backend", "check_same_results", "clause_names"]

@@ -1,0 +1,68 @@
+"""Finds programs whose results depend on who is quicker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from echelon.simulation import Simulation, explore
+from echelon.simulation.costs import CostsLike
+from echelon.simulation.faults import Faults
+from echelon.simulation.network import NetworkLike
+
+
+class RaceError(AssertionError):
+    """A program whose results differ from one seed of the simulation to another."""
+
+
+def check_same_results(
+    fn: Callable[..., Any],
+    world_size: int,
+    seeds: Iterable[int] = range(100),
+    args: Sequence[object] = (),
+    network: NetworkLike = None,
+    costs: CostsLike = None,
+    faults: Faults = (),
+) -> int:
+    """Simulates `fn` with many seeds and checks that every rank returns the same each time, bit for bit.
+
+    Each rank's random numbers come from the seed, too: a program that draws some must seed them itself.
+
+    Args:
+        fn, world_size, args, network, costs, faults: as for `echelon.simulate`.
+        seeds: at least two, the first of which gives the results to compare with.
+
+    Returns:
+        The number of seeds.
+
+    Raises:
+        RaceError: a rank returned something else; says which, under which seeds, and how to replay it.
+        Exception: that of the first seed that fails.
+    """
+    runs: list[Simulation] = []
+
+    def check(run: Simulation) -> None:
+        if not runs:
+            runs.append(run)
+        for rank, (result, first) in enumerate(zip(run.results, runs[0].results, strict=True)):
+            if not _equal(result, first):
+                raise RaceError(
+                    f"rank {rank} returned {first!r} with seed {runs[0].seed}, but {result!r} with seed {run.seed}: "
+                    "something depends on the order in which messages arrive; compare the traces of the two runs"
+                )
+
+    return explore(fn, world_size, seeds, args, network, costs, faults, check=check)
+
+
+def _equal(left: object, right: object) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)
