@@ -203,9 +203,11 @@ class Progress:
     def become_child(self) -> None:
         """Closes in a forked child what belongs to the parent; takes no lock.
 
-        The lock is replaced: the thread that may have held it is not here.
+        The lock is replaced: the thread that may have held it is not here, and neither are those that waited.
         """
         self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)
+        self._num_waiters = 0
         self.is_closed = True
         self._epoll.close()
         os.close(self._wakeup)
