@@ -181,7 +181,7 @@ class Play:
         return found
 
     def unreceived(self, standing: Iterable[int]) -> Iterator[str]:
-        """Yields a problem for each pair of ranks with messages left; those to a rank that stands still follow from it."""
+        """Yields a problem for each two ranks with messages left, unless the receiver stands still: that is why."""
         for (src, dst), messages in self._sent.items():
             if messages and dst not in set(standing):
                 first = messages[0]
