@@ -1,8 +1,11 @@
 """The same seed gives the same run, byte for byte; another one another legal run."""
 
+import os
 import random
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,3 +146,44 @@ def test_the_number_of_threads_and_the_other_threads_are_as_before():
     before = torch.get_num_threads(), threading.active_count()
     echelon.simulate(gossip, 3)
     assert (torch.get_num_threads(), threading.active_count()) == before
+
+
+PRINTS_A_DIGEST = """
+import hashlib, sys
+import echelon
+from tests.simulation.test_determinism import gossip, train
+runs = [echelon.simulate(gossip, 4, seed=11, network="10GbE"), echelon.simulate(train, 3, seed=11)]
+print(hashlib.sha256("".join(run.trace for run in runs).encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_trace_is_the_same_in_every_process():
+    digests = set()
+    for seed_of_hashes in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS_A_DIGEST],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"PYTHONHASHSEED": seed_of_hashes},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1
+
+
+def computes_and_talks(group):
+    with group.backend.compute("forward"):
+        pass
+    group.all_reduce(torch.ones(10))
+
+
+def test_the_timeline_can_be_drawn(tmp_path):
+    timeline = echelon.simulate(computes_and_talks, 3, network="1GbE", costs={"forward": 1e-3}).timeline
+    assert [span.name.split("(")[0] for span in timeline.spans[2]] == ["forward", "all_reduce"]
+    timeline.draw(tmp_path / "timeline.svg")
+    timeline.to_chrome(tmp_path / "timeline.json")
+    assert (tmp_path / "timeline.svg").stat().st_size > 1000
+    assert "all_reduce" in (tmp_path / "timeline.json").read_text()
