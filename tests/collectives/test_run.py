@@ -128,3 +128,24 @@ def test_ranks_that_were_told_different_algorithms_are_told(pool, others):
     texts = " ".join(text for _, text in outcomes)
     assert "by ring" in texts
     assert f"by {others}" in texts
+
+
+def by_every_algorithm(group, choices):
+    """Runs one of each operation, once by every algorithm of one of them."""
+    found = {}
+    for operation, name in choices:
+        os.environ[f"ECHELON_{operation.upper()}"] = name
+        try:
+            ones = group.all_reduce(torch.arange(40.0) + group.rank).tolist()
+            found[operation, name] = {**everything(group), "all_reduce": ones}
+        finally:
+            del os.environ[f"ECHELON_{operation.upper()}"]
+    return found
+
+
+def test_all_algorithms_give_the_same_on_processes(pool, expected):
+    choices = [*OTHERS, *(("all_reduce", name) for name in names("all_reduce"))]
+    for rank, found in enumerate(pool.run(by_every_algorithm, 3, choices)):
+        assert list(found) == choices
+        for results in found.values():
+            assert results == {**expected[3][rank], "all_reduce": [3.0 * i + 3 for i in range(40)]}
