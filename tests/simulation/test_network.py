@@ -136,6 +136,20 @@ def test_timeouts_run_on_virtual_time():
     assert time.monotonic() - began < 1
 
 
+def hurry(group):
+    """Waits for less than no time, after some has passed."""
+    group.barrier()
+    before = group.backend.now()
+    if group.rank == 0:
+        with pytest.raises(echelon.Timeout):
+            group.recv(1, timeout=-1.0)
+    return group.backend.now() - before
+
+
+def test_the_clock_never_goes_back():
+    assert echelon.simulate(hurry, 2, network=NETWORK).results == [0.0, 0.0]
+
+
 def answer_late(group):
     if group.rank == 0:
         return group.recv(1, timeout=2.0).item()

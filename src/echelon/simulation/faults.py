@@ -28,6 +28,8 @@ class Kill:
     def __post_init__(self) -> None:
         if (self.at is None) == (self.at_op is None):
             raise LaunchError(f"Kill(rank={self.rank}) needs either at= (seconds) or at_op= (number of a message)")
+        if self.at is not None and not 0 <= self.at < math.inf:
+            raise LaunchError(f"Kill(rank={self.rank}, at={self.at}): give seconds, at least 0")
         if self.at_op is not None and self.at_op < 1:
             raise LaunchError(f"Kill(rank={self.rank}, at_op={self.at_op}): messages are counted from 1")
 

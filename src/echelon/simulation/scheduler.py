@@ -89,7 +89,9 @@ class Task:
         self.is_queued = False
         """Whether its next turn is in the queue."""
         self.polls = False
+        """Whether it waits because it looked too often."""
         self.polled_at = -1.0
+        """When it last looked whether something is done, and how often at that instant."""
         self.num_polls = 0
         self._body = body
         self._scheduler = scheduler
@@ -404,7 +406,7 @@ class Scheduler:
             return
         heeds = not self.awaits_nothing_lost or any(task.insists for task in waiting)
         if first is not None and first.deadline < math.inf and (self._events or heeds):
-            self._schedule(first, first.deadline)
+            self._schedule(first, max(self.now, first.deadline))
         elif waiting:
             if error := self.on_stuck(waiting):
                 self._fail(error)
