@@ -9,7 +9,8 @@ from echelon.cli import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "-n", "0", __file__], "-n 0: a world has at least 1 rank"),
+        (["run", "-n", "0", __file__], "-n 0: a world has at least 1 rank: give -n 1 or more"),
+        (["run", "-n", "1000000", __file__], "-n 1000000: one host starts at most 1024 ranks"),
         (["run", "-n", "2", "no.py"], "script 'no.py' does not exist in "),
         (["run", "-n", "two", __file__], "Invalid value for '-n'"),
         (["run", "-n", "2", "--grace", "-1", __file__], "--grace -1: use a number of seconds, 0 or more"),

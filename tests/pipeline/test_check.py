@@ -296,3 +296,8 @@ def test_many_problems_are_counted():
     with pytest.raises(ScheduleError, match="has 100 problems") as caught:
         schedule.check()
     assert "  - and 80 more" in str(caught.value)
+
+
+def test_a_limit_that_is_no_number_is_refused():
+    with pytest.raises(ScheduleError, match="memory_limit=nan is no amount of memory"):
+        build("1f1b", 2, 4).check(memory_limit=float("nan"))

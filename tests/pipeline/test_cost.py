@@ -47,7 +47,9 @@ def test_time_of_a_transfer():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"forward": -1}, "forward=-1 cannot be a cost: give a finite number of at least 0"),
+        ({"forward": -1}, "forward=-1 cannot be a cost: give a number from 0 to 1e100"),
+        ({"forward": 10**400}, r"forward=10+\.\.\. cannot be a cost"),
+        ({"transfer": 1e308}, r"transfer=1e\+308 cannot be a cost"),
         ({"transfer": float("nan")}, "transfer=nan cannot be a cost"),
         ({"activation": [1, float("inf")]}, "activation=inf cannot be a cost"),
         ({"forward": "fast"}, "forward='fast' is not a number"),

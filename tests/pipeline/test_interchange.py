@@ -198,3 +198,8 @@ def test_text_that_is_no_schedule(text, message):
 def test_forward_only_is_seen():
     assert Schedule.from_text("0F0\n1F0").forward_only
     assert Schedule.from_text("0F0\n1F0").orders == ((Action(0, "F", 0),), (Action(1, "F", 0),))
+
+
+def test_a_microbatch_number_beyond_the_actions_is_refused_before_anything_is_allocated():
+    with pytest.raises(ScheduleError, match="microbatch 99999999999 among 1 actions"):
+        Schedule.from_text("0F99999999999")

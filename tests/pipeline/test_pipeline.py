@@ -329,6 +329,38 @@ def test_fewer_samples_than_microbatches_is_told_to_all_ranks(run):
         assert "at least 2 samples for 2 microbatches" in message
 
 
+def more_targets_than_inputs(group):
+    pipe = Pipeline(make_model(3), group, "1f1b", 3, sum_of_squares_of_means)
+    inputs, target = make_batch(5)
+    try:
+        pipe.step(inputs, target=target[:4])
+    except echelon.SizeMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def sum_of_squares_of_means(output, target):
+    return (output.mean() - target.mean()).square()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_inputs_and_target_of_different_length_are_refused_on_every_rank(run, world_size):
+    """The ranks of the first and the last stage see one of the two each; the loss here would broadcast silently."""
+    for message in run(more_targets_than_inputs, world_size):
+        assert "target of step(): expected 5 samples, as the inputs, got 4" in message
+
+
+def weigh_nothing(group):
+    pipe = Pipeline(make_model(1), group, "1f1b", 2, nn.functional.mse_loss, loss_weight=lambda _: 0.0)
+    inputs, target = make_batch(4)
+    pipe.step(inputs, target=target)
+
+
+def test_weights_that_add_up_to_nothing_are_refused():
+    with pytest.raises(echelon.SizeMismatch, match="weights that add up to more than 0"):
+        echelon.simulate(weigh_nothing, 1)
+
+
 class Breaks(nn.Module):
     def forward(self, x):
         raise RuntimeError("the fuse has blown")

@@ -232,3 +232,7 @@ def test_bad_input_is_told_with_what_works(arguments, message):
 
 def test_every_name_competes():
     assert {"gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"} <= set(names())
+
+
+def test_an_infinite_limit_is_no_limit():
+    assert search(Costs(), 2, 4, float("inf")) == search(Costs(), 2, 4)

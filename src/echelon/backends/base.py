@@ -28,7 +28,7 @@ class Tag(NamedTuple):
     """What a message is for. Two messages meet only if all three numbers are equal.
 
     context: the group, 0 for a backend used directly (64 bits). sequence: the operation within the group, 0 for point
-    to point (64 bits). step: the user's tag, or the step of a collective (32 bits).
+    to point (64 bits). step: the user's tag; 0 in collectives (32 bits).
     """
 
     context: int = 0

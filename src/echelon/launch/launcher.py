@@ -72,14 +72,21 @@ class Launcher:
         with self._signals():
             for rank, environ in enumerate(environs):
                 self._start(rank, command, environ)
+                self._handle(0.0)
+                if self._interrupted_by or self._failures:
+                    break
             while self._running:
                 timeout = None if self._deadline == float("inf") else max(0.0, self._deadline - time.monotonic())
-                for key, _ in self._selector.select(timeout):
-                    if key.fd in self._selector.get_map():  # not if a callback before has dropped it
-                        key.data()
+                self._handle(timeout)
                 if time.monotonic() >= self._deadline:
                     self._escalate()
         return self._conclude()
+
+    def _handle(self, timeout: float | None) -> None:
+        """Waits for something to happen and does what it asks for."""
+        for key, _ in self._selector.select(timeout):
+            if key.fd in self._selector.get_map():  # not if a callback before has dropped it
+                key.data()
 
     def _start(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         process = RankProcess(rank, command, environ)

@@ -19,6 +19,9 @@ from echelon.launch.launcher import Console, Launcher
 from echelon.launch.report import ERROR_FILE
 from echelon.launch.resources import LOOPBACK, ReservedPort, threads_per_rank
 
+MAX_RANKS = 1024
+"""More ranks than this on one host are a slip of the keyboard."""
+
 GRACE = 3.0
 """Seconds that ranks get to report after the first failure."""
 
@@ -61,7 +64,9 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
         InvalidWorldSize, LaunchError: nothing was started.
     """
     if num_ranks < 1:
-        raise InvalidWorldSize(f"-n {num_ranks}: a world has at least 1 rank")
+        raise InvalidWorldSize(f"-n {num_ranks}: a world has at least 1 rank: give -n 1 or more")
+    if num_ranks > MAX_RANKS:
+        raise InvalidWorldSize(f"-n {num_ranks}: one host starts at most {MAX_RANKS} ranks: give a smaller number")
     if grace < 0:
         raise LaunchError(f"--grace {grace:g}: use a number of seconds, 0 or more")
     program.check()

@@ -43,8 +43,8 @@ def actions_of(step: Step) -> tuple[Action, ...]:
     return (step,) if isinstance(step, Action) else tuple(step)
 
 
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
-_OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B")
+_ACTION = re.compile(r"(\d+)([FIWB])(\d+)", re.ASCII)
+_OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B", re.ASCII)
 
 
 def parse(text: str) -> Step:
@@ -62,4 +62,6 @@ def parse(text: str) -> Step:
 def _action(text: str) -> Action:
     if match := _ACTION.fullmatch(text):
         return Action(int(match[1]), cast(Kind, match[2]), int(match[3]))
-    raise ScheduleError(f'{text!r} is not an action: write stage, kind (F, I, W or B) and microbatch, such as "2F0"')
+    raise ScheduleError(
+        f'{text[:40]!r} is not an action: write stage, kind (F, I, W or B) and microbatch, such as "2F0"'
+    )

@@ -57,13 +57,16 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem
     """Returns a problem for each rank that holds more than its limit.
 
     Raises:
-        ScheduleError: a list of limits that has not one per rank.
+        ScheduleError: a limit that is no number, or a list that has not one per rank.
     """
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * schedule.num_ranks
     if len(limits) != schedule.num_ranks:
         raise ScheduleError(
             f"memory_limit has {len(limits)} values for {schedule.num_ranks} ranks: give one number, or one per rank"
         )
+    for most in limits:
+        if not most >= 0:  # also refuses nan
+            raise ScheduleError(f"memory_limit={most} is no amount of memory: give a number of at least 0")
     stage_costs = costs.per_stage(schedule.placement)
     problems = []
     for rank, (order, most) in enumerate(zip(schedule.orders, limits, strict=True)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -135,11 +134,16 @@ def _add(left: Time, right: Time) -> Time:
     return left + right
 
 
+_MOST = 10**100
+"""What is larger would overflow when it is added up."""
+
+
 def _validate(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ScheduleError(f"{name}={value!r} is not a number: give an int, a float, a Fraction, or one per stage")
-    if not math.isfinite(value) or value < 0:
-        raise ScheduleError(f"{name}={value} cannot be a cost: give a finite number of at least 0")
+    if value < 0 or not value < _MOST:  # also refuses nan
+        shown = f"{value}" if len(f"{value}") < 40 else f"{value}"[:36] + "..."
+        raise ScheduleError(f"{name}={shown} cannot be a cost: give a number from 0 to 1e100")
 
 
 def _spread(name: str, amount: Amount, count: int, of: str = "stages") -> tuple[Time, ...]:

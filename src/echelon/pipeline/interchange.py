@@ -50,6 +50,11 @@ def read(text: str) -> Found:
             raise ScheduleError(
                 f"no rank runs stage {stage} of {max(ranks_of) + 1}: number the stages from 0 without gaps"
             )
+    num_actions = sum(counter.total() for counter in ranks_of.values())
+    if last_microbatch >= num_actions:
+        raise ScheduleError(
+            f"microbatch {last_microbatch} among {num_actions} actions: number the microbatches from 0 without gaps"
+        )
     placement = tuple(ranks_of[stage].most_common(1)[0][0] for stage in range(len(ranks_of)))
     return Found(last_microbatch + 1, placement, orders, forward_only=kinds == {"F"})
 

@@ -45,6 +45,8 @@ class LossScale:
         """Returns what the microbatch's loss counts in the loss of the batch."""
         if self._sum is not None:
             self._total, self._sum = float(self._sum.wait().item()), None
+        if not self._total > 0:
+            raise SizeMismatch("weights that add up to more than 0", self._total, "loss_weight", "nothing would count")
         return self._weights[microbatch] / self._total
 
     def gradient_factor(self, microbatch: int) -> float:

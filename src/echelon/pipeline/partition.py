@@ -193,8 +193,8 @@ def _validate(costs: Sequence[Time], num_stages: int, memory: Sequence[Time] | N
 def _validate_number(name: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, Real):
         raise PartitionError(f"{name}={number!r} is not a number: give an int, a float or a Fraction")
-    if not math.isfinite(number) or number < 0:
-        raise PartitionError(f"{name}={number} cannot be a cost: give a finite number of at least 0")
+    if number < 0 or not number < 10**100:  # also refuses nan; what is larger overflows when it is added up
+        raise PartitionError(f"{name}={str(number)[:40]} cannot be a cost: give a finite number of at least 0")
 
 
 def _too_tight(

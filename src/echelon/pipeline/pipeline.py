@@ -275,18 +275,14 @@ class Pipeline:
         self, inputs: tuple[Value, ...], target: Value, kwargs: Mapping[str, Value], keeps_outputs: bool
     ) -> Batch:
         count = self.num_microbatches
-        sizes = {}
+        num_inputs = num_targets = 0
         with self._runtime.telling_others():
             if self.is_first:
-                sizes["inputs"] = num_samples(inputs, count, "inputs")
+                num_inputs = num_samples(inputs, count, "inputs")
             if self.is_last:
                 if self._loss_fn is None:
                     raise UnsupportedOp("step() needs a loss: give the Pipeline loss_fn=, or use forward()")
-                sizes["target"] = num_samples(target, count, "target")
-            if len(set(sizes.values())) > 1:
-                raise SizeMismatch(
-                    f"{sizes['inputs']} samples", f"{sizes['target']}", "target of step()", "one target per sample"
-                )
+                num_targets = num_samples(target, count, "target")
             targets = split(target, count) if self.is_last else None
             return Batch(
                 inputs=_cut_tuple(inputs, count) if self.is_first else None,
@@ -297,6 +293,8 @@ class Pipeline:
                 if targets is None
                 else LossScale(targets, self._loss_reduction, self._loss_weight, self._data_parallel),
                 keeps_outputs=keeps_outputs,
+                num_inputs=num_inputs,
+                num_targets=num_targets,
             )
 
     def _replicate(self, stage: Stage, data_parallel: ProcessGroup) -> None:
@@ -309,17 +307,25 @@ class Pipeline:
             reducer.start()
 
     def _share(self, batch: Batch, times: list[tuple[float, float]]) -> torch.Tensor:
-        """Gives every rank the loss, and when each step of every rank ran."""
-        row = torch.tensor([0.0, 0.0, *(time for pair in times for time in pair)], dtype=torch.float64)
+        """Gives every rank the loss, and when each step of every rank ran.
+
+        Raises:
+            SizeMismatch: on every rank, if the first stage had another number of samples than the last.
+        """
+        counts = [batch.num_inputs, batch.num_targets, 0, 0]
+        row = torch.tensor([*counts, *(time for pair in times for time in pair)], dtype=torch.float64)
         if self.is_last:
             loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
             if self._data_parallel is not None:
                 self._data_parallel.all_reduce(loss)
-            row[0], row[1] = dtype_code(loss.dtype), loss
-        rows = torch.split(self._group.all_gather(row), [2 + 2 * len(order) for order in self.schedule.orders])
-        self._times = [[(begin, end) for begin, end in part[2:].reshape(-1, 2).tolist()] for part in rows]
-        last: torch.Tensor = rows[self.schedule.placement[-1]]
-        return last[1].to(dtype_of(int(last[0])))
+            row[2], row[3] = dtype_code(loss.dtype), loss
+        rows = torch.split(self._group.all_gather(row), [4 + 2 * len(order) for order in self.schedule.orders])
+        self._times = [[(begin, end) for begin, end in part[4:].reshape(-1, 2).tolist()] for part in rows]
+        first, last = (rows[self.schedule.placement[stage]] for stage in (0, -1))
+        if first[0] != last[1]:
+            expected, got = f"{int(first[0])} samples, as the inputs", f"{int(last[1])}"
+            raise SizeMismatch(expected, got, "target of step()", "pass one target per sample")
+        return last[3].to(dtype_of(int(last[2])))
 
 
 def _choose(

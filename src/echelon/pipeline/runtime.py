@@ -40,6 +40,10 @@ class Batch:
     loss_fn: Callable[[Value, Value], torch.Tensor] | None
     scale: LossScale | None
     keeps_outputs: bool = False
+    num_inputs: int = 0
+    """Samples in `inputs`."""
+    num_targets: int = 0
+    """Samples in `targets`."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
 

@@ -42,6 +42,8 @@ def search(
     Raises:
         ScheduleError: sizes or a limit that cannot be, or costs that are not for so many stages.
     """
+    if memory_limit == float("inf"):
+        memory_limit = None
     _validate(num_ranks, num_microbatches, 1 if num_chunks is None else num_chunks, memory_limit)
     chunks = _chunks(costs, num_ranks) if num_chunks is None else num_chunks
     named = _named(num_ranks, num_microbatches, chunks)
