@@ -42,12 +42,12 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch, arguments, err
     assert "\n" not in str(caught.value)
 
 
-SCRIPT = """
+SCRIPT = r"""
 import os, signal, sys, threading
 import echelon
 
 def work(group):
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\n".encode())  # in one piece: both ranks write to the same pipe
     threading.Event().wait()
 
 if __name__ == "__main__":
