@@ -1,5 +1,8 @@
 """What all tests share."""
 
+import os
+import sys
+
 import pytest
 
 from echelon.testing import RankPool
@@ -10,3 +13,11 @@ def pool():
     """Real processes as ranks, kept over the whole session."""
     with RankPool() as ranks:
         yield ranks
+
+
+@pytest.fixture(autouse=True)
+def same_process_afterwards():
+    """Fails a test that leaves another main module or working folder: processes started later would take them over."""
+    before = sys.modules["__main__"], os.getcwd()
+    yield
+    assert (sys.modules["__main__"], os.getcwd()) == before

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import io
-import runpy
 import sys
 from pathlib import Path
 
@@ -30,8 +29,13 @@ def train_gpt_as_rank(group, *arguments):
 
 
 def run_example(name):
-    """Runs a script as Python does, in this process."""
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    """Runs a script as Python does, in this process.
+
+    Not by runpy: that replaces sys.modules["__main__"] for the whole process, and ranks that are threads put back each
+    other's. Processes that are started later would then run the script again.
+    """
+    path = EXAMPLES / name
+    exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
 
 
 def run_example_as_rank(group, name, folder):
