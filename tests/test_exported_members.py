@@ -24,9 +24,9 @@ def test_it_exists_and_says_what_it_is(name):
     assert doc, f"echelon.{name} has no docstring"
     assert doc.splitlines()[0].rstrip().endswith((".", ":")) or len(doc.splitlines()) > 1, doc
     if inspect.isclass(member):
-        for method, function in vars(member).items():
-            if inspect.isfunction(function) and not method.startswith("_"):
-                assert inspect.getdoc(getattr(member, method)), f"echelon.{name}.{method} has no docstring"
+        for method, function in inspect.getmembers(member, inspect.isfunction):
+            if not method.startswith("_"):
+                assert inspect.getdoc(function), f"echelon.{name}.{method} has no docstring"
 
 
 def test_all_is_sorted_and_has_no_name_twice():

@@ -13,6 +13,7 @@ LAYERS = (
     ("errors", "trace", "_torch_private"),
     ("backends",),
     ("collectives",),
+    ("calls",),
     ("group", "mesh", "functional"),
     ("launch",),
     ("data_parallel",),

@@ -1,0 +1,1 @@
+"""The calls that a group takes, a file for each kind; `echelon.group` puts them together."""

@@ -1,0 +1,231 @@
+"""The collectives on tensors, each with its arguments checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+from torch import Tensor
+
+from echelon.backends.base import Work
+from echelon.calls.member import Member, No, Seconds, Yes
+from echelon.collectives import operations
+from echelon.errors import SizeMismatch
+
+
+class Collectives(Member):
+    """What all ranks of a group call together, in the same order."""
+
+    @overload
+    def all_reduce(self, tensor: Tensor, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def all_reduce(self, tensor: Tensor, op: str = ..., *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks, in place, and returns it. Bit-identical on all ranks.
+
+        Args:
+            tensor: same shape and dtype on every rank. float16 and bfloat16 are accumulated in float32.
+            op: sum, mean, product, min, max, band, bor or bxor.
+            async_op: return a Work at once; `tensor` belongs to it until it is done.
+            timeout: seconds for the whole operation.
+        """
+        self._check(tensor, "all_reduce")
+        return self._call(operations.all_reduce(tensor, op), async_op, timeout)
+
+    @overload
+    def reduce(self, tensor: Tensor, dst: int, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def reduce(
+        self, tensor: Tensor, dst: int, op: str = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def reduce(
+        self, tensor: Tensor, dst: int, op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks, in place on rank `dst`, and returns it; on others it stays as it is.
+
+        Args:
+            tensor, op, async_op, timeout: as in `all_reduce`.
+            dst: the rank that gets the result.
+        """
+        self._check(tensor, "reduce")
+        self._check_rank(dst, "dst")
+        return self._call(operations.reduce(tensor, dst, op), async_op, timeout)
+
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Overwrites `tensor` on every rank with that of rank `src`, in place, and returns it.
+
+        Args:
+            tensor: same shape and dtype on every rank.
+            src: the rank whose tensor it is.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check(tensor, "broadcast")
+        self._check_rank(src, "src")
+        return self._call(operations.broadcast(tensor, src), async_op, timeout)
+
+    @overload
+    def all_gather(
+        self, tensor: Tensor, out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def all_gather(
+        self, tensor: Tensor, out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def all_gather(
+        self, tensor: Tensor, out: Tensor | None = None, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Returns the tensors of all ranks, concatenated along dim 0 in rank order.
+
+        Args:
+            tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
+            out: written and returned; None: a new tensor.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `out` has not the shape or dtype of the result.
+        """
+        self._check(tensor, "all_gather")
+        return self._call(operations.all_gather(tensor), async_op, timeout, out)
+
+    @overload
+    def gather(self, tensor: Tensor, dst: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor | None: ...
+    @overload
+    def gather(self, tensor: Tensor, dst: int, *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor | None]: ...
+    def gather(
+        self, tensor: Tensor, dst: int, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor | None] | None:
+        """Returns what `all_gather` does on rank `dst`, and None on the others.
+
+        Args:
+            tensor: as in `all_gather`.
+            dst: the rank that gets the result.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check(tensor, "gather")
+        self._check_rank(dst, "dst")
+        return self._call(operations.gather(tensor, dst), async_op, timeout)
+
+    @overload
+    def scatter(self, tensor: Tensor | None, src: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def scatter(self, tensor: Tensor | None, src: int, *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
+    def scatter(
+        self, tensor: Tensor | None, src: int, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Returns this rank's part of the tensor of rank `src`; shape and dtype travel along.
+
+        Args:
+            tensor: on rank `src`, at least one dim; dim 0 is split as torch.tensor_split does. Not looked at on others.
+            src: the rank whose tensor it is.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: rank `src` has no tensor, or one without dims.
+        """
+        self._check_rank(src, "src")
+        if self.rank == src:
+            if tensor is None or tensor.dim() == 0:
+                got = "None" if tensor is None else "a zero-dim tensor"
+                raise SizeMismatch(
+                    "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
+                )
+            self._check(tensor, "scatter")
+        return self._call(operations.scatter(tensor, src), async_op, timeout)
+
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, op: str = ..., out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, op: str = ..., out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: str = "sum",
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks and returns this rank's part of the result; `tensor` is unchanged.
+
+        Args:
+            tensor: same shape and dtype on every rank, at least one dim. Dim 0 is split as torch.tensor_split does: if
+                it does not divide, the first ranks get one row more.
+            op: as in `all_reduce`.
+            out: written and returned; None: a new tensor.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `out` has not the shape or dtype of this rank's part, or `tensor` has no dims.
+        """
+        self._check(tensor, "reduce_scatter")
+        if tensor.dim() == 0:
+            raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
+        return self._call(operations.reduce_scatter(tensor, op), async_op, timeout, out)
+
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = ...,
+        in_splits: Sequence[int] | None = ...,
+        out_splits: Sequence[int] | None = ...,
+        async_op: No = ...,
+        timeout: Seconds = ...,
+    ) -> Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = ...,
+        in_splits: Sequence[int] | None = ...,
+        out_splits: Sequence[int] | None = ...,
+        *,
+        async_op: Yes,
+        timeout: Seconds = ...,
+    ) -> Work[Tensor]: ...
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = None,
+        in_splits: Sequence[int] | None = None,
+        out_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor]:
+        """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated along dim 0.
+
+        Args:
+            tensor: same dtype and same dims but the first on every rank.
+            out: written and returned; None: a new tensor.
+            in_splits: rows for each rank; None: dim 0 is split as torch.tensor_split does.
+            out_splits: rows expected from each rank; None: as many as come.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `in_splits` are not one per rank that add up to dim 0, or `out` does not fit.
+            CollectiveMismatch: other numbers of rows came than `out_splits` says.
+        """
+        self._check(tensor, "all_to_all")
+        rows = len(tensor) if tensor.dim() else 1
+        if in_splits is not None and (
+            len(in_splits) != self.world_size or sum(in_splits) != rows or min(in_splits) < 0
+        ):
+            raise SizeMismatch(
+                f"{self.world_size} numbers that add up to {rows}", list(in_splits), "all_to_all(in_splits=)"
+            )
+        return self._call(operations.all_to_all(tensor, in_splits, out_splits), async_op, timeout, out)
+
+    def barrier(self, timeout: Seconds = None) -> None:
+        """Returns when every rank has called it."""
+        self._call(operations.barrier(), False, timeout)

@@ -1,0 +1,77 @@
+"""One rank's place in a group: what every call of a group stands on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from echelon.backends.base import Backend, Tag, Work
+from echelon.backends.memory import check_tensor
+from echelon.collectives.operations import Operation
+from echelon.errors import InvalidRank, SelfSend, SizeMismatch, UnsupportedOp
+
+T = TypeVar("T")
+Seconds: TypeAlias = float | None
+No: TypeAlias = Literal[False]
+Yes: TypeAlias = Literal[True]
+
+_MAX_TAG = 2**32 - 1
+
+
+class Member(ABC):
+    """A rank of a group: who it is, whom it talks to, and how a collective is run."""
+
+    backend: Backend
+    """What moves the bytes."""
+    ranks: tuple[int, ...]
+    """The backend's rank of each member."""
+    rank: int
+    """This rank, among those of the group."""
+    timeout: float
+    """Seconds that a blocking call waits by default."""
+    name: str
+    """Shown in errors."""
+    context: int
+    """What keeps this group's messages apart from those of others; the same number on every member."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in this group."""
+        return len(self.ranks)
+
+    @abstractmethod
+    def _call(
+        self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
+    ) -> T | Work[T]:
+        """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raises Closed after the group was closed."""
+
+    def _check(self, tensor: Tensor, what: str) -> None:
+        self._check_open()
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            if tensor.is_conj() or tensor.is_neg():
+                raise UnsupportedOp(f"{what} takes plain tensors: call .resolve_conj().resolve_neg() first")
+            if tensor.device.type in self.backend.devices:
+                return
+        check_tensor(tensor, self.backend.devices, what)
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise InvalidRank(rank, self.world_size, what)
+
+    def _peer(self, rank: int, what: str) -> int:
+        self._check_rank(rank, what)
+        if rank == self.rank:
+            raise SelfSend(rank)
+        return self.ranks[rank]
+
+    def _tag(self, tag: int) -> Tag:
+        if not 0 <= tag <= _MAX_TAG:
+            raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", tag, advice="choose another")
+        return Tag(self.context, 0, tag)
