@@ -7,7 +7,7 @@ import pytest
 
 from echelon.backends.simulated import SimulatedBackend
 from echelon.backends.tcp import TcpBackend
-from echelon.testing import check_backend, clause_names
+from echelon.testing import check_backend, clause_names, ranks_in_threads, simulated_ranks
 
 
 def tcp_world(world_size):
@@ -24,7 +24,16 @@ def tcp_world(world_size):
             )
 
 
+WORLDS = {
+    "simulated": simulated_ranks(),
+    "simulated, another seed": simulated_ranks(seed=1),
+    "simulated, slow network": simulated_ranks(network="1GbE"),
+    "free-running": ranks_in_threads(SimulatedBackend.create_group),
+    "tcp": ranks_in_threads(tcp_world),
+}
+
+
 @pytest.mark.parametrize("clause", clause_names())
-@pytest.mark.parametrize("make_world", [SimulatedBackend.create_group, tcp_world], ids=["simulated", "tcp"])
-def test_keeps_clause(make_world, clause):
-    check_backend(make_world, [clause])
+@pytest.mark.parametrize("world", WORLDS)
+def test_keeps_clause(world, clause):
+    check_backend(WORLDS[world], [clause])

@@ -3,5 +3,16 @@
 from echelon.testing.contract import ContractError, check_backend, clause_names
 from echelon.testing.pool import RankPool
 from echelon.testing.races import RaceError, check_same_results
+from echelon.testing.ranks import RunRanks, ranks_in_threads, simulated_ranks
 
-__all__ = ["ContractError", "RaceError", "RankPool", "check_backend", "check_same_results", "clause_names"]
+__all__ = [
+    "ContractError",
+    "RaceError",
+    "RankPool",
+    "RunRanks",
+    "check_backend",
+    "check_same_results",
+    "clause_names",
+    "ranks_in_threads",
+    "simulated_ranks",
+]

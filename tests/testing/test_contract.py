@@ -1,0 +1,98 @@
+"""The contract names the clause that a backend breaks, wherever its ranks run."""
+
+import pytest
+import torch
+
+from echelon.backends.base import Tag
+from echelon.backends.simulated import SimulatedBackend
+from echelon.errors import EchelonError
+from echelon.simulation.backend import VirtualBackend
+from echelon.testing import ContractError, check_backend, ranks_in_threads, simulated_ranks
+
+KINDS = {
+    "simulated": (VirtualBackend, simulated_ranks()),
+    "free-running": (SimulatedBackend, ranks_in_threads(SimulatedBackend.create_group)),
+}
+
+
+def without_tag(original):
+    def irecv(self, src, tag=0, **options):
+        return original(self, src, 0, **options)
+
+    def isend(self, tensor, dst, tag=0, **options):
+        return original(self, tensor, dst, 0, **options)
+
+    return isend if original.__name__ == "isend" else irecv
+
+
+def any_note(original):
+    def irecv(self, src, tag=0, *, out=None, note=""):
+        return original(self, src, tag, out=out, note=None)
+
+    return irecv
+
+
+def flat(original):
+    def isend(self, tensor, dst, tag=0, **options):
+        return original(self, tensor.reshape(-1), dst, tag, **options)
+
+    return isend
+
+
+def nothing(original):
+    return lambda self, *args, **options: None  # noqa: ARG005
+
+
+def same_lane(original):
+    return lambda self, function, description, lane=0: original(self, function, description, 0)  # noqa: ARG005
+
+
+def silent(original):
+    def abort(self, reason, origin=None):
+        return original(self, "")
+
+    return abort
+
+
+BROKEN = [
+    ("irecv isend", without_tag, "tags_never_mix"),
+    ("irecv", any_note, "a_mismatch_leaves_the_connection_usable"),
+    ("isend", flat, "shape_and_dtype_travel"),
+    ("cancel", nothing, "a_timeout_withdraws_the_receive"),
+    ("abort", silent, "an_abort_is_told_to_all"),
+    ("close", nothing, "closed_is_closed"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("methods", "breaking", "clause"), BROKEN)
+def test_a_broken_clause_is_named(monkeypatch, kind, methods, breaking, clause):
+    backend, run_ranks = KINDS[kind]
+    for method in methods.split():
+        monkeypatch.setattr(backend, method, breaking(getattr(backend, method)))
+    with pytest.raises(ContractError, match=f"^{clause}: "):
+        check_backend(run_ranks, [clause])
+
+
+def test_lanes_that_are_one_are_a_deadlock(monkeypatch):
+    monkeypatch.setattr(VirtualBackend, "start", same_lane(VirtualBackend.start))
+    with pytest.raises(ContractError, match=r"^lanes_run_beside: "):
+        check_backend(simulated_ranks(), ["lanes_run_beside"])
+
+
+def test_refusing_only_some_threads_breaks_the_contract(monkeypatch):
+    original = SimulatedBackend.isend
+
+    def isend(self, tensor, dst, tag=0, **options):
+        if Tag.of(tag).step == 3:
+            raise EchelonError("not from here")
+        return original(self, tensor, dst, tag, **options)
+
+    monkeypatch.setattr(SimulatedBackend, "isend", isend)
+    with pytest.raises(ContractError, match=r"threads_of_ones_own_talk_or_are_refused: .*not from here"):
+        check_backend(KINDS["free-running"][1], ["threads_of_ones_own_talk_or_are_refused"])
+
+
+def test_what_the_ranks_return_comes_in_their_order():
+    for _, run_ranks in KINDS.values():
+        assert run_ranks(3, lambda backend: torch.tensor(backend.rank).item()) == [0, 1, 2]
