@@ -1,31 +1,24 @@
 """The user's object: a group of ranks and everything they can say to each other.
 
 What a group can be asked stands in `echelon.calls`, a file for each kind of call: `collectives`, `objects`,
-`point_to_point`. Here is how a collective is run, and how a group begins, is divided, and ends.
-
-Strategy. Every collective takes the next sequence number of its group when it is called, so ranks that make the same
-calls in the same order meet, whatever runs beside. Blocking ones run in the caller's thread, asynchronous ones in the
-group's own lane. When a collective fails on one rank, the group is revoked on all: no rank waits for one that has given
-up.
+`point_to_point`; how a collective is run, in `caller`. Here is how a group begins, is divided, and ends.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from echelon.backends.base import Backend, Work
+from echelon.calls.caller import Caller
 from echelon.calls.member import Seconds
 from echelon.calls.objects import JsonLike, ObjectCollectives
 from echelon.calls.point_to_point import PointToPoint
-from echelon.collectives.operations import Operation, write_out
-from echelon.collectives.run import Channel
-from echelon.errors import Closed, CollectiveMismatch, InvalidRank, PeerFailed, SizeMismatch, Timeout
+from echelon.collectives.operations import Operation
+from echelon.errors import Closed, InvalidRank, PeerFailed
 
 __all__ = ["JsonLike", "ProcessGroup"]
 
@@ -73,7 +66,7 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
         self.timeout = backend.timeout if timeout is None else timeout
         self.name = name
         self.context = context
-        self._sequences = itertools.count(1)
+        self._caller = Caller(backend, self.ranks, context, name)
         self._num_subgroups = 0
         self._owns_backend = ranks is None
         self._closed = False
@@ -138,44 +131,8 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
     def _call(
         self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
     ) -> T | Work[T]:
-        """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks."""
         self._check_open()
-        sequence = next(self._sequences)
-        seconds = self.timeout if timeout is None else timeout
-        note = f"{operation.note}, #{sequence}"
-
-        def attempt() -> T:
-            deadline = self.backend.now() + seconds
-            channel = Channel(self.backend, self.ranks, self.rank, self.context, sequence, note, deadline)
-            with torch.no_grad():
-                try:
-                    result = operation.act(channel)
-                except Exception as error:
-                    told = self._give_up(error, f"rank {self.backend.rank} in {note} of group {self.name!r}")
-                    if told is error:
-                        raise
-                    raise told from error
-                return result if out is None else cast("T", write_out(out, cast("Tensor", result), note))
-
-        if async_op:
-            return self.backend.start(attempt, f"{note} of group {self.name!r}", self.context)
-        return attempt()
-
-    def _give_up(self, error: Exception, operation: str) -> Exception:
-        """Ends the group's collectives on all ranks, and returns the error with the operation's name in it."""
-        if isinstance(error, Closed):
-            return error
-        if isinstance(error, PeerFailed):
-            first = self.backend.revoke(self.context, self.ranks, error)
-            return PeerFailed(first.rank, first.reason, operation)
-        told: Exception = error
-        if isinstance(error, Timeout):
-            told = Timeout(f"{operation}: {error}")
-        elif isinstance(error, CollectiveMismatch | SizeMismatch):
-            told = CollectiveMismatch(f"{operation}: {error}")
-        failure = PeerFailed(self.backend.rank, f"{type(told).__name__}: {told}")
-        self.backend.revoke(self.context, self.ranks, failure)
-        return told
+        return self._caller.call(operation, async_op, self.timeout if timeout is None else timeout, out)
 
     def _check_open(self) -> None:
         if self._closed:
