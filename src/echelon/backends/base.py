@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from echelon.backends.memory import check_tensor
 from echelon.backends.wire import MAX_STEP
 from echelon.errors import Closed, InvalidRank, InvalidWorldSize, PeerFailed, SelfSend, SizeMismatch, Timeout
 
@@ -270,8 +271,28 @@ class Backend(ABC):
                 sent.wait(timeout)
             distance, step = distance * 2, step + 1
 
-    def check_peer(self, peer: int, what: str) -> None:
-        """Raises InvalidRank or SelfSend unless `peer` is another rank of this world."""
+    def checked_send(self, tensor: torch.Tensor, dst: int, tag: int | Tag) -> Tag:
+        """Checks the arguments of `isend`, for backends, and returns the tag.
+
+        Raises:
+            InvalidRank, SelfSend, UnsupportedOp, SizeMismatch: as `isend`.
+        """
+        self._check_peer(dst, "dst")
+        check_tensor(tensor, self.devices, "send")
+        return Tag.of(tag)
+
+    def checked_receive(self, src: int, tag: int | Tag, out: torch.Tensor | None) -> Tag:
+        """Checks the arguments of `irecv`, for backends, and returns the tag.
+
+        Raises:
+            InvalidRank, SelfSend, UnsupportedOp, SizeMismatch: as `irecv`.
+        """
+        self._check_peer(src, "src")
+        if out is not None:
+            check_tensor(out, self.devices, "recv(out=)")
+        return Tag.of(tag)
+
+    def _check_peer(self, peer: int, what: str) -> None:
         if not isinstance(peer, int) or not 0 <= peer < self.world_size:
             raise InvalidRank(peer, self.world_size, what)
         if peer == self.rank:

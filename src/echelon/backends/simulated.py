@@ -16,7 +16,6 @@ import torch
 from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Tag, Work
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox, Receive
-from echelon.backends.memory import check_tensor
 from echelon.backends.wire import as_sent
 from echelon.errors import InvalidWorldSize, PeerFailed, Timeout
 
@@ -52,11 +51,9 @@ class SimulatedBackend(Backend):
         return "simulated"
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
-        self.check_peer(dst, "dst")
-        check_tensor(tensor, self.devices, "send")
+        tag = self.checked_send(tensor, dst, tag)
         if self._closed:
             raise self.closed_error()
-        tag = Tag.of(tag)
         work: Work[None] = Work(self, f"send to rank {dst}, {tag}", self.timeout)
         error = self._mailbox.failure(dst, tag)
         if error is None:
@@ -67,10 +64,7 @@ class SimulatedBackend(Backend):
     def irecv(  # noqa: D102
         self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
     ) -> Work[torch.Tensor]:
-        self.check_peer(src, "src")
-        if out is not None:
-            check_tensor(out, self.devices, "recv(out=)")
-        tag = Tag.of(tag)
+        tag = self.checked_receive(src, tag, out)
         work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
         with self._changed:
             if self._closed:

@@ -20,7 +20,7 @@ from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Tag, Work
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox, Receive
 from echelon.backends.members import Job, machine_id
-from echelon.backends.memory import bytes_of, check_tensor, dtype_code
+from echelon.backends.memory import bytes_of, dtype_code
 from echelon.backends.peers import Peers
 from echelon.backends.progress import Attendance, Progress
 from echelon.backends.rendezvous import Store, World, meet, meet_through_store
@@ -133,9 +133,7 @@ class TcpBackend(Backend):
     # Sending and receiving
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
-        self.check_peer(dst, "dst")
-        check_tensor(tensor, self.devices, "send")
-        tag = Tag.of(tag)
+        tag = self.checked_send(tensor, dst, tag)
         payload = bytes_of(tensor)
         head = wire.Frame(
             wire.FrameKind.DATA, *tag, dtype_code(tensor.dtype), tuple(tensor.shape), note, payload.nbytes
@@ -155,10 +153,7 @@ class TcpBackend(Backend):
     def irecv(  # noqa: D102
         self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
     ) -> Work[torch.Tensor]:
-        self.check_peer(src, "src")
-        if out is not None:
-            check_tensor(out, self.devices, "recv(out=)")
-        tag = Tag.of(tag)
+        tag = self.checked_receive(src, tag, out)
         work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
         with self._progress.lock:
             if self._progress.is_closed:

@@ -18,7 +18,6 @@ import torch
 
 from echelon.backends.base import Backend, Tag, Work
 from echelon.backends.matching import Receive
-from echelon.backends.memory import check_tensor
 from echelon.errors import PeerFailed, Timeout
 from echelon.simulation.place import calling_place
 from echelon.simulation.scheduler import Ended, Task
@@ -113,9 +112,7 @@ class VirtualBackend(Backend):
     # Messages
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
-        self.check_peer(dst, "dst")
-        check_tensor(tensor, self.devices, "send")
-        tag = Tag.of(tag)
+        tag = self.checked_send(tensor, dst, tag)
         task = self._begin_message(tag, note)
         work: VirtualWork[None] = VirtualWork(self, f"send to rank {dst}, {_name_of(tag)}", dst, note, None)
         if error := self._mailbox.failure(dst, tag):
@@ -132,10 +129,7 @@ class VirtualBackend(Backend):
     def irecv(  # noqa: D102
         self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
     ) -> Work[torch.Tensor]:
-        self.check_peer(src, "src")
-        if out is not None:
-            check_tensor(out, self.devices, "recv(out=)")
-        tag = Tag.of(tag)
+        tag = self.checked_receive(src, tag, out)
         task = self._begin_message(tag, note or "")
         plain = tag if _is_plain(tag) else None
         what = f"receive from rank {src}, {_name_of(tag)}"
