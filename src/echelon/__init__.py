@@ -31,7 +31,7 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
-    from echelon.data_parallel import DDP, DistributedDataParallel
+    from echelon.data_parallel import DDP, DistributedDataParallel, ZeroOptimizer
     from echelon.group import ProcessGroup
     from echelon.launch.init import init
     from echelon.launch.spawn import spawn
@@ -60,6 +60,7 @@ _WHERE = {
     "ProcessGroup": "echelon.group",
     "Simulation": "echelon.simulation",
     "Slow": "echelon.simulation",
+    "ZeroOptimizer": "echelon.data_parallel",
     "explore": "echelon.simulation",
     "init": "echelon.launch.init",
     "simulate": "echelon.simulation",
@@ -96,6 +97,7 @@ __all__ = [
     "Slow",
     "Timeout",
     "UnsupportedOp",
+    "ZeroOptimizer",
     "explore",
     "init",
     "simulate",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from echelon.data_parallel.ddp import DDP, DistributedDataParallel
+    from echelon.data_parallel.zero import ZeroOptimizer
 
-__all__ = ["DDP", "DistributedDataParallel"]
+_WHERE = {
+    "DDP": "echelon.data_parallel.ddp",
+    "DistributedDataParallel": "echelon.data_parallel.ddp",
+    "ZeroOptimizer": "echelon.data_parallel.zero",
+}
+
+__all__ = ["DDP", "DistributedDataParallel", "ZeroOptimizer"]
 
 
 def __getattr__(name: str) -> object:
     # Imported when first used: the layout of buckets needs no torch, and neither does who only imports that.
-    if name not in __all__:
+    if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from echelon.data_parallel import ddp
-
-    return {"DDP": ddp.DDP, "DistributedDataParallel": ddp.DistributedDataParallel}[name]
+    value: object = getattr(importlib.import_module(_WHERE[name]), name)
+    return value

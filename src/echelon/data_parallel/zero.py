@@ -1,0 +1,255 @@
+"""ZeroOptimizer: each rank keeps the optimizer's state of its shard of the parameters only.
+
+Strategy (ZeRO stage 1, Rajbhandari et al., 2020, arXiv:1910.02054). All parameters of one dtype lie in a row that is
+cut into one shard per rank. The inner optimizer works on views of the shard's parameters and gradients, so it updates
+them in place; then the shards are gathered, a bucket at a time. Parameters and gradients stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from echelon.data_parallel.broadcast import kind_of
+from echelon.data_parallel.buckets import MEBIBYTE
+from echelon.data_parallel.shards import Piece, pieces_between, shard_layout
+from echelon.data_parallel.zero_state import cut_state, gather_state, in_memory_order
+from echelon.errors import SizeMismatch, UnsupportedOp
+from echelon.group import ProcessGroup
+
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Optimizers of torch whose update of an element needs other elements of its parameter."""
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is sharded over the ranks of a group: the same result, 1/world_size of the state.
+
+    `param_groups` holds the whole parameters, so learning rate schedulers and `zero_grad` work as ever; options that
+    they change are used at the next step. Every rank must make the same calls of `step`, `state_dict` and
+    `load_state_dict`, with gradients that are equal on all ranks, as DistributedDataParallel leaves them.
+
+    For optimizers that treat each element by itself: SGD, Adam, AdamW, RMSprop, Adagrad and the like. With AdamW in
+    float32 a rank keeps 8 + 8 / world_size bytes per parameter: value, gradient, and its shard of two moments.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        group: ProcessGroup,
+        bucket_mb: float = 25.0,
+        **options: Any,
+    ) -> None:
+        """Plans the shards; nothing is sent.
+
+        Args:
+            optimizer_class: such as torch.optim.AdamW.
+            params: parameters, or dicts of "params" and options, as any optimizer takes; the same on every rank.
+            group: the ranks that share the state.
+            bucket_mb: mebibytes of parameters that are gathered, and copied on the way, at a time.
+            options: of the optimizer, such as lr.
+
+        Raises:
+            UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory.
+            ValueError: `bucket_mb` is not above 0, or what the optimizer itself refuses.
+        """
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb}: use a size in mebibytes above 0, such as 25")
+        if optimizer_class.__name__ in _NOT_ELEMENTWISE:
+            raise UnsupportedOp(
+                f"{optimizer_class.__name__} does not update each element by itself, so its state cannot be cut "
+                "anywhere: use the plain optimizer, or AdamW or SGD here"
+            )
+        whole = optimizer_class(params, **options)  # checks the options and fills in the defaults; keeps no state
+        self._group = group
+        self._is_planned = False
+        super().__init__(whole.param_groups, whole.defaults)
+        self._is_planned = True
+        self._bucket_bytes = int(bucket_mb * MEBIBYTE)
+        self._parameters: list[Tensor] = [parameter for each in self.param_groups for parameter in each["params"]]
+        self._rows = _rows_of(self._parameters, group.world_size)
+        self._views = [
+            (piece, torch.nn.Parameter(_piece_of(self._parameters[piece.parameter], piece)))
+            for row in self._rows
+            for piece in row.of_rank(group.rank)
+        ]
+        by_group = _numbers_by_group(self.param_groups)
+        self._inner = optimizer_class(
+            [
+                {**_options(each), "params": self._views_of(numbers)}
+                for each, numbers in zip(self.param_groups, by_group, strict=True)
+            ],
+            **options,
+        )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates this rank's shard, then brings all parameters up to date on every rank.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Raises:
+            SizeMismatch: a parameter was given other memory since, such as by model.to().
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_options(outer))
+        for piece, view in self._views:
+            view.grad = self._gradient_of(piece, view)
+        self._inner.step()
+        for _, view in self._views:
+            view.grad = None
+        with torch.no_grad():
+            for row in self._rows:
+                self._gather(row)
+        return loss
+
+    def state_dict(self, dst: int | None = None) -> dict[str, Any]:
+        """Returns the whole state, as the plain optimizer has it and loads it. Every rank must call it.
+
+        Args:
+            dst: the only rank that gets the state, others get it empty; None: every rank gets it whole.
+
+        Raises:
+            InvalidRank: `dst` is not a rank of the group.
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
+        """
+        packed = super().state_dict()
+        states = [(piece, self._inner.state.get(view, {})) for piece, view in self._views]
+        packed["state"] = gather_state(states, self._parameters, self._group, dst)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's shard from a whole state: from here, another number of ranks, or the plain optimizer.
+
+        Raises:
+            ValueError: it belongs to other parameters.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        places = {id(view): (piece, view) for piece, view in self._views}
+        for inner in self._inner.param_groups:
+            for view in inner["params"]:
+                piece, _ = places[id(view)]
+                if whole := state_dict["state"].get(piece.parameter):
+                    self._inner.state[view] = cut_state(whole, piece, self._parameters[piece.parameter])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: the shards are planned. Called by the base class while this one is made."""
+        if self._is_planned:
+            raise UnsupportedOp("the shards are planned: make a new ZeroOptimizer with all parameters")
+        super().add_param_group(param_group)
+
+    # Inside
+
+    def _gather(self, row: _Row) -> None:
+        """Brings the parameters of one row up to date, in buckets."""
+        group = self._group
+        lengths = [row.bounds[rank + 1] - row.bounds[rank] for rank in range(group.world_size)]
+        step = max(1, self._bucket_bytes // (row.element_size * group.world_size))
+        for begin in range(0, max(lengths), step):
+            parts = [
+                pieces_between(row.sizes, *_clip(row.bounds[rank], row.bounds[rank + 1], begin, step))
+                for rank in range(group.world_size)
+            ]
+            mine = [_piece_of(self._parameters[row.numbers[piece.parameter]], piece) for piece in parts[group.rank]]
+            empty = self._parameters[row.numbers[0]].detach().new_empty(0)
+            came = group.all_gather(torch.cat(mine) if mine else empty)
+            self._keep(row, parts, came)
+
+    def _keep(self, row: _Row, parts: list[tuple[Piece, ...]], came: Tensor) -> None:
+        position = 0
+        for rank, pieces in enumerate(parts):
+            for piece in pieces:
+                values = came[position : position + len(piece)]
+                position += len(piece)
+                if rank != self._group.rank:
+                    _piece_of(self._parameters[row.numbers[piece.parameter]], piece).copy_(values)
+
+    def _gradient_of(self, piece: Piece, view: Tensor) -> Tensor | None:
+        parameter = self._parameters[piece.parameter]
+        if view.data_ptr() != _piece_of(parameter, piece).data_ptr():
+            raise SizeMismatch(
+                "the memory that the parameters had when the optimizer was made",
+                "other memory",
+                "ZeroOptimizer.step",
+                "move or convert the model first, then make the optimizer",
+            )
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        return _piece_of(gradient, piece)
+
+    def _views_of(self, numbers: range) -> list[Tensor]:
+        return [view for piece, view in self._views if piece.parameter in numbers]
+
+
+class _Row:
+    """Parameters of one dtype and device, one after another, cut into shards."""
+
+    def __init__(self, numbers: list[int], parameters: list[Tensor], num_shards: int) -> None:
+        self.numbers = numbers
+        self.sizes = [parameters[number].numel() for number in numbers]
+        self.element_size = parameters[numbers[0]].element_size()
+        self._shards = shard_layout(self.sizes, num_shards)
+        self.bounds = [0]
+        for shard in self._shards:
+            self.bounds.append(self.bounds[-1] + sum(map(len, shard)))
+
+    def of_rank(self, rank: int) -> list[Piece]:
+        """Returns the pieces of one shard, by the numbers that the parameters have in the optimizer."""
+        return [Piece(self.numbers[each.parameter], each.start, each.stop) for each in self._shards[rank]]
+
+
+def _rows_of(parameters: list[Tensor], num_shards: int) -> list[_Row]:
+    by_kind: dict[str, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        if not _is_dense(parameter):
+            raise UnsupportedOp(
+                f"parameter {number} of shape {tuple(parameter.shape)} has gaps in memory, or elements twice: "
+                "use its .contiguous() copy as the parameter"
+            )
+        by_kind.setdefault(kind_of(parameter), []).append(number)
+    return [_Row(numbers, parameters, num_shards) for numbers in by_kind.values()]
+
+
+def _piece_of(tensor: Tensor, piece: Piece) -> Tensor:
+    return in_memory_order(tensor)[piece.start : piece.stop]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Says whether the elements fill their part of memory, in whatever order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _options(param_group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in param_group.items() if name not in ("params", "param_names")}
+
+
+def _numbers_by_group(param_groups: list[dict[str, Any]]) -> list[range]:
+    ranges, begin = [], 0
+    for each in param_groups:
+        ranges.append(range(begin, begin + len(each["params"])))
+        begin += len(each["params"])
+    return ranges
+
+
+def _clip(first: int, last: int, begin: int, step: int) -> tuple[int, int]:
+    return min(first + begin, last), min(first + begin + step, last)

@@ -1,0 +1,173 @@
+"""ZeroOptimizer: what the plain optimizer does, with a part of its state."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon import DDP, UnsupportedOp, ZeroOptimizer
+from tests.data_parallel.models import assert_all_equal, batch, fill, loss_of, mlp, part
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.05, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+
+
+def channels_last():
+    convolution = nn.Conv2d(4, 3, 2).to(memory_format=torch.channels_last)
+    return fill(nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 1), convolution, nn.Flatten()))
+
+
+def groups_of(model, options):
+    first, *others = model.parameters()
+    return [{"params": [first], **options}, {"params": others, **options, "lr": options["lr"] / 2}]
+
+
+def train(model, optimizer, inputs, steps=4):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        scheduler.step()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train_sharded(group, make, name, bucket_mb):
+    optimizer_class, options = OPTIMIZERS[name]
+    model = DDP(make(), group)
+    optimizer = ZeroOptimizer(optimizer_class, groups_of(model, options), group, bucket_mb, **options)
+    return train(model, optimizer, part(batch(), group))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_mb", [25, 1e-5])
+def test_it_trains_as_the_plain_optimizer_does(name, world_size, bucket_mb):
+    optimizer_class, options = OPTIMIZERS[name]
+    for make in (mlp, channels_last):
+        model = make()
+        expected = train(model, optimizer_class(groups_of(model, options)), batch())
+        results = echelon.simulate(train_sharded, world_size, (make, name, bucket_mb)).results
+        assert_all_equal(results, expected)
+
+
+def test_it_trains_on_real_processes(pool):
+    optimizer_class, options = OPTIMIZERS["AdamW"]
+    model = mlp()
+    expected = train(model, optimizer_class(groups_of(model, options)), batch())
+    assert_all_equal(pool.run(train_sharded, 3, mlp, "AdamW", 1e-4), expected)
+
+
+def bytes_of_state(group):
+    model = nn.Linear(400, 100)
+    optimizer = ZeroOptimizer(torch.optim.AdamW, model.parameters(), group)
+    model(torch.ones(2, 400)).sum().backward()
+    optimizer.step()
+    moments = [t for state in optimizer._inner.state.values() for t in state.values() if t.dim()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(view.grad is None for _, view in optimizer._views)
+    return sum(t.nbytes for t in [*moments, *gradients, *model.parameters()]), sum(
+        p.numel() for p in model.parameters()
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_the_memory_is_8_bytes_and_an_nth_of_8_per_parameter(world_size):
+    for num_bytes, count in echelon.simulate(bytes_of_state, world_size).results:
+        assert num_bytes == pytest.approx((8 + 8 / world_size) * count, abs=8)
+
+
+def some_without_gradient(group):
+    model = mlp()
+    optimizer = ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=0.1)
+    list(model.parameters())[1].grad = torch.ones(8)
+    optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_parameters_without_gradient_stay():
+    expected = [parameter.detach().clone() for parameter in mlp().parameters()]
+    for result in echelon.simulate(some_without_gradient, 3).results:
+        changed = [not torch.equal(a, b) for a, b in zip(result, expected, strict=True)]
+        assert changed == [False, True, False, False, False, False]
+
+
+def interrupted(group, make, state, dst):
+    """Trains on from a state, saves it, and returns the weights and the state."""
+    model = DDP(make(), group)
+    optimizer = ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=0.05)
+    weights = None
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        weights = train(model, optimizer, part(batch(), group), 2)
+    else:
+        train(model, optimizer, part(batch(), group), 2)
+    return weights, {
+        "model": {k: v.clone() for k, v in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(dst),
+    }
+
+
+@pytest.mark.parametrize("make", [mlp, channels_last])
+def test_a_state_is_loaded_by_another_number_of_ranks_and_by_the_plain_optimizer(make):
+    model = make()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, plain, batch(), 2)
+    halfway = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = train(model, plain, batch(), 2)
+
+    for _, state in echelon.simulate(interrupted, 3, (make, None, None)).results:
+        for world_size in (1, 2, 4):
+            for weights, _ in echelon.simulate(interrupted, world_size, (make, state, None)).results:
+                assert_all_equal([weights], expected)
+        model.load_state_dict(halfway)
+        plain = torch.optim.AdamW(model.parameters(), lr=0.05)
+        plain.load_state_dict(state["optimizer"])
+        assert_all_equal([train(model, plain, batch(), 2)], expected)
+
+
+def test_only_one_rank_gets_the_state_if_asked_for():
+    states = [state["optimizer"]["state"] for _, state in echelon.simulate(interrupted, 3, (mlp, None, 1)).results]
+    assert [len(state) for state in states] == [0, 6, 0]
+
+
+def refused(group, kind):
+    model = mlp()
+    optimizer = ZeroOptimizer(torch.optim.SGD, model.parameters(), group, lr=0.1)
+    if kind == "moved":
+        model.double()
+        optimizer.step()
+    elif kind == "more":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    elif kind == "not elementwise":
+        ZeroOptimizer(torch.optim.LBFGS, model.parameters(), group)
+    elif kind == "gaps":
+        ZeroOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(4, 4)[:, :2])], group)
+    elif kind == "bucket":
+        ZeroOptimizer(torch.optim.SGD, model.parameters(), group, bucket_mb=0)
+    else:
+        optimizer = ZeroOptimizer(torch.optim.AdamW, model.parameters(), group)
+        optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("moved", echelon.SizeMismatch, "make the optimizer"),
+        ("more", UnsupportedOp, "make a new ZeroOptimizer"),
+        ("not elementwise", UnsupportedOp, "LBFGS does not update each element by itself"),
+        ("gaps", UnsupportedOp, "parameter 0 of shape \\(4, 2\\) has gaps in memory"),
+        ("bucket", ValueError, "bucket_mb=0"),
+        ("other model", ValueError, "parameter group"),
+    ],
+)
+def test_bad_input_is_refused(kind, error, message):
+    with pytest.raises(error, match=message):
+        echelon.simulate(refused, 2, (kind,))
