@@ -31,7 +31,7 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
-    from echelon.data_parallel import DDP, DistributedDataParallel, ZeroOptimizer
+    from echelon.data_parallel import DDP, DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
     from echelon.group import ProcessGroup
     from echelon.launch.init import init
     from echelon.launch.spawn import spawn
@@ -60,6 +60,7 @@ _WHERE = {
     "ProcessGroup": "echelon.group",
     "Simulation": "echelon.simulation",
     "Slow": "echelon.simulation",
+    "SyncBatchNorm": "echelon.data_parallel",
     "ZeroOptimizer": "echelon.data_parallel",
     "explore": "echelon.simulation",
     "init": "echelon.launch.init",
@@ -95,6 +96,7 @@ __all__ = [
     "Simulation",
     "SizeMismatch",
     "Slow",
+    "SyncBatchNorm",
     "Timeout",
     "UnsupportedOp",
     "ZeroOptimizer",

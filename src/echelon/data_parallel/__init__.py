@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from echelon.data_parallel.ddp import DDP, DistributedDataParallel
+    from echelon.data_parallel.sync_batchnorm import SyncBatchNorm
     from echelon.data_parallel.zero import ZeroOptimizer
 
 _WHERE = {
     "DDP": "echelon.data_parallel.ddp",
     "DistributedDataParallel": "echelon.data_parallel.ddp",
+    "SyncBatchNorm": "echelon.data_parallel.sync_batchnorm",
     "ZeroOptimizer": "echelon.data_parallel.zero",
 }
 
-__all__ = ["DDP", "DistributedDataParallel", "ZeroOptimizer"]
+__all__ = ["DDP", "DistributedDataParallel", "SyncBatchNorm", "ZeroOptimizer"]
 
 
 def __getattr__(name: str) -> object:

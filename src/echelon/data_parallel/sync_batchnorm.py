@@ -1,0 +1,173 @@
+"""SyncBatchNorm: batch normalisation over the batches of all ranks, on any device that the group's backend handles.
+
+Each rank gives the number, the mean and the squared deviations of its values; from these the statistics of the whole
+batch are put together without the cancellation of sums of squares (Chan, Golub and LeVeque, 1979). One collective in
+the forward, one in the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from echelon.errors import SizeMismatch
+from echelon.group import ProcessGroup
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch normalisation, in training, over the values of all ranks: as one process does on the whole batch.
+
+    Ranks may have different numbers of samples, also none. Every rank must call forward, and backward, as often as the
+    others. The parameters' gradients are those of this rank's samples; DistributedDataParallel averages them. In
+    evaluation it is the ordinary layer, and nothing is sent.
+
+    Input and output: (samples, num_features) or (samples, num_features, ...).
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        group: ProcessGroup,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Makes the layer; nothing is sent.
+
+        Args:
+            group: the ranks whose batches count as one.
+            num_features, eps, momentum, affine, track_running_stats, device, dtype: as for torch.nn.BatchNorm2d.
+        """
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._group = group
+
+    @classmethod
+    def convert(cls, module: nn.Module, group: ProcessGroup) -> nn.Module:
+        """Replaces every BatchNorm1d, 2d and 3d inside `module`, and returns it, or its replacement.
+
+        Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
+        """
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            return cls._like(module, group)
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert(child, group))
+        return module
+
+    @classmethod
+    def _like(cls, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, group: ProcessGroup) -> SyncBatchNorm:
+        new = cls(layer.num_features, group, layer.eps, layer.momentum, False, False)
+        new.affine, new.track_running_stats = layer.affine, layer.track_running_stats
+        new.weight, new.bias = layer.weight, layer.bias
+        for name, buffer in layer.named_buffers(recurse=False):
+            new.register_buffer(name, buffer)
+        return new.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises each feature; updates the running statistics in training.
+
+        Raises:
+            SizeMismatch: `input` has not `num_features` features in dim 1.
+            ValueError: all ranks together have no more than one value per feature.
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
+        """
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise SizeMismatch(
+                f"(samples, {self.num_features}, ...)", tuple(input.shape), "SyncBatchNorm", "give it such an input"
+            )
+        if not self.training and self.running_mean is not None:
+            return nn.functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        count, mean, variance = _statistics(input.detach(), self._group)
+        if count <= 1:
+            raise ValueError(
+                f"SyncBatchNorm: {int(count)} values per feature over all ranks: normalising takes 2 or more"
+            )
+        if self.training and self.running_mean is not None:
+            self._track(count, mean, variance)
+        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, count, mean, torch.rsqrt(variance + self.eps), self._group
+        )
+        return output
+
+    def _track(self, count: float, mean: Tensor, variance: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            unbiased = variance * (count / (count - 1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+
+def _statistics(values: Tensor, group: ProcessGroup) -> tuple[float, Tensor, Tensor]:
+    """Returns number, mean and variance of the values of each feature over all ranks; the same bits on each."""
+    features = values.shape[1]
+    wide = values.to(_wide(values.dtype))
+    dims = _all_but_features(values)
+    count = values.numel() // features if features else 0
+    mean = wide.mean(dims) if count else wide.new_zeros(features)
+    squares = (wide - _along(mean, values)).square().sum(dims)
+    told = group.all_gather(torch.cat([wide.new_tensor([float(count)]), mean, squares]).unsqueeze(0))
+    counts, means, deviations = told[:, :1], told[:, 1 : features + 1], told[:, features + 1 :]
+    total = float(counts.sum())
+    whole = (counts * means).sum(0) / max(total, 1.0)
+    deviation = (deviations + counts * (means - whole).square()).sum(0)
+    return total, whole, deviation / max(total, 1.0)
+
+
+class _Normalise(Function):
+    """y = (x - mean) / std * weight + bias, where mean and std depend on the x of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        count: float,
+        mean: Tensor,
+        inverse_std: Tensor,
+        group: ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, inverse_std)
+        ctx.count, ctx.group = count, group
+        scale = inverse_std if weight is None else inverse_std * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        return (x * _along(scale, x) + _along(shift, x)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse_std = ctx.saved_tensors
+        dims = _all_but_features(x)
+        wide = gradient.to(mean.dtype)
+        normal = (x - _along(mean, x)) * _along(inverse_std, x)
+        for_bias, for_weight = wide.sum(dims), (wide * normal).sum(dims)
+        sums = ctx.group.all_reduce(torch.stack([for_bias, for_weight])) / ctx.count
+        scale = inverse_std if weight is None else inverse_std * weight
+        for_x = _along(scale, x) * (wide - _along(sums[0], x) - normal * _along(sums[1], x))
+        if weight is None:
+            return for_x.to(x.dtype), None, None, None, None, None, None
+        return for_x.to(x.dtype), for_weight.to(weight.dtype), for_bias.to(weight.dtype), None, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _all_but_features(tensor: Tensor) -> list[int]:
+    return [0, *range(2, tensor.dim())]
+
+
+def _along(per_feature: Tensor, like: Tensor) -> Tensor:
+    return per_feature.view(1, -1, *[1] * (like.dim() - 2))

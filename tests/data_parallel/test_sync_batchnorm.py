@@ -1,0 +1,134 @@
+"""SyncBatchNorm: N ranks normalise as one process does on the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon import DDP, SyncBatchNorm
+from tests.data_parallel.models import fill
+
+LAYERS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+SHAPES = {1: (3,), 2: (3, 2, 4), 3: (3, 2, 1, 2)}
+
+
+def values(dims, samples=10, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(dims)
+    return (torch.randn(samples, *SHAPES[dims], generator=generator, dtype=torch.float64) * 3 + 100).to(dtype)
+
+
+def layer_of(dims, **options):
+    return fill(LAYERS[dims](3, dtype=torch.float64, **options))
+
+
+def run_layer(layer, x, steps):
+    """Returns outputs, gradients of input and parameters, and buffers, after some steps."""
+    results = []
+    for step in range(steps):
+        inputs = (x + step).requires_grad_()
+        output = layer(inputs)
+        output.pow(3).sum().backward()
+        results.append((output.detach(), inputs.grad))
+    parameters = [parameter.grad for parameter in layer.parameters()]
+    return results, parameters, [buffer.clone() for buffer in layer.buffers()]
+
+
+def on_rank(group, dims, counts, options):
+    layer = SyncBatchNorm.convert(layer_of(dims, **options), group)
+    assert type(layer) is SyncBatchNorm
+    return run_layer(layer, values(dims).split(counts)[group.rank], 2)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("counts", [[10], [5, 5], [7, 3], [1, 8, 1], [0, 6, 4]])
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
+def test_it_equals_the_layer_of_one_process(dims, counts, options):
+    expected, for_parameters, buffers = run_layer(layer_of(dims, **options), values(dims), 2)
+    ranks = echelon.simulate(on_rank, len(counts), (dims, counts, options)).results
+    for step in range(2):
+        for kind in (0, 1):
+            got = torch.cat([results[step][kind] for results, _, _ in ranks])
+            torch.testing.assert_close(got, expected[step][kind], rtol=1e-7, atol=1e-7)
+    for index, gradient in enumerate(for_parameters):
+        torch.testing.assert_close(sum(parameters[index] for _, parameters, _ in ranks), gradient)
+    for _, _, own in ranks:
+        assert [str(buffer.dtype) for buffer in own] == [str(buffer.dtype) for buffer in buffers]
+        for got, wanted, first in zip(own, buffers, ranks[0][2], strict=True):
+            torch.testing.assert_close(got, wanted)
+            assert torch.equal(got, first)
+
+
+def half(group, dtype):
+    layer = SyncBatchNorm(3, group, dtype=dtype)
+    return layer(values(2, dtype=torch.float64).to(dtype).split([4, 6])[group.rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_in_float32(dtype):
+    got = torch.cat(echelon.simulate(half, 2, (dtype,)).results)
+    assert got.dtype == dtype
+    expected = nn.BatchNorm2d(3)(values(2).to(dtype).float())
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
+
+
+def evaluate(group):
+    layer = SyncBatchNorm(3, group)
+    if group.rank == 0:  # alone: nothing is sent
+        layer.eval()
+        return layer(values(1).float())
+    return None
+
+
+def test_in_evaluation_nothing_is_sent():
+    simulation = echelon.simulate(evaluate, 2)
+    expected = nn.BatchNorm1d(3).eval()(values(1).float())
+    torch.testing.assert_close(simulation.results[0], expected)
+    assert not simulation.bytes_sent
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4, 2)
+        self.last = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.last(self.head(self.body(x).mean((2, 3))))
+
+
+def train_with_ddp(group):
+    model = fill(Net().double())
+    ids = [id(parameter) for parameter in model.parameters()]
+    names = list(model.state_dict())
+    ddp = DDP(SyncBatchNorm.convert(model, group), group)
+    assert [id(parameter) for parameter in ddp.parameters()] == ids
+    assert list(ddp.state_dict()) == names
+    ddp(values(2).chunk(group.world_size)[group.rank]).square().sum().backward()
+    return {name: parameter.grad for name, parameter in ddp.named_parameters()}
+
+
+def test_a_converted_model_trains_under_ddp(pool):
+    model = fill(Net().double())
+    model(values(2)).square().sum().backward()
+    for gradients in pool.run(train_with_ddp, 2):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name] * 2, parameter.grad, rtol=1e-6, atol=1e-9)
+
+
+def refused(group, shape):
+    SyncBatchNorm(3, group)(torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shape", "error", "message"),
+    [
+        (2, (4, 2), echelon.SizeMismatch, "expected \\(samples, 3, ...\\)"),
+        (2, (3,), echelon.SizeMismatch, "SyncBatchNorm"),
+        (1, (1, 3), ValueError, "1 values per feature"),
+        (2, (0, 3), ValueError, "0 values per feature"),
+    ],
+)
+def test_bad_input_is_refused(world_size, shape, error, message):
+    with pytest.raises(error, match=message):
+        echelon.simulate(refused, world_size, (shape,))
