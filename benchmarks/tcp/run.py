@@ -1,0 +1,257 @@
+"""How fast are messages and all-reduces over TCP, beside Gloo and a bare socket loop?
+
+    python benchmarks/tcp/run.py                       # everything, about a minute and a half
+    python benchmarks/tcp/run.py --only all_reduce --ranks 4 --sizes 8 65536
+
+Every contestant has processes of its own, which sleep while another's are measured. In every round each contestant
+takes one turn per question, in changing order; a turn is many repetitions behind one another, and counts as their mean,
+of the slowest rank. The table shows medians over rounds, and of the ratios of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+from echelon import ProcessGroup
+from echelon.backends.tcp import TcpBackend
+
+ONE_WAY_SIZES = (1 << 20, 64 << 20)
+REDUCED_SIZES = (8, 64 << 10, 1 << 20, 64 << 20)
+MIB = 1 << 20
+
+
+class Where(NamedTuple):
+    """How the processes of one contestant find each other."""
+
+    rank: int
+    world_size: int
+    port: int
+    folder: str
+
+
+class Contestant(ABC):
+    """One rank of something that is measured. Its methods return seconds per repetition."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor) -> None:
+        """Sends to the other of two ranks."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor) -> None:
+        """Receives from the other of two ranks, into `tensor`."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Adds `tensor` up over all ranks."""
+        raise NotImplementedError
+
+    def message(self, is_sender: bool, num_bytes: int, repetitions: int) -> float:
+        """Measures a message and, as its answer, one of 8 bytes."""
+        tensor, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
+        self._exchange(is_sender, tensor, answer)
+        begin = time.perf_counter()
+        for _ in range(repetitions):
+            self._exchange(is_sender, tensor, answer)
+        return (time.perf_counter() - begin) / repetitions
+
+    def _exchange(self, is_sender: bool, tensor: torch.Tensor, answer: torch.Tensor) -> None:
+        if is_sender:
+            self.send(tensor)
+            self.recv(answer)
+        else:
+            self.recv(tensor)
+            self.send(answer)
+
+    def stream(self, is_sender: bool, num_bytes: int, repetitions: int) -> float:
+        """Measures messages behind one another, with one answer to the last."""
+        tensor, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
+        begin = time.perf_counter()
+        for _ in range(repetitions):
+            (self.send if is_sender else self.recv)(tensor)
+        (self.recv if is_sender else self.send)(answer)
+        return (time.perf_counter() - begin) / repetitions
+
+    def reduction(self, _: bool, num_bytes: int, repetitions: int) -> float:
+        """Measures all-reduces of float32."""
+        tensor = torch.zeros(num_bytes // 4)
+        self.all_reduce(tensor)
+        begin = time.perf_counter()
+        for _ in range(repetitions):
+            self.all_reduce(tensor)
+        return (time.perf_counter() - begin) / repetitions
+
+
+class Echelon(Contestant):
+    def __init__(self, where: Where) -> None:
+        address = f"127.0.0.1:{where.port}"
+        self.group = ProcessGroup(TcpBackend(where.rank, where.world_size, address, secret=b"of a benchmark"))
+        self.other = 1 - where.rank
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.group.send(tensor, self.other)
+
+    def recv(self, tensor: torch.Tensor) -> None:
+        self.group.recv(self.other, out=tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.group.all_reduce(tensor)
+
+
+class Gloo(Contestant):
+    def __init__(self, where: Where) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{where.folder}/gloo", rank=where.rank, world_size=where.world_size
+        )
+        self.other = 1 - where.rank
+
+    def send(self, tensor: torch.Tensor) -> None:
+        torch.distributed.send(tensor, self.other)
+
+    def recv(self, tensor: torch.Tensor) -> None:
+        torch.distributed.recv(tensor, self.other)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        torch.distributed.all_reduce(tensor)
+
+
+class BareSocket(Contestant):
+    """sendall and recv_into on one blocking socket."""
+
+    def __init__(self, where: Where) -> None:
+        path = os.path.join(where.folder, "port")
+        if where.rank == 0:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                with open(f"{path}.new", "w") as file:
+                    file.write(str(listener.getsockname()[1]))
+                os.rename(f"{path}.new", path)
+                self.sock, _ = listener.accept()
+        else:
+            while not os.path.exists(path):
+                time.sleep(0.01)
+            with open(path) as file:
+                self.sock = socket.create_connection(("127.0.0.1", int(file.read())))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.sock.sendall(tensor.numpy())
+
+    def recv(self, tensor: torch.Tensor) -> None:
+        view = memoryview(tensor.numpy()).cast("B")
+        while view.nbytes:
+            view = view[self.sock.recv_into(view) :]
+
+
+CONTESTANTS: dict[str, Callable[[Where], Contestant]] = {"Echelon": Echelon, "Gloo": Gloo, "socket": BareSocket}
+
+
+def serve(name: str, where: Where, commands: Connection) -> None:
+    """Is one process of a contestant: does what it is told until it is told None."""
+    torch.set_num_threads(1)
+    contestant = CONTESTANTS[name](where)
+    commands.send("ready")
+    while (command := commands.recv()) is not None:
+        question, num_bytes, repetitions = command
+        commands.send(getattr(contestant, question)(where.rank == 0, num_bytes, repetitions))
+
+
+class Team:
+    """The processes of one contestant."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+        for pipe in pipes:
+            pipe.recv()
+
+    def ask(self, question: str, num_bytes: int, repetitions: int) -> float:
+        """Returns the seconds per repetition, of the slowest rank."""
+        for pipe in self._pipes:
+            pipe.send((question, num_bytes, repetitions))
+        return max(pipe.recv() for pipe in self._pipes)
+
+
+@contextlib.contextmanager
+def team(name: str, world_size: int) -> Iterator[Team]:
+    """Starts the processes of a contestant, and ends them."""
+    context = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        holder = stack.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            where = Where(rank, world_size, holder.getsockname()[1], folder)
+            processes.append(context.Process(target=serve, args=(name, where, theirs), daemon=True))
+            processes[-1].start()
+            pipes.append(ours)
+        try:
+            yield Team(pipes)
+            for pipe in pipes:
+                pipe.send(None)
+        finally:
+            for process in processes:
+                process.join(2)
+                process.kill()
+
+
+def compare(teams: dict[str, Team], question: str, num_bytes: int, options: argparse.Namespace) -> str:
+    """Asks all teams in turns; returns the line of the table."""
+    names = list(teams)
+    slowest = max(found.ask(question, num_bytes, 1) for found in teams.values())
+    repetitions = max(1, min(2000, int(options.seconds / slowest)))
+    rounds = []
+    for number in range(options.rounds):
+        shift = number % len(names)
+        order = names[shift:] + names[:shift]
+        rounds.append({name: teams[name].ask(question, num_bytes, repetitions) for name in order})
+    cells = [f"{statistics.median(seconds[name] for seconds in rounds) * 1e6:.1f}" for name in names]
+    ratios = [statistics.median(seconds["Echelon"] / seconds[name] for seconds in rounds) for name in names[1:]]
+    padding = ["-"] * (len(CONTESTANTS) - len(names))
+    return " | ".join([*cells, *padding, *(f"{ratio:.2f}" for ratio in ratios), *padding, str(repetitions)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("message", "stream", "all_reduce"), help="one kind of question")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for all_reduce")
+    parser.add_argument("--sizes", type=int, nargs="+", help="bytes")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.06, help="about how long a turn takes")
+    options = parser.parse_args()
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python", end=" ")
+    print(f"{platform.python_version()}, torch {torch.__version__}, 1 thread a rank, medians of {options.rounds} rounds\n")
+    print("| ranks | question | bytes | Echelon us | Gloo us | socket us | Echelon/Gloo | Echelon/socket | repetitions |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    if options.only != "all_reduce":
+        with contextlib.ExitStack() as stack:
+            teams = {name: stack.enter_context(team(name, 2)) for name in CONTESTANTS}
+            for question in ("message", "stream"):
+                if options.only in (None, question):
+                    for size in options.sizes or ((8,) if question == "message" else ()) + ONE_WAY_SIZES:
+                        print(f"| 2 | {question} | {size} | {compare(teams, question, size, options)} |", flush=True)
+    if options.only in (None, "all_reduce"):
+        for ranks in options.ranks:
+            with contextlib.ExitStack() as stack:
+                teams = {name: stack.enter_context(team(name, ranks)) for name in ("Echelon", "Gloo")}
+                for size in options.sizes or REDUCED_SIZES:
+                    line = compare(teams, "reduction", size, options)
+                    print(f"| {ranks} | all_reduce | {size} | {line} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
