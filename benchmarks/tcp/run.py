@@ -234,8 +234,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.06, help="about how long a turn takes")
     options = parser.parse_args()
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python", end=" ")
-    print(f"{platform.python_version()}, torch {torch.__version__}, 1 thread a rank, medians of {options.rounds} rounds\n")
-    print("| ranks | question | bytes | Echelon us | Gloo us | socket us | Echelon/Gloo | Echelon/socket | repetitions |")
+    print(
+        f"{platform.python_version()}, torch {torch.__version__}, 1 thread a rank, medians of {options.rounds} rounds\n"
+    )
+    print(
+        "| ranks | question | bytes | Echelon us | Gloo us | socket us | Echelon/Gloo | Echelon/socket | repetitions |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     if options.only != "all_reduce":
         with contextlib.ExitStack() as stack:

@@ -82,3 +82,19 @@ def test_nothing_is_queued_behind_the_end():
     lanes.close(SECONDS)
     with pytest.raises(Closed):
         lanes.start(lambda: 2, "two", 0)
+
+
+def test_a_lane_runs_beside_its_caller_until_somebody_waits_for_it(lanes):
+    began = threading.Event()
+
+    def job():
+        beside = lanes.runs_beside()
+        began.set()
+        while lanes.runs_beside():
+            pass
+        return beside
+
+    work = lanes.start(job, "job", 0)
+    assert began.wait(10)
+    assert not lanes.runs_beside(), "the caller is no lane"
+    assert work.wait(10) is True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from echelon.backends.base import Work
 from echelon.errors import Closed
@@ -26,6 +26,8 @@ class Lanes:
         self._changed = threading.Condition()
         self._queues: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
+        self._idents: set[int] = set()
+        self._num_waiters = 0
         self._closed = False
 
     def start(self, function: Callable[[], T], description: str, lane: int) -> Work[T]:
@@ -54,7 +56,15 @@ class Lanes:
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Waits for a Work of one of these lanes."""
         with self._changed:
-            return self._changed.wait_for(work.is_completed, timeout)
+            self._num_waiters += 1
+            try:
+                return self._changed.wait_for(work.is_completed, timeout)
+            finally:
+                self._num_waiters -= 1
+
+    def runs_beside(self) -> bool:
+        """Says whether the calling thread is one of a lane, and other threads compute meanwhile: none waits for it."""
+        return threading.get_ident() in self._idents and not self._num_waiters
 
     def close(self, timeout: float) -> None:
         """Ends the threads once they have run what is queued; waits at most `timeout` seconds for each."""
@@ -74,6 +84,7 @@ class Lanes:
             thread = threading.Thread(target=_run, args=(queue,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
+            self._idents.add(cast("int", thread.ident))
         return queue
 
 

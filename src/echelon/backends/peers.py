@@ -20,6 +20,7 @@ from echelon.backends.connection import Connection
 from echelon.backends.matching import Delivery, Mailbox
 from echelon.backends.members import Member
 from echelon.backends.memory import dtype_of
+from echelon.backends.poller import Poller
 from echelon.backends.progress import Progress
 from echelon.errors import EchelonError, PeerFailed
 
@@ -30,7 +31,8 @@ _LAST_WORDS_SECONDS = 0.05
 class Peers:
     """The connections of one rank, and the processes behind them."""
 
-    def __init__(self, progress: Progress, mailbox: Mailbox) -> None:
+    def __init__(self, poller: Poller, progress: Progress, mailbox: Mailbox) -> None:
+        self._poller = poller
         self._progress = progress
         self._mailbox = mailbox
         self._connections: dict[int, Connection] = {}
@@ -47,7 +49,7 @@ class Peers:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection = self._connections[rank] = Connection(rank, sock, max_message_bytes)
-        self._progress.watch(sock.fileno(), lambda events: self._on_socket(connection, events))
+        self._poller.watch(sock.fileno(), lambda events: self._on_socket(connection, events))
 
     def watch_process(self, member: Member) -> None:
         """Has the end of a process on this machine count as the end of its rank."""
@@ -57,7 +59,7 @@ class Peers:
             self.fail(member.rank, _ended(member))
             return
         self._pidfds[member.rank] = pidfd
-        self._progress.watch(pidfd, lambda _: self._on_process_end(member))
+        self._poller.watch(pidfd, lambda _: self._on_process_end(member))
 
     # Sending
 
@@ -84,7 +86,7 @@ class Peers:
             return
         if connection.wants_to_write != (connection.rank in self._writing):
             self._writing ^= {connection.rank}
-            self._progress.watch_for_room(connection.sock.fileno(), connection.wants_to_write)
+            self._poller.watch_for_room(connection.sock.fileno(), connection.wants_to_write)
 
     # Receiving
 
@@ -131,11 +133,11 @@ class Peers:
         """Ends everything with a peer; the first cause stays."""
         cause = self._mailbox.fail_peer(rank, error)
         if connection := self._connections.pop(rank, None):
-            self._progress.forget(connection.sock.fileno())
+            self._poller.forget(connection.sock.fileno())
             self._writing.discard(rank)
             connection.fail(cause)
         if (pidfd := self._pidfds.pop(rank, None)) is not None:
-            self._progress.forget(pidfd)
+            self._poller.forget(pidfd)
             os.close(pidfd)
         self._progress.wake()
 

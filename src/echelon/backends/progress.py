@@ -1,28 +1,24 @@
-"""Who polls: the one epoll of a backend, the threads that wait on it, and the background thread that stands in.
+"""Who polls: the threads that wait on a backend's one poller, and the background thread that stands in.
 
 Strategy. One lock guards everything; no call blocks while it holds it. A thread that waits on a Work polls for all
 until its Work is done; at most one thread polls at a time, the others sleep on a condition, and the one that stops
 polling wakes another. Whoever completes something while another thread polls pokes that thread (eventfd). A background
 thread polls only while something is under way that no thread waits for; a thread that comes to wait pokes it and takes
-over. Closing pokes whoever polls, and frees the epoll only when nobody does.
+over. Closing pokes whoever polls, and frees the poller only when nobody does.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
 import time
 from collections.abc import Callable
 
 from echelon.backends.base import Work
+from echelon.backends.poller import Poller
 from echelon.errors import Closed
 
 logger = logging.getLogger("echelon")
-
-Handler = Callable[[int], None]
-"""Called with the events of a file descriptor, with the lock held."""
 
 _WARN_SECONDS = 60.0
 """A wait that takes this long is worth a warning."""
@@ -34,18 +30,29 @@ class Progress:
     """Drives everything that is under way in one backend. Methods are to be called with `lock` held unless they say
     otherwise."""
 
-    def __init__(self, rank: int, is_busy: Callable[[], bool], closed_error: Callable[[], Closed]) -> None:
-        """Makes the epoll; no thread yet.
+    def __init__(
+        self,
+        rank: int,
+        poller: Poller,
+        is_busy: Callable[[], bool],
+        may_spin: Callable[[], bool],
+        closed_error: Callable[[], Closed],
+    ) -> None:
+        """Starts no thread yet.
 
         Args:
             rank: shown in warnings and the name of the thread.
+            poller: what to poll; closed by `free`.
             is_busy: says whether anything is under way.
+            may_spin: says whether the calling thread, which waits, has a core to itself.
             closed_error: makes what waits end with when the backend is closed.
         """
         self.lock = threading.Lock()
         self.is_closed = False
         self._rank = rank
+        self._poller = poller
         self._is_busy = is_busy
+        self._may_spin = may_spin
         self._closed_error = closed_error
         self._changed = threading.Condition(self.lock)
         self._background_wanted = threading.Condition(self.lock)
@@ -54,26 +61,6 @@ class Progress:
         self._background_polls = False
         self._background: threading.Thread | None = None
         self._attending: dict[int, int] = {}
-        self._epoll = select.epoll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._handlers: dict[int, Handler] = {}
-        self.watch(self._wakeup, self._on_wakeup)
-
-    # File descriptors
-
-    def watch(self, fd: int, handler: Handler) -> None:
-        """Has `handler` called when `fd` can be read."""
-        self._handlers[fd] = handler
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def watch_for_room(self, fd: int, wanted: bool) -> None:
-        """Has the handler of `fd` also called when it can be written, or no longer."""
-        self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
-
-    def forget(self, fd: int) -> None:
-        """Takes back `watch`; to be called before `fd` is closed."""
-        del self._handlers[fd]
-        self._epoll.unregister(fd)
 
     # Waiting
 
@@ -109,16 +96,16 @@ class Progress:
         if self.is_closed:
             raise self._closed_error()
         if not self._is_polling:
-            self._poll(seconds)
+            self._poll(seconds, self._may_spin())
             return
         if self._background_polls:
-            os.eventfd_write(self._wakeup, 1)
+            self._poller.wake()
         self._changed.wait(seconds)
 
     def wake(self) -> None:
         """Has every waiting thread look again, because something was completed outside of polling."""
         if self._is_polling and not self.is_closed:
-            os.eventfd_write(self._wakeup, 1)
+            self._poller.wake()
         self._changed.notify_all()
 
     def attend(self) -> Attendance:
@@ -159,46 +146,40 @@ class Progress:
                     self._background_wanted.wait()
                     continue
                 self._background_polls = True
-                self._poll(-1)
+                self._poll(-1, False)
                 self._background_polls = False
 
-    def _poll(self, seconds: float) -> None:
+    def _poll(self, seconds: float, spins: bool) -> None:
         self._is_polling = True
         self.lock.release()
         try:
-            events = self._epoll.poll(seconds)
+            events = self._poller.wait(seconds, spins)
         finally:
             self.lock.acquire()
             self._is_polling = False
         if self.is_closed:
             self._changed.notify_all()
             return
-        for fd, mask in events:
-            if handler := self._handlers.get(fd):
-                handler(mask)
+        self._poller.dispatch(events)
         if self._num_waiters > 1 or (self._num_waiters and self._background_polls):
             self._changed.notify_all()
-
-    def _on_wakeup(self, _: int) -> None:
-        os.eventfd_read(self._wakeup)
 
     # The end
 
     def close(self) -> None:
         """Ends every wait, and waits until no thread polls any more."""
         self.is_closed = True
-        os.eventfd_write(self._wakeup, 1)
+        self._poller.wake()
         self._changed.notify_all()
         self._background_wanted.notify_all()
         # Closing an epoll does not wake who sleeps in it, and its number may be another file's a moment later.
         self._changed.wait_for(lambda: not self._is_polling, _LEAVE_SECONDS)
 
     def free(self) -> None:
-        """Ends the background thread and closes the file descriptors, after `close`. To be called without the lock."""
+        """Ends the background thread and closes the poller, after `close`. To be called without the lock."""
         if self._background is not None and self._background is not threading.current_thread():
             self._background.join()
-        self._epoll.close()
-        os.close(self._wakeup)
+        self._poller.close()
 
     def become_child(self) -> None:
         """Closes in a forked child what belongs to the parent; takes no lock.
@@ -209,8 +190,7 @@ class Progress:
         self._changed = threading.Condition(self.lock)
         self._num_waiters = 0
         self.is_closed = True
-        self._epoll.close()
-        os.close(self._wakeup)
+        self._poller.close()
 
 
 class Attendance:

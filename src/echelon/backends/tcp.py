@@ -22,6 +22,7 @@ from echelon.backends.matching import Mailbox, Receive
 from echelon.backends.members import Job, machine_id
 from echelon.backends.memory import bytes_of, dtype_code
 from echelon.backends.peers import Peers
+from echelon.backends.poller import Poller
 from echelon.backends.progress import Attendance, Progress
 from echelon.backends.rendezvous import Store, World, meet, meet_through_store
 from echelon.errors import AuthenticationError, PeerFailed, Timeout
@@ -114,10 +115,12 @@ class TcpBackend(Backend):
 
     def _open(self, world: World, max_message_bytes: int) -> None:
         self._mailbox = Mailbox()
-        self._progress = Progress(self.rank, lambda: self._peers.is_busy(), self.closed_error)
-        self._peers = Peers(self._progress, self._mailbox)
-        self._lanes = Lanes(f"echelon rank {self.rank}", self.timeout)
         here = machine_id() if world.members else ""
+        self._has_cores = sum(member.machine == here for member in world.members) <= len(os.sched_getaffinity(0))
+        self._lanes = Lanes(f"echelon rank {self.rank}", self.timeout)
+        poller = Poller()
+        self._progress = Progress(self.rank, poller, lambda: self._peers.is_busy(), self._may_spin, self.closed_error)
+        self._peers = Peers(poller, self._progress, self._mailbox)
         with self._progress.lock:
             for peer, sock in sorted(world.sockets.items()):
                 self._peers.connect(peer, sock, max_message_bytes)
@@ -129,6 +132,10 @@ class TcpBackend(Backend):
     def __repr__(self) -> str:
         state = ", closed" if self._progress.is_closed else ""
         return f"<TcpBackend: rank {self.rank} of {self.world_size}{state}>"
+
+    def _may_spin(self) -> bool:
+        """Says whether the calling thread, which waits, takes a core from nobody else's work by not sleeping."""
+        return self._has_cores and not self._lanes.runs_beside()
 
     # Sending and receiving
 
