@@ -31,6 +31,8 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
+    from echelon.backends.base import Received
+    from echelon.calls.point_to_point import RecvFrom, SendTo
     from echelon.data_parallel import DDP, DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
     from echelon.group import ProcessGroup
     from echelon.launch.init import init
@@ -58,6 +60,9 @@ _WHERE = {
     "Partition": "echelon.simulation",
     "Pause": "echelon.simulation",
     "ProcessGroup": "echelon.group",
+    "Received": "echelon.backends.base",
+    "RecvFrom": "echelon.calls.point_to_point",
+    "SendTo": "echelon.calls.point_to_point",
     "Simulation": "echelon.simulation",
     "Slow": "echelon.simulation",
     "SyncBatchNorm": "echelon.data_parallel",
@@ -91,8 +96,11 @@ __all__ = [
     "PlanError",
     "ProcessGroup",
     "ProtocolError",
+    "Received",
+    "RecvFrom",
     "ScheduleError",
     "SelfSend",
+    "SendTo",
     "Simulation",
     "SizeMismatch",
     "Slow",

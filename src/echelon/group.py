@@ -36,7 +36,7 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
 
     - collectives: all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier
     - of objects, JSON-like: all_gather_object, broadcast_object
-    - point to point: send, recv, isend, irecv
+    - point to point: send, recv, recv_any, sendrecv; isend, irecv, irecv_any, batch_isend_irecv
 
     All collectives raise CollectiveMismatch if ranks call different ones, PeerFailed if a rank has gone, Timeout,
     Closed after `close`, and UnsupportedOp for a tensor that the backend cannot move.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.backends.base import Tag, Work
-from echelon.backends.matching import Mailbox, Receive
+from echelon.backends.matching import ANY, Mailbox, Receive
 from echelon.backends.memory import bytes_of
 from echelon.errors import CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
 
@@ -55,6 +55,52 @@ def test_messages_meet_receives_in_order_for_each_source_and_tag(events):
         for work, _ in posted[len(values) :]:
             assert not work.is_completed()
     assert mailbox.num_posted == unmet
+
+
+def post_any(mailbox, sources=(1, 2), tag=TAG):
+    work = Work(None, "receive from any")
+    mailbox.post(Receive(work, ANY, tag, None, "", {src: src * 10 for src in sources}))
+    return work
+
+
+@given(st.lists(st.tuples(st.sampled_from(["message", "one", "any", "withdraw"]), st.integers(1, 3)), max_size=40))
+def test_every_message_goes_to_the_first_receive_that_can_take_it(events):
+    """Beside a list of receives and messages, in which everything is looked for one by one."""
+    mailbox, turn = Mailbox(), 0
+    posted, unclaimed, expected = [], [], {}
+    for number, (kind, src) in enumerate(events):
+        if kind == "message":
+            arrive(mailbox, number, src)
+            taker = next((entry for entry in posted if src in entry[1]), None)
+            if taker is None:
+                unclaimed.append((src, number))
+            else:
+                posted.remove(taker)
+                expected[taker[0]] = (src, number)
+        elif kind == "withdraw" and posted:
+            work, _ = posted.pop(src % len(posted))
+            mailbox.withdraw(work, Timeout("late"))
+        elif kind in ("one", "any"):
+            sources = [src] if kind == "one" else [1, 2]
+            work = post(mailbox, src) if kind == "one" else post_any(mailbox)
+            waiting = sorted({message[0] for message in unclaimed} & set(sources))
+            if not waiting:
+                posted.append((work, sources))
+                turn = turn if kind == "one" else 0
+                continue
+            if kind == "any":
+                src = turn = next((other for other in waiting if other > turn), waiting[0])
+            message = next(message for message in unclaimed if message[0] == src)
+            unclaimed.remove(message)
+            expected[work] = message
+    for work, (src, number) in expected.items():
+        result = work.result()
+        if not isinstance(result, torch.Tensor):
+            assert (result.src, result.tag) == (src * 10, TAG.step)
+            result = result.tensor
+        assert result.item() == number
+    assert mailbox.num_posted == len(posted)
+    assert not any(work.is_completed() for work, _ in posted)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -57,6 +57,16 @@ class Tag(NamedTuple):
         if self.context == 0 and self.sequence == 0:
             return f"tag {self.step}"
         return f"tag {self.step} of operation {self.sequence} in context {self.context:x}"
+
+
+class Received(NamedTuple):
+    """What came from whichever rank sent first."""
+
+    tensor: torch.Tensor
+    src: int
+    """The rank that sent it."""
+    tag: int
+    """What it was sent with."""
 
 
 class Driver(Protocol):
@@ -197,7 +207,26 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def cancel(self, work: Work[torch.Tensor]) -> None:
+    def irecv_any(self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = "") -> Work[Received]:
+        """Starts to receive a tensor from whichever of `sources` sends first.
+
+        Fair: where several have sent, the next source after the one that was served last is served first, so none
+        keeps another waiting by sending much. Receives with one tag, from any rank and from one, get their messages in
+        the order they were started.
+
+        Args:
+            sources: ranks other than this one that may send, each with the number that `Received.src` is to have.
+            tag: what the message is for.
+            note: as in `irecv`.
+
+        Raises:
+            InvalidRank, SelfSend, Closed: at once. From `Work.wait`: PeerFailed if a source died, in one receive for
+            each death and context, so that it is told but does not end what the others have to say; a source that
+            closed in good order is only missed when none is left. CollectiveMismatch, Timeout as in `irecv`.
+        """
+
+    @abstractmethod
+    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:
         """Withdraws a receive that is still under way: its tensor will not be written any more."""
 
     @abstractmethod
@@ -290,6 +319,16 @@ class Backend(ABC):
         self._check_peer(src, "src")
         if out is not None:
             check_tensor(out, self.devices, "recv(out=)")
+        return Tag.of(tag)
+
+    def checked_receive_any(self, sources: Iterable[int], tag: int | Tag) -> Tag:
+        """Checks the arguments of `irecv_any`, for backends, and returns the tag.
+
+        Raises:
+            InvalidRank, SelfSend, SizeMismatch: as `irecv_any`.
+        """
+        for src in sources:
+            self._check_peer(src, "sources")
         return Tag.of(tag)
 
     def _check_peer(self, peer: int, what: str) -> None:

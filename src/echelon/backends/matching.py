@@ -8,12 +8,12 @@ step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from echelon.backends.base import Tag, Work
+from echelon.backends.base import Received, Tag, Work
 from echelon.backends.memory import bytes_of, describe, new_tensor
 from echelon.backends.wire import as_sent
 from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, SizeMismatch, UnsupportedOp
@@ -21,21 +21,38 @@ from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, SizeMis
 T = TypeVar("T")
 Key: TypeAlias = tuple[int, Tag]
 """Source and tag."""
+ANY = -1
+"""The source of a receive that takes a message from whoever sends first."""
 
 
 class Receive:
     """A receive that was posted."""
 
-    __slots__ = ("note", "out", "src", "tag", "work")
+    __slots__ = ("note", "number", "out", "sources", "src", "tag", "work")
 
     def __init__(
-        self, work: Work[torch.Tensor], src: int, tag: Tag, out: torch.Tensor | None, note: str | None
+        self,
+        work: Work[Any],
+        src: int,
+        tag: Tag,
+        out: torch.Tensor | None,
+        note: str | None,
+        sources: Mapping[int, int] | None = None,
     ) -> None:
+        """Describes a receive from rank `src`, or from ANY of `sources`, each with its number in the result."""
         self.work = work
         self.src = src
         self.tag = tag
         self.out = out
         self.note = None if note is None else as_sent(note)
+        self.sources = sources or {}
+        self.number = 0
+        """Which of all receives it was."""
+
+    def complete(self, tensor: torch.Tensor, src: int, note: str) -> None:
+        """Ends the receive with what came."""
+        self.work.note = note
+        self.work.complete(tensor if self.src != ANY else Received(tensor, self.sources[src], self.tag.step))
 
     def refusal(self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> EchelonError | None:
         """Returns why a message with this head cannot be the one waited for; None if it can."""
@@ -110,7 +127,7 @@ class Delivery:
         if self._arrived:
             self._hand_over(receive)
 
-    def detach(self, work: Work[torch.Tensor]) -> bool:
+    def detach(self, work: Work[Any]) -> bool:
         """Takes the message away from the receive of `work`, which is cancelled; returns False if it is not its own.
 
         What has arrived is kept elsewhere, and so will be the rest: nothing is written to the receive's tensor later.
@@ -136,8 +153,8 @@ class Delivery:
         if receive.out is not None and receive.out is not self.tensor:
             receive.out.detach().copy_(self.tensor)
             self.tensor = receive.out
-        receive.work.note = self._head[3]
-        receive.work.complete(self.tensor)
+        src, _, _, note = self._head
+        receive.complete(self.tensor, src, note)
 
 
 class Mailbox:
@@ -146,26 +163,63 @@ class Mailbox:
     def __init__(self) -> None:
         self.num_posted = 0
         """The number of receives that wait for the head of their message."""
+        self._num_from_any = 0
+        """How many of them take a message from whoever sends first."""
+        self._num_receives = 0
         self._posted: dict[Key, deque[Receive]] = {}
         self._unclaimed: dict[Key, deque[Delivery]] = {}
-        self._failed_peers: dict[int, EchelonError] = {}
+        self._served: dict[Tag, int] = {}
+        """The source that a receive from any was served from last, where several had sent."""
+        self._failed_peers: dict[int, PeerFailed] = {}
+        self._left: set[int] = set()
+        """Those of the failed peers that left in good order."""
         self._failed_contexts: dict[int, PeerFailed] = {}
+        self._told: set[tuple[int, int]] = set()
+        """Of which deaths receives from any were told: context and rank."""
 
     def post(self, receive: Receive) -> None:
         """Adds a receive; gives it the oldest unclaimed message of its source and tag, if there is one."""
-        key = (receive.src, receive.tag)
-        if delivery := _take_first(self._unclaimed, key):
+        self._num_receives += 1
+        receive.number = self._num_receives
+        src = receive.src if receive.src != ANY else self._next_source(receive)
+        if delivery := _take_first(self._unclaimed, (src, receive.tag)):
             delivery.attach(receive)
-        elif error := self.failure(receive.src, receive.tag):
+        elif error := self._failure_of(receive):
             receive.work.complete(error=error)
         else:
-            self._posted.setdefault(key, deque()).append(receive)
+            self._posted.setdefault((receive.src, receive.tag), deque()).append(receive)
             self.num_posted += 1
+            self._num_from_any += receive.src == ANY
+
+    def _next_source(self, receive: Receive) -> int:
+        """Returns whose message a receive from any is to get: the next after the one served last; ANY if none came."""
+        waiting = sorted(src for src in receive.sources if (src, receive.tag) in self._unclaimed)
+        if not waiting:
+            self._served.pop(receive.tag, None)
+            return ANY
+        last = self._served.get(receive.tag, ANY)
+        src = next((src for src in waiting if src > last), waiting[0])
+        self._served[receive.tag] = src
+        return src
+
+    def _claim(self, src: int, tag: Tag) -> Receive | None:
+        """Removes and returns the receive that a message is for: of those that can take it, the one posted first."""
+        key = (src, tag)
+        if self._num_from_any:
+            own = self._posted.get(key)
+            for from_any in self._posted.get((ANY, tag), ()):
+                if own and own[0].number < from_any.number:
+                    break
+                if src in from_any.sources:
+                    self._remove(from_any)
+                    return from_any
+        receive = _take_first(self._posted, key)
+        self.num_posted -= receive is not None
+        return receive
 
     def arrive(self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> Delivery:
         """Opens the delivery of a message whose head has arrived."""
-        receive = _take_first(self._posted, (src, tag))
-        self.num_posted -= receive is not None
+        receive = self._claim(src, tag)
         delivery = Delivery(src, tag, shape, dtype, note, receive)
         if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
             delivery.fail(error)
@@ -175,36 +229,41 @@ class Mailbox:
 
     def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
         """Takes in a message that is there whole; the tensor must be nobody else's."""
-        receive = _take_first(self._posted, (src, tag))
-        self.num_posted -= receive is not None
+        receive = self._claim(src, tag)
         delivery = Delivery(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
         if receive is None:
             self._unclaimed.setdefault((src, tag), deque()).append(delivery)
         delivery.finish()
 
-    def withdraw(self, work: Work[torch.Tensor], error: EchelonError, arriving: Iterable[Delivery] = ()) -> None:
+    def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[Delivery] = ()) -> None:
         """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next."""
         for delivery in arriving:
             if delivery.detach(work):
                 self._return(delivery)
-        self._end(error, lambda receive: receive.work is work)
+        self._end(lambda receive: error if receive.work is work else None)
         work.complete(error=error)
 
     def _return(self, delivery: Delivery) -> None:
         """Gives a message back that is still arriving, so none of its source and tag can have come after it."""
-        key = (delivery.src, delivery.tag)
-        receive = _take_first(self._posted, key)
-        self.num_posted -= receive is not None
+        receive = self._claim(delivery.src, delivery.tag)
         if receive is not None:
             delivery.attach(receive)
         else:
-            self._unclaimed.setdefault(key, deque()).append(delivery)
+            self._unclaimed.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
 
-    def fail_peer(self, rank: int, error: EchelonError) -> EchelonError:
-        """Ends every receive from `rank`, now and later, except of messages that have arrived; returns the first
-        cause."""
+    def fail_peer(self, rank: int, error: PeerFailed, in_good_order: bool = False) -> PeerFailed:
+        """Ends every receive from `rank`, now and later, except of messages that have arrived.
+
+        Of receives from any rank one is told of a death, and none of a rank that left in good order, unless nobody is
+        left who could send.
+
+        Returns:
+            The first cause.
+        """
         first = self._failed_peers.setdefault(rank, error)
-        self._end(first, lambda receive: receive.src == rank)
+        if in_good_order and first is error:
+            self._left.add(rank)
+        self._end(lambda receive: self._failure_of(receive) if rank == receive.src or rank in receive.sources else None)
         return first
 
     def fail_context(self, context: int, error: PeerFailed, arriving: Iterable[Delivery] = ()) -> PeerFailed:
@@ -213,7 +272,7 @@ class Mailbox:
         Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.
         """
         first = self._failed_contexts.setdefault(context, error)
-        self._end(first, lambda receive: receive.tag.is_collective_of(context))
+        self._end(lambda receive: first if receive.tag.is_collective_of(context) else None)
         for delivery in arriving:
             if delivery.tag.is_collective_of(context):
                 delivery.fail(first)
@@ -223,7 +282,7 @@ class Mailbox:
 
     def fail_all(self, error: EchelonError) -> None:
         """Ends every posted receive."""
-        self._end(error, lambda _: True)
+        self._end(lambda _: error)
 
     def failure(self, rank: int, tag: Tag) -> EchelonError | None:
         """Returns why nothing with this tag can be exchanged with `rank` any more."""
@@ -231,16 +290,36 @@ class Mailbox:
             return error
         return self._failed_peers.get(rank)
 
-    def _end(self, error: EchelonError, concerns: Callable[[Receive], bool]) -> None:
-        """Ends the posted receives that `concerns` picks."""
-        ended = [receive for receives in self._posted.values() for receive in receives if concerns(receive)]
-        for receive in ended:
-            key = (receive.src, receive.tag)
-            self._posted[key].remove(receive)
-            if not self._posted[key]:
-                del self._posted[key]
-            receive.work.complete(error=error)
-        self.num_posted -= len(ended)
+    def _failure_of(self, receive: Receive) -> EchelonError | None:
+        """Returns why nothing more can come for a receive, or, once for each death, that a source of it has died."""
+        if receive.src != ANY or receive.tag.is_collective_of(receive.tag.context):
+            return self.failure(receive.src, receive.tag)
+        gone = [src for src in receive.sources if src in self._failed_peers]
+        for src in gone:
+            death = (receive.tag.context, src)
+            if src not in self._left and death not in self._told:
+                self._told.add(death)
+                return self._failed_peers[src]
+        if len(gone) < len(receive.sources):
+            return None
+        last = self._failed_peers[gone[-1]]
+        return PeerFailed(last.rank, f"{last.reason}, and nobody is left who could send")
+
+    def _end(self, failure: Callable[[Receive], EchelonError | None]) -> None:
+        """Ends those of the posted receives for which `failure` gives an error."""
+        for receive in [receive for receives in self._posted.values() for receive in receives]:
+            if error := failure(receive):
+                self._remove(receive)
+                receive.work.complete(error=error)
+
+    def _remove(self, receive: Receive) -> None:
+        """Takes back `post`."""
+        key = (receive.src, receive.tag)
+        self._posted[key].remove(receive)
+        if not self._posted[key]:
+            del self._posted[key]
+        self.num_posted -= 1
+        self._num_from_any -= receive.src == ANY
 
 
 def _take_first(queues: dict[Key, deque[T]], key: Key) -> T | None:

@@ -117,7 +117,7 @@ class Peers:
             tag = Tag(frame.context, frame.sequence, frame.step)
             return self._mailbox.arrive(rank, tag, frame.shape, dtype_of(frame.dtype), frame.note)
         if frame.kind == wire.FrameKind.GOODBYE:
-            self._mailbox.fail_peer(rank, PeerFailed(rank, "it has closed its group"))
+            self._mailbox.fail_peer(rank, PeerFailed(rank, "it has closed its group"), in_good_order=True)
             return None
         origin = frame.step
         failure = PeerFailed(origin, frame.note if origin == rank else f"{frame.note} (told by rank {rank})")

@@ -8,14 +8,14 @@ schedules them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 
-from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Tag, Work
+from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
 from echelon.backends.lanes import Lanes
-from echelon.backends.matching import Mailbox, Receive
+from echelon.backends.matching import ANY, Mailbox, Receive
 from echelon.backends.wire import as_sent
 from echelon.errors import InvalidWorldSize, PeerFailed, Timeout
 
@@ -66,13 +66,24 @@ class SimulatedBackend(Backend):
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
         work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
+        self._post(Receive(work, src, tag, out, note))
+        return work
+
+    def irecv_any(  # noqa: D102
+        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
+    ) -> Work[Received]:
+        tag = self.checked_receive_any(sources, tag)
+        work: Work[Received] = Work(self, f"receive from any rank, {tag}", self.timeout)
+        self._post(Receive(work, ANY, tag, None, note, sources))
+        return work
+
+    def _post(self, receive: Receive) -> None:
         with self._changed:
             if self._closed:
                 raise self.closed_error()
-            self._mailbox.post(Receive(work, src, tag, out, note))
-        return work
+            self._mailbox.post(receive)
 
-    def cancel(self, work: Work[torch.Tensor]) -> None:  # noqa: D102
+    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         with self._changed:
             self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
 
@@ -97,12 +108,12 @@ class SimulatedBackend(Backend):
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         failure = PeerFailed(self.rank if origin is None else origin, reason)
-        self._leave(_told(failure, self.rank))
+        self._leave(_told(failure, self.rank), in_good_order=False)
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
-        self._leave(PeerFailed(self.rank, "it has closed its group"), timeout)
+        self._leave(PeerFailed(self.rank, "it has closed its group"), timeout, in_good_order=True)
 
-    def _leave(self, failure: PeerFailed, timeout: float | None = 0.5) -> None:
+    def _leave(self, failure: PeerFailed, timeout: float | None = 0.5, *, in_good_order: bool) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -111,7 +122,7 @@ class SimulatedBackend(Backend):
             self._changed.notify_all()
         for peer in self._world:
             if peer is not self:
-                peer._hear(lambda mailbox: mailbox.fail_peer(self.rank, failure))
+                peer._hear(lambda mailbox: mailbox.fail_peer(self.rank, failure, in_good_order))
         self._lanes.close(self.timeout if timeout is None else timeout)
 
     def _deliver(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:

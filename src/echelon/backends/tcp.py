@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 
 from echelon.backends import wire
-from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Tag, Work
+from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
 from echelon.backends.lanes import Lanes
-from echelon.backends.matching import Mailbox, Receive
+from echelon.backends.matching import ANY, Mailbox, Receive
 from echelon.backends.members import Job, machine_id
 from echelon.backends.memory import bytes_of, dtype_code
 from echelon.backends.peers import Peers
@@ -162,15 +162,26 @@ class TcpBackend(Backend):
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
         work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
+        self._post(Receive(work, src, tag, out, note))
+        return work
+
+    def irecv_any(  # noqa: D102
+        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
+    ) -> Work[Received]:
+        tag = self.checked_receive_any(sources, tag)
+        work: Work[Received] = Work(self, f"receive from any rank, {tag}", self.timeout)
+        self._post(Receive(work, ANY, tag, None, note, sources))
+        return work
+
+    def _post(self, receive: Receive) -> None:
         with self._progress.lock:
             if self._progress.is_closed:
                 raise self.closed_error()
-            self._mailbox.post(Receive(work, src, tag, out, note))
-            if not work.is_completed():
+            self._mailbox.post(receive)
+            if not receive.work.is_completed():
                 self._progress.call_background()
-        return work
 
-    def cancel(self, work: Work[torch.Tensor]) -> None:  # noqa: D102
+    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         error = Timeout(f"{work.description}: withdrawn after its time was up")
         with self._progress.lock:
             self._mailbox.withdraw(work, error, self._peers.deliveries())

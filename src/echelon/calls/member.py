@@ -61,6 +61,11 @@ class Member(ABC):
                 return
         check_tensor(tensor, self.backend.devices, what)
 
+    def _check_out(self, out: Tensor | None) -> None:
+        self._check_open()
+        if out is not None:
+            check_tensor(out, self.backend.devices, "recv(out=)")
+
     def _check_rank(self, rank: int, what: str) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise InvalidRank(rank, self.world_size, what)

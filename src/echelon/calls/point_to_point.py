@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar, cast
+
 from torch import Tensor
 
-from echelon.backends.base import Work
+from echelon.backends.base import Received, Work
 from echelon.calls.member import Member, Seconds
-from echelon.errors import Timeout
+from echelon.errors import InvalidWorldSize, Timeout
+
+T = TypeVar("T")
+
+
+class SendTo(NamedTuple):
+    """One message of a batch, to rank `dst`."""
+
+    tensor: Tensor
+    dst: int
+    tag: int = 0
+
+
+class RecvFrom(NamedTuple):
+    """One message of a batch, from rank `src`; `out` is written, None: a new tensor."""
+
+    src: int
+    tag: int = 0
+    out: Tensor | None = None
 
 
 class PointToPoint(Member):
@@ -30,12 +51,47 @@ class PointToPoint(Member):
             SizeMismatch: the tensor does not fit `out`; it is dropped, and the group stays usable.
         """
         with self.backend.attend():
-            work = self.irecv(src, tag, out)
-            try:
-                return work.wait(self.timeout if timeout is None else timeout)
-            except Timeout:
-                self.backend.cancel(work)
-                raise
+            return self._receive(self.irecv(src, tag, out), timeout)
+
+    def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
+        """Returns the next tensor that any rank of the group sends with this tag, and which rank it was.
+
+        Fair: of ranks whose tensors wait, the next after the one served last is served first. A tensor that arrived is
+        returned even if its sender has died since.
+
+        Args:
+            tag: 0 to 2**32 - 1.
+            timeout: seconds.
+
+        Raises:
+            PeerFailed: a rank of the group died or left with an exception. Each death is told to one call, by which
+                time everything else that had arrived was returned; the calls after it wait for those that are left. A
+                rank that has closed its group is only missed when nobody is left who could send.
+            InvalidWorldSize: the group has one rank.
+        """
+        with self.backend.attend():
+            return self._receive(self.irecv_any(tag), timeout)
+
+    def sendrecv(
+        self, tensor: Tensor, dst: int, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None
+    ) -> Tensor:
+        """Sends a tensor to rank `dst` and returns the next one that rank `src` sends, both at once.
+
+        Args:
+            tensor, dst: as in `send`.
+            src, out: as in `recv`; `src` may be `dst`.
+            tag: of both.
+            timeout: seconds for both.
+
+        Raises:
+            SizeMismatch: as in `recv`.
+        """
+        deadline = self.backend.now() + (self.timeout if timeout is None else timeout)
+        with self.backend.attend():
+            receipt, sent = self.batch_isend_irecv([RecvFrom(src, tag, out), SendTo(tensor, dst, tag)])
+            came = self._receive(cast("Work[Tensor]", receipt), deadline - self.backend.now())
+            sent.wait(max(0.0, deadline - self.backend.now()))
+            return came
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
@@ -44,5 +100,49 @@ class PointToPoint(Member):
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""
-        self._check_open()
+        self._check_out(out)
         return self.backend.irecv(self._peer(src, "src"), self._tag(tag), out=out)
+
+    def irecv_any(self, tag: int = 0) -> Work[Received]:
+        """Starts to receive a tensor from any rank; the Work's result is what `recv_any` returns."""
+        self._check_open()
+        if self.world_size == 1:
+            raise InvalidWorldSize("recv_any in a group of 1 rank: there is nobody who could send")
+        others = {peer: rank for rank, peer in enumerate(self.ranks) if rank != self.rank}
+        return self.backend.irecv_any(others, self._tag(tag))
+
+    def batch_isend_irecv(self, messages: Sequence[SendTo | RecvFrom]) -> list[Work[Tensor] | Work[None]]:
+        """Starts to send and to receive several tensors; returns their Works in the order of `messages`.
+
+        Nothing is started unless all of it can be. Receives are started before sends, whatever their order, so that
+        what is received need not be kept elsewhere first.
+
+        Args:
+            messages: what `isend` and `irecv` would be given; those with one peer and one tag keep their order.
+        """
+        works: dict[int, Work[Tensor] | Work[None]] = {}
+        for message in messages:
+            match message:
+                case SendTo(tensor, dst, tag):
+                    self._check(tensor, "send")
+                    self._peer(dst, "dst")
+                case RecvFrom(src, tag, out):
+                    self._check_out(out)
+                    self._peer(src, "src")
+            self._tag(tag)
+        with self.backend.attend():
+            for number, message in enumerate(messages):
+                if isinstance(message, RecvFrom):
+                    works[number] = self.irecv(*message)
+            for number, message in enumerate(messages):
+                if isinstance(message, SendTo):
+                    works[number] = self.isend(*message)
+        return [works[number] for number in range(len(messages))]
+
+    def _receive(self, work: Work[T], timeout: Seconds) -> T:
+        """Waits for a receive, and withdraws it when its time is up."""
+        try:
+            return work.wait(self.timeout if timeout is None else max(0.0, timeout))
+        except Timeout:
+            self.backend.cancel(cast("Work[Tensor]", work))
+            raise

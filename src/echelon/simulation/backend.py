@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from echelon.backends.base import Backend, Tag, Work
-from echelon.backends.matching import Receive
+from echelon.backends.base import Backend, Received, Tag, Work
+from echelon.backends.matching import ANY, Receive
 from echelon.errors import PeerFailed, Timeout
 from echelon.simulation.place import calling_place
 from echelon.simulation.scheduler import Ended, Task
@@ -40,7 +40,7 @@ class VirtualWork(Work[T]):
         super().__init__(backend, description, backend.timeout)
         self.backend = backend
         self.peer = peer
-        """The rank that this waits for."""
+        """The rank that this waits for, or ANY."""
         self.operation = operation
         """What the program calls it; empty for a plain send or receive."""
         self.tag = tag
@@ -59,9 +59,27 @@ class VirtualWork(Work[T]):
         """Blocks until the operation ends and returns its result; see `Work.wait`."""
         result = super().wait(timeout)
         if self.tag is not None:
-            self.backend.took(self.peer, self.tag)
+            self.backend.took(self.source_of(result), self.tag)
             self.tag = None
         return result
+
+    def source_of(self, result: T) -> int:  # noqa: ARG002
+        """Returns the rank that a message came from."""
+        return self.peer
+
+
+class _FromAny(VirtualWork[Received]):
+    """A receive from whoever sends first."""
+
+    __slots__ = ("_sources",)
+
+    def __init__(self, backend: VirtualBackend, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
+        plain = tag if _is_plain(tag) else None
+        super().__init__(backend, f"receive from any rank, {_name_of(tag)}", ANY, operation, plain)
+        self._sources = sources
+
+    def source_of(self, result: Received) -> int:
+        return next(src for src, number in self._sources.items() if number == result.src)
 
 
 class _Lane:
@@ -140,7 +158,17 @@ class VirtualBackend(Backend):
         self._end_call(task)
         return work
 
-    def cancel(self, work: Work[torch.Tensor]) -> None:  # noqa: D102
+    def irecv_any(  # noqa: D102
+        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
+    ) -> Work[Received]:
+        tag = self.checked_receive_any(sources, tag)
+        task = self._begin_message(tag, note or "")
+        work = _FromAny(self, note or "", tag, sources)
+        self._mailbox.post(Receive(work, ANY, tag, None, note, sources))
+        self._end_call(task)
+        return work
+
+    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
 
     def took(self, src: int, tag: Tag) -> None:
@@ -271,12 +299,12 @@ class VirtualBackend(Backend):
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
         if not self._closed and not self._has_ended():
             self.drain(timeout)
-            self._part(PeerFailed(self.rank, "it has closed its group"))
+            self._part(PeerFailed(self.rank, "it has closed its group"), in_good_order=True)
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         if not self._closed and not self._has_ended():
             failure = PeerFailed(self.rank if origin is None else origin, reason)
-            self._part(_told(failure, self.rank))
+            self._part(_told(failure, self.rank), in_good_order=False)
 
     def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
         first = self._mailbox.fail_context(context, failure)
@@ -292,14 +320,14 @@ class VirtualBackend(Backend):
             if lane.last is not None and not lane.last.has_ended:
                 self.drive(lane.last, self.timeout if timeout is None else timeout)
 
-    def _part(self, failure: PeerFailed) -> None:
+    def _part(self, failure: PeerFailed, in_good_order: bool) -> None:
         """Leaves the world: nothing more is sent or received."""
         self._closed = True
         self.world.note(self.rank, f"leaves: {failure.reason}")
         self._mailbox.fail_all(self.closed_error())
         for peer in range(self.world_size):
             if peer != self.rank:
-                self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure))
+                self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure, in_good_order))
 
     def forget(self) -> None:
         """Lets go of everything, after the end of the simulation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from echelon.backends.matching import ANY
 from echelon.errors import DeadlockError
 
 
@@ -13,7 +14,7 @@ class Waiting(NamedTuple):
 
     rank: int
     peer: int
-    """The rank that it waits for; its own if it waits for what it started beside."""
+    """The rank that it waits for; its own if it waits for what it started beside; ANY if any rank will do."""
     doing: str
     place: str
     """The line of the program; empty if it has none, because its function has returned."""
@@ -21,9 +22,10 @@ class Waiting(NamedTuple):
     """Whether it was started beside the rank's own task; `place` is then where."""
 
     def __str__(self) -> str:
+        whom = "any rank" if self.peer == ANY else f"rank {self.peer}"
         if self.is_beside:
-            return f"rank {self.rank}, in {self.doing}, waits for rank {self.peer}; begun at {self.place}"
-        whom = f"rank {self.peer}" if self.peer != self.rank else "what it began beside"
+            return f"rank {self.rank}, in {self.doing}, waits for {whom}; begun at {self.place}"
+        whom = whom if self.peer != self.rank else "what it began beside"
         where = f", at {self.place}" if self.place else ", at the end of its function"
         return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
 
@@ -54,7 +56,7 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
             )
     edges: dict[int, list[int]] = {}
     for task in tasks:
-        if task.peer != task.rank:
+        if task.peer not in (task.rank, ANY):
             edges.setdefault(task.rank, []).append(task.peer)
     cycle = find_cycle(edges)
     if not cycle:

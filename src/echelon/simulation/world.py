@@ -127,7 +127,7 @@ class World:
         failure = PeerFailed(rank, f"killed at {self.scheduler.now:g} s by a fault of the simulation")
         for peer in range(len(self.mailboxes)):
             if peer != rank:
-                self.tell(rank, peer, partial(_fail_peer, rank, failure))
+                self.tell(rank, peer, partial(_fail_peer, rank, failure, False))
 
     def tell_of_returned(self) -> bool:
         """Tells all that ranks have gone whose functions have returned; says whether that was news."""
@@ -137,7 +137,7 @@ class World:
             failure = PeerFailed(rank, "its function has returned")
             for peer in range(len(self.mailboxes)):
                 if peer != rank:
-                    self.tell(rank, peer, partial(_fail_peer, rank, failure))
+                    self.tell(rank, peer, partial(_fail_peer, rank, failure, True))
         return bool(news)
 
     def expect(self, src: int, dst: int, tag: Tag, num_messages: int) -> None:
@@ -183,5 +183,5 @@ class World:
         return Passage(left, done, arrives, draw)
 
 
-def _fail_peer(rank: int, failure: PeerFailed, mailbox: Mailbox) -> None:
-    mailbox.fail_peer(rank, failure)
+def _fail_peer(rank: int, failure: PeerFailed, in_good_order: bool, mailbox: Mailbox) -> None:
+    mailbox.fail_peer(rank, failure, in_good_order)

@@ -19,13 +19,15 @@ from echelon.errors import (
     Timeout,
     UnsupportedOp,
 )
+from echelon.testing.contract_any import (
+    each_death_is_told_to_one_receive_from_any,
+    receives_from_any,
+    receives_keep_their_order,
+)
+from echelon.testing.expect import SECONDS, ContractError, expect, expect_error
 from echelon.testing.ranks import RunRanks
 
-_SECONDS = 20.0
-
-
-class ContractError(AssertionError):
-    """A backend that breaks the contract; the message says which clause, and how."""
+__all__ = ["ContractError", "check_backend", "clause_names"]
 
 
 def check_backend(run_ranks: RunRanks, clauses: Sequence[str] | None = None) -> list[str]:
@@ -58,29 +60,14 @@ def clause_names() -> tuple[str, ...]:
     return tuple(_CLAUSES)
 
 
-def _expect(condition: bool, message: str) -> None:
-    if not condition:
-        raise ContractError(message)
-
-
-def _expect_error(kind: type[BaseException], act: Callable[[], object], when: str) -> BaseException:
-    try:
-        act()
-    except kind as error:
-        return error
-    except Exception as error:
-        raise ContractError(f"{when}: {kind.__name__} expected, got {type(error).__name__}: {error}") from error
-    raise ContractError(f"{when}: {kind.__name__} expected, nothing was raised")
-
-
 def _names_itself(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> tuple[int, int]:
-        backend.barrier(_SECONDS)
+        backend.barrier(SECONDS)
         return backend.rank, backend.world_size
 
     for world_size in (1, 2, 3):
         places = list(run_ranks(world_size, act))
-        _expect(places == [(rank, world_size) for rank in range(world_size)], f"ranks and sizes are {places}")
+        expect(places == [(rank, world_size) for rank in range(world_size)], f"ranks and sizes are {places}")
 
 
 def _every_pair_talks(run_ranks: RunRanks) -> None:
@@ -88,10 +75,10 @@ def _every_pair_talks(run_ranks: RunRanks) -> None:
         others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         sends = [backend.isend(torch.tensor([backend.rank, dst]), dst) for dst in others]
         for src in others:
-            got = backend.recv(src, timeout=_SECONDS).tolist()
-            _expect(got == [src, backend.rank], f"rank {backend.rank} received {got} from rank {src}")
+            got = backend.recv(src, timeout=SECONDS).tolist()
+            expect(got == [src, backend.rank], f"rank {backend.rank} received {got} from rank {src}")
         for send in sends:
-            send.wait(_SECONDS)
+            send.wait(SECONDS)
 
     run_ranks(4, act)
 
@@ -110,11 +97,11 @@ def _shape_and_dtype_travel(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         for index, tensor in enumerate(tensors):
             if backend.rank == 0:
-                backend.send(tensor, 1, index, timeout=_SECONDS)
+                backend.send(tensor, 1, index, timeout=SECONDS)
             else:
-                got = backend.recv(0, index, timeout=_SECONDS)
+                got = backend.recv(0, index, timeout=SECONDS)
                 same = got.dtype == tensor.dtype and got.shape == tensor.shape and torch.equal(got, tensor)
-                _expect(same, f"sent {tensor.dtype} {list(tensor.shape)}, received {got.dtype} {list(got.shape)}")
+                expect(same, f"sent {tensor.dtype} {list(tensor.shape)}, received {got.dtype} {list(got.shape)}")
 
     run_ranks(2, act)
 
@@ -123,17 +110,17 @@ def _writes_where_told(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             for tag in (0, 1):
-                backend.send(torch.full((4,), 7.0), 1, tag, timeout=_SECONDS)
-            backend.send(torch.ones(1), 1, 2, timeout=_SECONDS)
+                backend.send(torch.full((4,), 7.0), 1, tag, timeout=SECONDS)
+            backend.send(torch.ones(1), 1, 2, timeout=SECONDS)
             return
         place = torch.zeros(6)
-        got = backend.recv(0, 0, out=place[1:5], timeout=_SECONDS)
-        _expect(place.tolist() == [0, 7, 7, 7, 7, 0], f"out= was filled as {place.tolist()}")
-        _expect(got.data_ptr() == place[1:].data_ptr(), "recv(out=) returned another tensor")
-        backend.recv(0, 2, timeout=_SECONDS)  # tag 1 has arrived before it, unclaimed
+        got = backend.recv(0, 0, out=place[1:5], timeout=SECONDS)
+        expect(place.tolist() == [0, 7, 7, 7, 7, 0], f"out= was filled as {place.tolist()}")
+        expect(got.data_ptr() == place[1:].data_ptr(), "recv(out=) returned another tensor")
+        backend.recv(0, 2, timeout=SECONDS)  # tag 1 has arrived before it, unclaimed
         late = torch.zeros(4)
-        backend.recv(0, 1, out=late, timeout=_SECONDS)
-        _expect(late.tolist() == [7.0] * 4, f"out= of a message that came early was filled as {late.tolist()}")
+        backend.recv(0, 1, out=late, timeout=SECONDS)
+        expect(late.tolist() == [7.0] * 4, f"out= of a message that came early was filled as {late.tolist()}")
 
     run_ranks(2, act)
 
@@ -144,11 +131,11 @@ def _tags_never_mix(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             for index, tag in enumerate(tags):
-                backend.send(torch.tensor([index]), 1, tag, timeout=_SECONDS)
+                backend.send(torch.tensor([index]), 1, tag, timeout=SECONDS)
             return
         for index, tag in reversed(list(enumerate(tags))):
-            got = backend.recv(0, tag, timeout=_SECONDS).item()
-            _expect(got == index, f"tag {tag} brought message {got} instead of {index}")
+            got = backend.recv(0, tag, timeout=SECONDS).item()
+            expect(got == index, f"tag {tag} brought message {got} instead of {index}")
 
     run_ranks(2, act)
 
@@ -160,12 +147,12 @@ def _order_is_kept(run_ranks: RunRanks) -> None:
         if backend.rank == 0:
             sends = [backend.isend(torch.full((index * 37 % 4000,), index), 1) for index in range(1, count)]
             for send in sends:
-                send.wait(_SECONDS)
+                send.wait(SECONDS)
             return
         works = [backend.irecv(0) for _ in range(1, count)]
         for index, work in enumerate(works, 1):
-            got = work.wait(_SECONDS)
-            _expect(bool((got == index).all()), f"message {index} of one tag brought {got[:1].tolist()}")
+            got = work.wait(SECONDS)
+            expect(bool((got == index).all()), f"message {index} of one tag brought {got[:1].tolist()}")
 
     run_ranks(2, act)
 
@@ -176,9 +163,9 @@ def _send_does_not_wait_for_the_receiver(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         for numel in (1, 3_000_000):
             other = 1 - backend.rank
-            backend.send(torch.full((numel,), float(backend.rank)), other, timeout=_SECONDS)
-            got = backend.recv(other, timeout=_SECONDS)
-            _expect(bool((got == other).all()) and got.numel() == numel, f"{numel} elements did not arrive whole")
+            backend.send(torch.full((numel,), float(backend.rank)), other, timeout=SECONDS)
+            got = backend.recv(other, timeout=SECONDS)
+            expect(bool((got == other).all()) and got.numel() == numel, f"{numel} elements did not arrive whole")
 
     run_ranks(2, act)
 
@@ -186,16 +173,16 @@ def _send_does_not_wait_for_the_receiver(run_ranks: RunRanks) -> None:
 def _nothing_arrives_before_it_is_sent(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
-            backend.recv(1, 1, timeout=_SECONDS)
-            backend.send(torch.tensor([4]), 1, timeout=_SECONDS)
+            backend.recv(1, 1, timeout=SECONDS)
+            backend.send(torch.tensor([4]), 1, timeout=SECONDS)
             return
         work = backend.irecv(0)
-        _expect(not work.is_completed(), "a receive is done before anything was sent")
-        _expect_error(Timeout, work.result, "result() of an operation under way")
-        _expect_error(Timeout, lambda: work.wait(0.05), "waiting for a message that nobody has sent")
-        backend.send(torch.ones(1), 0, 1, timeout=_SECONDS)
-        _expect(work.wait(_SECONDS).item() == 4, "the message after a timeout is another")
-        _expect(work.is_completed() and work.exception() is None, "a finished Work does not say so")
+        expect(not work.is_completed(), "a receive is done before anything was sent")
+        expect_error(Timeout, work.result, "result() of an operation under way")
+        expect_error(Timeout, lambda: work.wait(0.05), "waiting for a message that nobody has sent")
+        backend.send(torch.ones(1), 0, 1, timeout=SECONDS)
+        expect(work.wait(SECONDS).item() == 4, "the message after a timeout is another")
+        expect(work.is_completed() and work.exception() is None, "a finished Work does not say so")
 
     run_ranks(2, act)
 
@@ -203,16 +190,16 @@ def _nothing_arrives_before_it_is_sent(run_ranks: RunRanks) -> None:
 def _a_timeout_withdraws_the_receive(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
-            backend.recv(1, 1, timeout=_SECONDS)
-            backend.send(torch.ones(2), 1, timeout=_SECONDS)
-            backend.send(torch.full((2,), 2.0), 1, 1, timeout=_SECONDS)
+            backend.recv(1, 1, timeout=SECONDS)
+            backend.send(torch.ones(2), 1, timeout=SECONDS)
+            backend.send(torch.full((2,), 2.0), 1, 1, timeout=SECONDS)
             return
         place = torch.zeros(2)
-        _expect_error(Timeout, lambda: backend.recv(0, out=place, timeout=0.05), "recv with a timeout")
-        backend.send(torch.ones(1), 0, 1, timeout=_SECONDS)
-        _expect(backend.recv(0, 1, timeout=_SECONDS).tolist() == [2.0, 2.0], "the connection is out of step")
-        _expect(place.tolist() == [0.0, 0.0], "a receive whose time was up wrote into its tensor later")
-        _expect(backend.recv(0, 0, timeout=_SECONDS).tolist() == [1.0, 1.0], "the message itself was lost")
+        expect_error(Timeout, lambda: backend.recv(0, out=place, timeout=0.05), "recv with a timeout")
+        backend.send(torch.ones(1), 0, 1, timeout=SECONDS)
+        expect(backend.recv(0, 1, timeout=SECONDS).tolist() == [2.0, 2.0], "the connection is out of step")
+        expect(place.tolist() == [0.0, 0.0], "a receive whose time was up wrote into its tensor later")
+        expect(backend.recv(0, 0, timeout=SECONDS).tolist() == [1.0, 1.0], "the message itself was lost")
 
     run_ranks(2, act)
 
@@ -221,19 +208,19 @@ def _a_mismatch_leaves_the_connection_usable(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             for tag in range(4):
-                backend.isend(torch.ones(100), 1, tag, note="a" if tag == 3 else "").wait(_SECONDS)
-            backend.send(torch.tensor([1.5]), 1, 9, timeout=_SECONDS)
+                backend.isend(torch.ones(100), 1, tag, note="a" if tag == 3 else "").wait(SECONDS)
+            backend.send(torch.tensor([1.5]), 1, 9, timeout=SECONDS)
             return
         outs = (torch.zeros(99), torch.zeros(10, 10), torch.zeros(100, dtype=torch.int32))
         for tag, out in enumerate(outs):
-            receive = partial(backend.recv, 0, tag, out=out, timeout=_SECONDS)
-            error = _expect_error(SizeMismatch, receive, "a message that does not fit")
-            _expect("100" in str(error), f"the message does not say what came: {error}")
-            _expect(not out.any(), "a message that does not fit was written nevertheless")
+            receive = partial(backend.recv, 0, tag, out=out, timeout=SECONDS)
+            error = expect_error(SizeMismatch, receive, "a message that does not fit")
+            expect("100" in str(error), f"the message does not say what came: {error}")
+            expect(not out.any(), "a message that does not fit was written nevertheless")
         work = backend.irecv(0, 3, note="b")
-        error = _expect_error(CollectiveMismatch, lambda: work.wait(_SECONDS), "different notes")
-        _expect("a" in str(error) and "b" in str(error), f"the message does not show both sides: {error}")
-        _expect(backend.recv(0, 9, timeout=_SECONDS).item() == 1.5, "the connection is out of step")
+        error = expect_error(CollectiveMismatch, lambda: work.wait(SECONDS), "different notes")
+        expect("a" in str(error) and "b" in str(error), f"the message does not show both sides: {error}")
+        expect(backend.recv(0, 9, timeout=SECONDS).item() == 1.5, "the connection is out of step")
 
     run_ranks(2, act)
 
@@ -241,13 +228,13 @@ def _a_mismatch_leaves_the_connection_usable(run_ranks: RunRanks) -> None:
 def _bad_arguments_are_named(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         one = torch.ones(1)
-        _expect_error(InvalidRank, lambda: backend.isend(one, 2), "a rank too high")
-        _expect_error(InvalidRank, lambda: backend.irecv(-1), "a negative rank")
-        _expect_error(SelfSend, lambda: backend.isend(one, backend.rank), "a send to itself")
-        _expect_error(SelfSend, lambda: backend.irecv(backend.rank), "a receive from itself")
-        _expect_error(UnsupportedOp, lambda: backend.isend(torch.ones(2, 2).t(), 1 - backend.rank), "a strided tensor")
-        _expect_error(UnsupportedOp, lambda: backend.isend(one.to("meta"), 1 - backend.rank), "a meta tensor")
-        backend.barrier(_SECONDS)
+        expect_error(InvalidRank, lambda: backend.isend(one, 2), "a rank too high")
+        expect_error(InvalidRank, lambda: backend.irecv(-1), "a negative rank")
+        expect_error(SelfSend, lambda: backend.isend(one, backend.rank), "a send to itself")
+        expect_error(SelfSend, lambda: backend.irecv(backend.rank), "a receive from itself")
+        expect_error(UnsupportedOp, lambda: backend.isend(torch.ones(2, 2).t(), 1 - backend.rank), "a strided tensor")
+        expect_error(UnsupportedOp, lambda: backend.isend(one.to("meta"), 1 - backend.rank), "a meta tensor")
+        backend.barrier(SECONDS)
 
     run_ranks(2, act)
 
@@ -255,17 +242,17 @@ def _bad_arguments_are_named(run_ranks: RunRanks) -> None:
 def _a_closed_peer_is_named(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 2:
-            backend.send(torch.tensor([8]), 0, timeout=_SECONDS)
+            backend.send(torch.tensor([8]), 0, timeout=SECONDS)
             return
         if backend.rank == 0:
-            waiting = partial(backend.recv, 2, 1, timeout=_SECONDS)
-            error = _expect_error(PeerFailed, waiting, "waiting for a rank that left")
-            _expect(isinstance(error, PeerFailed) and error.rank == 2, f"the error names another rank: {error}")
-            _expect(backend.recv(2, timeout=_SECONDS).item() == 8, "a message sent before leaving was lost")
-            _expect_error(PeerFailed, lambda: backend.send(torch.ones(1), 2, timeout=_SECONDS), "sending to it")
+            waiting = partial(backend.recv, 2, 1, timeout=SECONDS)
+            error = expect_error(PeerFailed, waiting, "waiting for a rank that left")
+            expect(isinstance(error, PeerFailed) and error.rank == 2, f"the error names another rank: {error}")
+            expect(backend.recv(2, timeout=SECONDS).item() == 8, "a message sent before leaving was lost")
+            expect_error(PeerFailed, lambda: backend.send(torch.ones(1), 2, timeout=SECONDS), "sending to it")
         other = 1 - backend.rank
-        backend.isend(torch.tensor([3]), other).wait(_SECONDS)
-        _expect(backend.recv(other, timeout=_SECONDS).item() == 3, "the ranks that stay cannot talk any more")
+        backend.isend(torch.tensor([3]), other).wait(SECONDS)
+        expect(backend.recv(other, timeout=SECONDS).item() == 3, "the ranks that stay cannot talk any more")
 
     run_ranks(3, act)
 
@@ -275,8 +262,8 @@ def _an_abort_is_told_to_all(run_ranks: RunRanks) -> None:
         if backend.rank == 1:
             backend.abort("the dog ate it")
             return
-        error = _expect_error(PeerFailed, lambda: backend.recv(1, timeout=_SECONDS), "waiting for a rank that aborted")
-        _expect("the dog ate it" in str(error) and "rank 1" in str(error), f"the reason is missing: {error}")
+        error = expect_error(PeerFailed, lambda: backend.recv(1, timeout=SECONDS), "waiting for a rank that aborted")
+        expect("the dog ate it" in str(error) and "rank 1" in str(error), f"the reason is missing: {error}")
 
     run_ranks(3, act)
 
@@ -285,12 +272,12 @@ def _a_revoked_context_ends_its_collectives(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             backend.revoke(7, [1], PeerFailed(2, "gone"))
-            backend.send(torch.ones(1), 1, Tag(7, 0, 0), timeout=_SECONDS)
+            backend.send(torch.ones(1), 1, Tag(7, 0, 0), timeout=SECONDS)
             return
         work = backend.irecv(0, Tag(7, 5, 0))
-        error = _expect_error(PeerFailed, lambda: work.wait(_SECONDS), "a collective of a revoked context")
-        _expect(isinstance(error, PeerFailed) and error.rank == 2, f"the first cause is not named: {error}")
-        backend.recv(0, Tag(7, 0, 0), timeout=_SECONDS)
+        error = expect_error(PeerFailed, lambda: work.wait(SECONDS), "a collective of a revoked context")
+        expect(isinstance(error, PeerFailed) and error.rank == 2, f"the first cause is not named: {error}")
+        backend.recv(0, Tag(7, 0, 0), timeout=SECONDS)
 
     run_ranks(2, act)
 
@@ -299,9 +286,10 @@ def _closed_is_closed(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         peer = 1 - backend.rank
         backend.close()
-        _expect_error(Closed, partial(backend.isend, torch.ones(1), peer), "isend after close")
-        _expect_error(Closed, partial(backend.irecv, peer), "irecv after close")
-        _expect_error(Closed, partial(backend.start, bool, "nothing"), "start after close")
+        expect_error(Closed, partial(backend.isend, torch.ones(1), peer), "isend after close")
+        expect_error(Closed, partial(backend.irecv, peer), "irecv after close")
+        expect_error(Closed, partial(backend.irecv_any, {peer: peer}), "irecv_any after close")
+        expect_error(Closed, partial(backend.start, bool, "nothing"), "start after close")
         backend.close()
         backend.abort("late")
 
@@ -313,15 +301,15 @@ def _lanes_run_beside(run_ranks: RunRanks) -> None:
         other = 1 - backend.rank
 
         def exchange(tag: int) -> int:
-            backend.send(torch.tensor([tag]), other, tag, timeout=_SECONDS)
-            return int(backend.recv(other, tag, timeout=_SECONDS).item())
+            backend.send(torch.tensor([tag]), other, tag, timeout=SECONDS)
+            return int(backend.recv(other, tag, timeout=SECONDS).item())
 
         order = (0, 1) if backend.rank == 0 else (1, 0)  # in one lane this would wait for ever
         works = {lane: backend.start(partial(exchange, lane), f"lane {lane}", lane) for lane in order}
         for lane, work in works.items():
-            _expect(work.wait(_SECONDS) == lane, f"lane {lane} returned {work.result()}")
+            expect(work.wait(SECONDS) == lane, f"lane {lane} returned {work.result()}")
         failing = backend.start(lambda: 1 // 0, "division", 0)
-        _expect_error(ZeroDivisionError, lambda: failing.wait(_SECONDS), "an error in a lane")
+        expect_error(ZeroDivisionError, lambda: failing.wait(SECONDS), "an error in a lane")
 
     run_ranks(2, act)
 
@@ -331,7 +319,7 @@ def _many_lanes_talk_at_once(run_ranks: RunRanks) -> None:
         works = [backend.start(partial(_talk, backend, tag), f"talk {tag}", tag) for tag in range(4)]
         _talk(backend, len(works))
         for work in works:
-            work.wait(_SECONDS)
+            work.wait(SECONDS)
 
     run_ranks(2, act)
 
@@ -352,7 +340,7 @@ def _threads_of_ones_own_talk_or_are_refused(run_ranks: RunRanks) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(_SECONDS)
+            thread.join(SECONDS)
         refused = [error for error in errors if isinstance(error, UnsupportedOp)]
         if errors and len(refused) < len(threads):
             raise next((error for error in errors if error not in refused), ContractError("only some are refused"))
@@ -365,9 +353,9 @@ def _talk(backend: Backend, tag: int) -> None:
     other = 1 - backend.rank
     for _ in range(20):
         work = backend.isend(torch.full((tag * 1000 + 1,), tag), other, tag)
-        got = backend.recv(other, tag, timeout=_SECONDS)
-        _expect(bool((got == tag).all()), f"tag {tag} brought {got[:1].tolist()}")
-        work.wait(_SECONDS)
+        got = backend.recv(other, tag, timeout=SECONDS)
+        expect(bool((got == tag).all()), f"tag {tag} brought {got[:1].tolist()}")
+        work.wait(SECONDS)
 
 
 _CLAUSES: dict[str, Callable[[RunRanks], None]] = {
@@ -387,6 +375,9 @@ _CLAUSES: dict[str, Callable[[RunRanks], None]] = {
         _a_closed_peer_is_named,
         _an_abort_is_told_to_all,
         _a_revoked_context_ends_its_collectives,
+        receives_from_any,
+        receives_keep_their_order,
+        each_death_is_told_to_one_receive_from_any,
         _closed_is_closed,
         _lanes_run_beside,
         _many_lanes_talk_at_once,
