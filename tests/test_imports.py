@@ -10,7 +10,7 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("errors", "trace", "_torch_private"),
+    ("errors", "trace", "wording", "_torch_private"),
     ("backends",),
     ("collectives",),
     ("calls",),
@@ -44,6 +44,7 @@ IMPURE = {
 PURE = (
     "errors",
     "trace",
+    "wording",
     "backends.wire",
     "collectives.plan",
     "collectives.check",

@@ -17,7 +17,9 @@ from echelon.calls.caller import Caller
 from echelon.calls.member import Seconds
 from echelon.calls.objects import JsonLike, ObjectCollectives
 from echelon.calls.point_to_point import PointToPoint
+from echelon.collectives.algorithms import numbered
 from echelon.collectives.operations import Operation
+from echelon.collectives.select import STATIC, Selector, Table
 from echelon.errors import Closed, InvalidRank, PeerFailed
 
 __all__ = ["JsonLike", "ProcessGroup"]
@@ -50,6 +52,7 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
         context: int = _WORLD_CONTEXT,
         timeout: Seconds = None,
         name: str = "world",
+        table: Table = STATIC,
     ) -> None:
         """Makes the group of all ranks of a backend; for parts of it use `subgroup`.
 
@@ -59,6 +62,7 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
             context: what keeps messages of different groups apart.
             timeout: seconds that a blocking call waits by default; None: the backend's.
             name: shown in errors.
+            table: which algorithms collectives run by; the same on every member.
         """
         self.backend = backend
         self.ranks = tuple(range(backend.world_size) if ranks is None else ranks)
@@ -66,7 +70,9 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
         self.timeout = backend.timeout if timeout is None else timeout
         self.name = name
         self.context = context
-        self._caller = Caller(backend, self.ranks, context, name)
+        hosts = backend.hosts
+        self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
+        self._caller = Caller(backend, self.ranks, context, name, self._selector)
         self._num_subgroups = 0
         self._owns_backend = ranks is None
         self._closed = False
@@ -74,6 +80,11 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.world_size} over {self.backend.name}{state}>"
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank of this group, by number: 0 is that of rank 0. Collectives go by it."""
+        return self._selector.hosts
 
     # Groups
 
@@ -104,6 +115,7 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
             context=context,
             timeout=self.timeout,
             name=name,
+            table=self._selector.table,
         )
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build
 from echelon.collectives.plan import text_of_round
 
 BROADCAST = """\
-binomial broadcast: 3 ranks, 1 chunks, 1000 bytes
+binomial broadcast: 3 ranks, 1 chunk, 1000 bytes
 simulated: 2 rounds, 22 us
 
         0    1
@@ -30,12 +30,13 @@ rank  messages  bytes sent   busy   idle
 """
 
 LIST = """\
-broadcast: p ranks, n bytes
-algorithm           rounds       cost
-binomial            lg(p)        lg(p)*(alpha + n*beta)
-scatter_all_gather  lg(p) + p-1  (lg(p) + p-1)*alpha + 2*n*(p-1)/p*beta
+broadcast: p ranks, n bytes; h hosts of k ranks
+algorithm           rounds         cost
+binomial            lg(p)          lg(p)*(alpha + n*beta)
+scatter_all_gather  lg(p) + p-1    (lg(p) + p-1)*alpha + 2*n*(p-1)/p*beta
+hierarchical        lg(h) + lg(k)  lg(h)*(alpha + n*beta) + lg(k)*(local_alpha + n*local_beta)
 
-ECHELON_BROADCAST=scatter_all_gather makes a group take that one
+ECHELON_BROADCAST=NAME makes a group take another one
 """
 
 
@@ -65,7 +66,9 @@ def test_without_an_algorithm_all_are_listed(capsys):
 def test_every_operation_can_be_listed_timed_and_planned(capsys, operation):
     word = operation.replace("_", "-")
     listed = json.loads(run(capsys, word, "-r", "6", "--json"))
-    assert [row["algorithm"] for row in listed] == [algorithm.name for algorithm in algorithms_of(operation)]
+    assert [row["algorithm"] for row in listed] == [
+        algorithm.name for algorithm in algorithms_of(operation) if not algorithm.goes_by_hosts
+    ]
     assert sum(row["chosen"] for row in listed) == 1
     assert run(capsys, word, "-r", "6").count(" yes ") == 1
     for row in listed:
@@ -95,6 +98,23 @@ def test_hosts_and_their_costs_count(capsys):
     assert ring["seconds"] < 6 * (10 + 100 * 2) + 1
 
 
+def test_with_hosts_the_algorithms_that_go_by_them_are_listed_and_chosen(capsys):
+    options = "all-reduce -r 8 --hosts 2x4 --local-alpha 1e-6 --local-beta 1e-10 --json"
+    times = {row["algorithm"]: row["seconds"] for row in json.loads(run(capsys, *options.split()))}
+    assert list(times) == [algorithm.name for algorithm in algorithms_of("all_reduce")]
+    assert times["hierarchical"] < min(times["ring"], times["rabenseifner"], times["recursive_doubling"])
+    chosen = [row["algorithm"] for row in json.loads(run(capsys, *options.split())) if row["chosen"]]
+    assert chosen == ["hierarchical"]
+    named = json.loads(run(capsys, *options.replace("2x4", "a,a,a,a,b,b,b,b").split()))
+    assert {row["algorithm"]: row["seconds"] for row in named} == times
+
+
+def test_a_rank_alone_has_no_picture(capsys):
+    printed = run(capsys, "barrier", "--algorithm", "dissemination", "-r", "1").splitlines()
+    assert printed[:3] == ["dissemination barrier: 1 rank, 0 chunks, 0 bytes", "simulated: 0 rounds, 0 us", ""]
+    assert printed[3].startswith("rank  messages")
+
+
 def test_rounds_that_do_not_fit_are_counted(capsys):
     lines = run(capsys, "all-reduce", "--algorithm", "ring", "-r", "8").splitlines()
     assert max(map(len, lines[3:12])) <= 80
@@ -120,7 +140,11 @@ def test_files_are_written(capsys, tmp_path):
         ("all-reduce --algorithm ring -r 0", "num_ranks=0: a plan has at least 1 rank"),
         ("broadcast --algorithm binomial -r 4 --root 4", "root=4 is not a rank of this group of 4: use 0 to 3"),
         ("all-reduce --algorithm hierarchical -r 4", "hierarchical: no hosts for 4 ranks: give the host of each rank"),
-        ("all-reduce --algorithm ring -r 4 --hosts a,b", "--hosts has 2 for 4 ranks: give one per rank, and -r"),
+        ("all-reduce --algorithm ring -r 4 --hosts a,b", "--hosts a,b is for 2, not for 4 ranks: give as a,a,b,b"),
+        (
+            "all-reduce --hosts 2x2",
+            "--hosts 2x2 is for 4, not for no number of ranks: give as a,a,b,b or 2x2, with -r 4",
+        ),
         ("all-reduce --algorithm ring -r 4 --alpha x", "--alpha x: not a number; give one, such as 1.5"),
         ("all-reduce --algorithm ring -r 4 --bytes -1", "Invalid value for '--bytes'"),
         ("all-reduce --algorithm ring -r 4 -m 4", "No such option: -m"),

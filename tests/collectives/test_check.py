@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build
+from echelon.collectives.algorithms import build
 from echelon.collectives.check import check, find_problems
 from echelon.collectives.goal import goal_of
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.errors import PlanError
+from tests.collectives.plans import ALL, plan_of
 
-ALL = [(operation, algorithm.name) for operation in OPERATIONS for algorithm in algorithms_of(operation)]
 SIZES = (2, 3, 4, 5, 8)
 
 
@@ -44,7 +44,7 @@ def names(problems, rank):
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_a_step_that_is_missing_or_doubled_is_named(operation, name):
     for num_ranks in SIZES:
-        plan = build(operation, name, num_ranks)
+        plan = plan_of(operation, name, num_ranks)
         for rank, number, index in random.Random(num_ranks).sample(places(plan), min(24, len(places(plan)))):
             steps = plan.rounds[rank][number]
             for other in (steps[:index] + steps[index + 1 :], (*steps, steps[index])):
@@ -95,7 +95,7 @@ def numbers_come_out_right(plan, goal):
 @pytest.mark.parametrize(("operation", "name"), [case for case in ALL if case[0] != "barrier"])
 def test_steps_that_are_swapped_are_named_unless_it_does_no_harm(operation, name):
     for num_ranks in SIZES:
-        plan = build(operation, name, num_ranks)
+        plan = plan_of(operation, name, num_ranks)
         goal = goal_of(operation, plan)
         chance = random.Random(num_ranks)
         for _ in range(24):

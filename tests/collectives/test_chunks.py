@@ -10,6 +10,7 @@ from echelon.collectives.algorithms import build
 from echelon.collectives.chunks import Parts, Tensors
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.collectives.run import Channel, run
+from echelon.collectives.select import Selector
 
 
 class LateBackend:
@@ -45,7 +46,7 @@ class Late:
 def play(plan, own, comes):
     """Runs rank 0 and returns what it sent."""
     backend = LateBackend(comes)
-    channel = Channel(backend, range(plan.num_ranks), 0, 1, 1, "", 1.0)
+    channel = Channel(backend, range(plan.num_ranks), 0, 1, 1, "", 1.0, Selector((0,) * plan.num_ranks))
     run(plan, channel, Parts.equal(own, plan.num_chunks), torch.Tensor.add_)
     return backend.sent
 

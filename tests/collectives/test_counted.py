@@ -9,11 +9,11 @@ from collections import Counter, deque
 
 import pytest
 
-from echelon.collectives.algorithms import algorithms_of, build
 from echelon.collectives.plan import Copy, Recv, Reduce, Send
+from tests.collectives.plans import ALL, plan_of, plans, roots
 
 COUNTED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
-CASES = [(operation, algorithm.name) for operation in COUNTED for algorithm in algorithms_of(operation)]
+CASES = [case for case in ALL if case[0] in COUNTED]
 
 
 def play(plan, chunks):
@@ -89,15 +89,15 @@ def check_counts(operation, plan, root):
 @pytest.mark.parametrize(("operation", "name"), CASES)
 def test_every_rank_ends_with_every_contribution_once(operation, name):
     for num_ranks in (*range(1, 18), 24, 31, 32, 33):
-        roots = {0, num_ranks - 1, num_ranks // 2} if operation in ("reduce", "broadcast") else {0}
-        for root in roots:
-            check_counts(operation, build(operation, name, num_ranks, root), root)
+        for root in roots(operation, num_ranks):
+            for plan in plans(operation, name, num_ranks, root):
+                check_counts(operation, plan, root)
 
 
 @pytest.mark.parametrize(("operation", "name"), CASES)
 def test_a_plan_with_a_step_left_out_is_caught(operation, name):
     """This interpreter can fail: without any one of its receives, no plan passes."""
-    plan = build(operation, name, 5, 0)
+    plan = plan_of(operation, name, 5)
     for rank, program in enumerate(plan.rounds):
         for number, steps in enumerate(program):
             for step in steps:

@@ -63,25 +63,38 @@ def test_the_table_says_what_is_so(algorithm):
     if algorithm.name == "direct" and algorithm.operation == "gather":
         assert num_bytes == "n/p"
     elif num_bytes != "see scatter":
-        for p in (2, 3, 4, 7, 8):
-            plan = algorithm.make(p, 0)
+        for h, k in ((1, 2), (3, 1), (2, 2), (1, 7), (2, 4), (3, 4)):
+            p = h * k
+            plan = algorithm.make(tuple(rank // k for rank in range(p)), 0)
             parts = {"all_to_all": p, "barrier": 1}.get(algorithm.operation, plan.num_chunks)
             sent = max(
                 sum(len(step.chunks) for steps in program for step in steps if isinstance(step, Send))
                 for program in plan.rounds
             )
-            assert Fraction(sent, parts) == eval(num_bytes, {}, {**NAMES, "n": Fraction(1), "p": p})
+            values = {**NAMES, "n": Fraction(1), "p": p, "h": h, "k": k}
+            assert Fraction(sent, parts) == eval(num_bytes, {}, values), (h, k)
     sizes = (8, 64 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20) if algorithm.operation in SIZED else (0,)
-    by_size = [(size, ranks) for size in sizes for ranks in (2, 8, 9, 64) if is_chosen(algorithm, size, ranks)]
-    every = len(by_size) == 4 * len(sizes)
+    counts = (4, 6, 10, 64) if algorithm.goes_by_hosts else (2, 8, 9, 64)
+    by_size = [(size, ranks) for size in sizes for ranks in counts if is_chosen(algorithm, size, ranks)]
+    every = len(by_size) == len(counts) * len(sizes)
+    chosen = chosen.removeprefix("even hosts: ") if algorithm.goes_by_hosts else chosen
     assert (chosen == "always") == every
     assert (chosen == "when told to") == (not by_size)
     if not every and by_size:
         assert chosen == WHEN[algorithm.name](by_size)
 
 
+def test_the_times_over_hosts_are_what_the_shell_says(capsys):
+    command = re.search(r"\$ echelon (plan all-reduce .*--hosts .*)", TEXT)[1]
+    assert main(command.split()) == 0
+    times = dict(re.findall(r"^(\w+) +\d+ +([\d.]+ [mu]s)", capsys.readouterr().out, re.MULTILINE))
+    for name in ("ring", "rabenseifner", "hierarchical"):
+        assert f"{times[name]} by `{name}`" in TEXT
+
+
 def is_chosen(algorithm, size, ranks):
-    return choose(algorithm.operation, size, ranks) == algorithm.name
+    hosts = (0, 1) * (ranks // 2) if algorithm.goes_by_hosts else (0,) * ranks
+    return choose(algorithm.operation, size, hosts) == algorithm.name
 
 
 def upper(by_size, *ranks):
@@ -94,5 +107,7 @@ WHEN = {
         f"up to {upper(found, 2, 8) >> 10} KiB; with more than 8 ranks up to {upper(found, 9, 64) >> 10} KiB"
     ),
     "rabenseifner": lambda _: "between",
+    "hierarchical": lambda found: "above 64 KiB" if min(found)[0] == 512 << 10 else f"from {min(found)[0]}",
+    "hierarchical_doubling": lambda found: f"up to {max(found)[0] >> 10} KiB",
     "recursive_halving": lambda found: f"up to {upper(found, 2, 8, 9, 64) >> 20} MiB",
 }

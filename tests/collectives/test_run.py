@@ -121,7 +121,7 @@ def disagree(group, names):
     return "nothing", ""
 
 
-@pytest.mark.parametrize("others", ["recursive_doubling", "rabenseifner"])
+@pytest.mark.parametrize("others", ["recursive_doubling", "rabenseifner", "hierarchical"])
 def test_ranks_that_were_told_different_algorithms_are_told(pool, others):
     outcomes = pool.run(disagree, 3, [others, others, "ring"])
     assert {kind for kind, _ in outcomes} <= {"CollectiveMismatch", "PeerFailed"}

@@ -172,6 +172,11 @@ class Backend(ABC):
     def name(self) -> str:
         """The name that users select this backend by, such as "tcp"."""
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank, by number: ranks with equal numbers share one. The same on every rank."""
+        return (0,) * self.world_size
+
     @abstractmethod
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:
         """Starts to send `tensor` to rank `dst`. The tensor must not change until the Work is done.

@@ -113,7 +113,14 @@ class TcpBackend(Backend):
     def name(self) -> str:  # noqa: D102
         return "tcp"
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank, by number: ranks share one that can see each other's processes."""
+        return self._hosts
+
     def _open(self, world: World, max_message_bytes: int) -> None:
+        machines = list(dict.fromkeys(member.machine for member in world.members))
+        self._hosts = tuple(machines.index(member.machine) for member in world.members) or (0,)
         self._mailbox = Mailbox()
         here = machine_id() if world.members else ""
         self._has_cores = sum(member.machine == here for member in world.members) <= len(os.sched_getaffinity(0))

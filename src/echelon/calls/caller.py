@@ -18,6 +18,7 @@ from torch import Tensor
 from echelon.backends.base import Backend, Work
 from echelon.collectives.operations import Operation, write_out
 from echelon.collectives.run import Channel
+from echelon.collectives.select import Selector
 from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class Caller:
     """Calls the collectives of one group on one rank."""
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], context: int, name: str) -> None:
+    def __init__(self, backend: Backend, ranks: Sequence[int], context: int, name: str, selector: Selector) -> None:
         """Starts at operation 1.
 
         Args:
@@ -34,12 +35,14 @@ class Caller:
             ranks: the backend's rank of each member.
             context: what keeps this group's messages apart from those of others.
             name: the group's, shown in errors.
+            selector: what chooses the algorithms.
         """
         self._backend = backend
         self._ranks = ranks
         self._rank = ranks.index(backend.rank)
         self._context = context
         self._name = name
+        self._selector = selector
         self._sequences = itertools.count(1)
 
     def call(self, operation: Operation[T], async_op: bool, timeout: float, out: Tensor | None = None) -> T | Work[T]:
@@ -60,7 +63,9 @@ class Caller:
 
         def attempt() -> T:
             deadline = self._backend.now() + timeout
-            channel = Channel(self._backend, self._ranks, self._rank, self._context, sequence, note, deadline)
+            channel = Channel(
+                self._backend, self._ranks, self._rank, self._context, sequence, note, deadline, self._selector
+            )
             with torch.no_grad():
                 try:
                     result = operation.act(channel)

@@ -42,6 +42,11 @@ class Member(ABC):
         """The number of ranks in this group."""
         return len(self.ranks)
 
+    @property
+    @abstractmethod
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank of this group, by number: 0 is that of rank 0. Collectives go by it."""
+
     @abstractmethod
     def _call(
         self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -12,9 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from echelon.cli.amounts import one_number
+from echelon.cli.hosts import read_hosts
 from echelon.cli.plan_files import Files
 from echelon.cli.plan_report import exact, print_table, write
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes
+from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.check import check
 from echelon.collectives.cost import LinkCosts, simulate
 from echelon.collectives.draw import grid, legend
@@ -23,6 +25,7 @@ from echelon.collectives.plan import Plan, Send, text_of_round
 from echelon.collectives.select import choose, variable_of
 from echelon.errors import PlanError
 from echelon.trace import Timeline
+from echelon.wording import counted
 
 _MOST_RANKS = 64
 
@@ -38,7 +41,7 @@ def plan_collective(
     num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="How many ranks there are.")] = None,
     root: Annotated[int, typer.Option(help="The rank that a broadcast or scatter is from, a reduce or gather to.")] = 0,
     hosts: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="The host of each rank, as a,a,b,b (hierarchical).")
+        str | None, typer.Option(metavar="HOSTS", help="The host of each rank, as a,a,b,b, or 2x2: two of two ranks.")
     ] = None,
     num_bytes: Annotated[int, typer.Option("--bytes", min=0, help="Of the whole tensor.")] = 1 << 20,
     alpha: Annotated[str, typer.Option(metavar="SECONDS", help="Of a message, whatever its size.")] = "1e-5",
@@ -62,7 +65,7 @@ def plan_collective(
     operation = _operation(operation)
     files = Files(svg, png, chrome, None)
     files.check(compare=False)
-    names = None if hosts is None else tuple(name.strip() for name in hosts.split(","))
+    names = None if hosts is None else read_hosts(hosts, num_ranks)
     costs = LinkCosts(
         alpha=one_number("--alpha", alpha),
         beta=one_number("--beta", beta),
@@ -71,8 +74,6 @@ def plan_collective(
         local_alpha=None if local_alpha is None else one_number("--local-alpha", local_alpha),
         local_beta=None if local_beta is None else one_number("--local-beta", local_beta),
     )
-    if names is not None and len(names) != num_ranks:
-        raise PlanError(f"--hosts has {len(names)} for {num_ranks or 'no number of'} ranks: give one per rank, and -r")
     console = Console(highlight=False)
     if algorithm is None:
         _refuse_files(svg, png, chrome)
@@ -82,7 +83,7 @@ def plan_collective(
     name = algorithm.replace("-", "_")
     if num_ranks is None:
         raise PlanError("-r is missing: give the number of ranks, as -r 4")
-    plan = build(operation, name, num_ranks, root, names if name == "hierarchical" else None)
+    plan = build(operation, name, num_ranks, root, names)
     check(plan, goal_of(operation, plan, root))
     timeline = simulate(plan, chunk_bytes(operation, plan, num_bytes), costs)
     found = _Found(operation, name, plan, num_bytes, timeline)
@@ -123,21 +124,25 @@ def _refuse_files(*paths: str | None) -> None:
 
 
 def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, costs: LinkCosts) -> list[dict[str, Any]]:
-    """Returns a row per algorithm: with its times where the number of ranks is known."""
+    """Returns a row per algorithm: with its times where the ranks, and their hosts if these count, are known."""
     rows = []
     for algorithm in algorithms_of(operation):
         row: dict[str, Any] = {"algorithm": algorithm.name, "rounds": algorithm.rounds, "cost": algorithm.cost}
         if num_ranks is not None:
-            plan = build(operation, algorithm.name, num_ranks, root)
+            if algorithm.goes_by_hosts and costs.hosts is None:
+                continue
+            plan = build(operation, algorithm.name, num_ranks, root, costs.hosts)
             makespan = simulate(plan, chunk_bytes(operation, plan, num_bytes), costs).makespan
-            is_chosen = choose(operation, num_bytes, num_ranks) == algorithm.name
+            hosts = numbered(costs.hosts or range(num_ranks))
+            is_chosen = choose(operation, num_bytes, hosts) == algorithm.name
             row = {**row, "rounds": plan.num_rounds, "seconds": exact(makespan), "chosen": is_chosen}
         rows.append(row)
     return rows
 
 
 def _print_list(console: Console, operation: str, rows: list[dict[str, Any]]) -> None:
-    write(console, Text(f"{operation}: p ranks, n bytes", style="bold"))
+    hosts = "; h hosts of k ranks" if any(row["cost"].count("lg(h)") for row in rows) else ""
+    write(console, Text(f"{operation}: p ranks, n bytes{hosts}", style="bold"))
     timed = "seconds" in rows[0]
     titles = ["algorithm", "rounds", *(["time", "chosen"] if timed else []), "cost"]
     table = [titles]
@@ -148,19 +153,17 @@ def _print_list(console: Console, operation: str, rows: list[dict[str, Any]]) ->
     for index, cells in enumerate(table):
         line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         write(console, Text(line.rstrip(), style="bold" if index == 0 else ""))
-    write(console, Text(f"\n{variable_of(operation)}={rows[-1]['algorithm']} makes a group take that one"))
-    if operation == "all_reduce":
-        write(console, Text("--algorithm hierarchical --hosts a,a,b,b plans one that goes by the hosts"))
+    write(console, Text(f"\n{variable_of(operation)}=NAME makes a group take another one"))
 
 
 def _print_plan(console: Console, found: _Found) -> None:
     plan, timeline = found.plan, found.timeline
-    sizes = f"{plan.num_ranks} ranks, {plan.num_chunks} chunks, {found.num_bytes} bytes"
-    write(console, Text(f"{plan.name}: {sizes}", style="bold"))
-    write(console, Text(f"simulated: {plan.num_rounds} rounds, {_duration(timeline.makespan)}\n"))
-    for line in grid(plan, console.width).splitlines():
-        write(console, Text(line))
-    write(console, Text(f"\n{legend(plan)}\n"))
+    num_bytes = 0 if found.operation == "barrier" else found.num_bytes
+    sizes = ((plan.num_ranks, "rank"), (plan.num_chunks, "chunk"), (num_bytes, "byte"))
+    write(console, Text(f"{plan.name}: {', '.join(starmap(counted, sizes))}", style="bold"))
+    write(console, Text(f"simulated: {counted(plan.num_rounds, 'round')}, {_duration(timeline.makespan)}\n"))
+    if plan.num_rounds:
+        write(console, Text(f"{grid(plan, console.width)}\n\n{legend(plan)}\n"))
     rows: list[Sequence[str]] = [("rank", "messages", "bytes sent", "busy", "idle")]
     for rank in range(min(plan.num_ranks, _MOST_RANKS)):
         busy = timeline.busy[rank]

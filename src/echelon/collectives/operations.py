@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.backends.memory import describe
 from echelon.collectives import select
-from echelon.collectives.algorithms import OPERATIONS, build
+from echelon.collectives.algorithms import OPERATIONS
 from echelon.collectives.chunks import Chunks, Parts, Tensors
 from echelon.collectives.operators import Combine, accumulation_dtype, operator
 from echelon.collectives.run import Channel, run
@@ -174,8 +174,7 @@ def _run(
 ) -> None:
     """Runs an operation by the algorithm that is chosen for it. `chunks` makes as many as the plan has."""
     overruled = os.environ.get(_VARIABLES[operation], "")
-    algorithm = select.choose(operation, num_bytes, channel.num_ranks, overruled)
-    plan = build(operation, algorithm, channel.num_ranks, root)
+    algorithm, plan = channel.selector.choose(operation, num_bytes, root, overruled)
     run(plan, channel.by(algorithm), chunks(plan.num_chunks), combine)
 
 

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from echelon.errors import PlanError
+from echelon.wording import counted
 
 Numbers: TypeAlias = tuple[int, ...]
 """Chunks by number."""
@@ -94,7 +95,7 @@ class Plan:
         return max((sum(map(_communicates, program)) for program in self.rounds), default=0)
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.num_ranks} ranks, {self.num_chunks} chunks"]
+        lines = [f"{self.name}: {counted(self.num_ranks, 'rank')}, {counted(self.num_chunks, 'chunk')}"]
         for rank, program in enumerate(self.rounds):
             lines.append(f"rank {rank}: " + " | ".join(map(text_of_round, program)))
         return "\n".join(lines)
@@ -119,7 +120,7 @@ def text_of_round(steps: Round) -> str:
     return " ".join(map(str, steps)) or "."
 
 
-_HEAD = re.compile(r"(.+): (\d+) ranks, (\d+) chunks")
+_HEAD = re.compile(r"(.+): (\d+) ranks?, (\d+) chunks?")
 _NUMBERS = r"((?:\d+(?:-\d+)?,?)*)"
 _MESSAGE = re.compile(rf"(\+?){_NUMBERS}([<>])(\d+)(\+?)")
 _COPY = re.compile(r"(\d+)=(\d+)")

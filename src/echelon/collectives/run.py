@@ -12,6 +12,7 @@ from echelon.backends.base import Backend, Tag, Work
 from echelon.collectives.chunks import Chunks
 from echelon.collectives.operators import Combine
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Round, Send
+from echelon.collectives.select import Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Channel:
     note: str
     deadline: float
     """In the backend's time."""
+    selector: Selector
+    """What chooses the algorithm."""
 
     @property
     def num_ranks(self) -> int:
@@ -40,7 +43,9 @@ class Channel:
     def by(self, algorithm: str) -> Channel:
         """Returns this channel with the algorithm in its note, so that ranks compare that as well."""
         note = f"{self.note} by {algorithm}"
-        return Channel(self.backend, self.ranks, self.rank, self.context, self.sequence, note, self.deadline)
+        return Channel(
+            self.backend, self.ranks, self.rank, self.context, self.sequence, note, self.deadline, self.selector
+        )
 
 
 def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = None) -> None:

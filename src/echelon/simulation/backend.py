@@ -127,6 +127,11 @@ class VirtualBackend(Backend):
     def name(self) -> str:  # noqa: D102
         return "simulated"
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank, by number, as the network has them."""
+        return self.world.hosts
+
     # Messages
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102

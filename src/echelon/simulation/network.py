@@ -111,3 +111,10 @@ def link_function(network: NetworkLike, world_size: int) -> Callable[[int, int],
             "them equal"
         )
     return chosen.between
+
+
+def host_numbers(network: NetworkLike, world_size: int) -> tuple[int, ...]:
+    """Returns the host of each rank, by number; each is on one of its own where the network does not say."""
+    if not isinstance(network, Network) or network.hosts is None:
+        return tuple(range(world_size))
+    return tuple(host for host, count in enumerate(network.hosts) for _ in range(count))

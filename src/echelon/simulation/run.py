@@ -22,7 +22,7 @@ from echelon.simulation.backend import VirtualBackend, VirtualWork
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import Waiting, deadlock
 from echelon.simulation.faults import FaultPlan, Faults
-from echelon.simulation.network import NetworkLike, link_function
+from echelon.simulation.network import NetworkLike, host_numbers, link_function
 from echelon.simulation.one_core import on_one_core
 from echelon.simulation.place import place_of_thread
 from echelon.simulation.record import text_of
@@ -106,7 +106,8 @@ def simulate(
     if callable(faults):
         faults = faults(random.Random(f"faults of {seed}"), world_size)
     plan = FaultPlan(faults, world_size, has_costs=cost is not None or meter is not None)
-    world = World(world_size, seed, link_function(network, world_size), plan, cost, meter, memory)
+    link, hosts = link_function(network, world_size), host_numbers(network, world_size)
+    world = World(world_size, seed, link, plan, cost, meter, memory, hosts)
     run = _Run(world, world_size, fn, args, timeout)
     num_threads = torch.get_num_threads()
     try:

@@ -44,11 +44,14 @@ class World:
         cost: StepCost | None,
         meter: Meter | None,
         measures_memory: bool,
+        hosts: tuple[int, ...],
     ) -> None:
         self.scheduler = Scheduler(seed)
         self.faults = faults
         self.cost = cost
         self.meter = meter
+        self.hosts = hosts
+        """The host of each rank, by number."""
         self.recorder = Recorder(world_size)
         self.random_states = RandomStates(seed, world_size)
         self.mailboxes = [Mailbox() for _ in range(world_size)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from echelon.collectives.plan import Copy, Numbers, Plan, Recv, Reduce, Round, Send, Step
+from echelon.collectives.plan import Copy, Numbers, Plan, Program, Recv, Reduce, Send, Step
 
 
 def joined(name: str, *plans: Plan) -> Plan:
@@ -34,15 +35,30 @@ def _returned(step: Step, reduces: bool) -> Step:
     return Reduce(step.peer, step.chunks) if reduces else Recv(step.peer, step.chunks)
 
 
-def embedded(plan: Plan, ranks: Sequence[int], chunks: Sequence[Numbers]) -> dict[int, tuple[Round, ...]]:
-    """Returns the programs of a plan as those of `ranks`, each of its chunks as several of a larger plan."""
+class Part(NamedTuple):
+    """A plan that some of the ranks run, each of its chunks as several of a larger plan."""
 
-    def placed(step: Step) -> Step:
+    plan: Plan
+    ranks: Numbers
+    """Of the larger plan, by those of this one."""
+    chunks: Sequence[Numbers]
+    """Of the larger plan, by those of this one."""
+
+    def programs(self) -> Iterator[tuple[int, Program]]:
+        """Returns the rounds of each rank of the larger plan that has any."""
+        for rank, program in zip(self.ranks, self.plan.rounds, strict=True):
+            yield rank, tuple(tuple(map(self._placed, steps)) for steps in program)
+
+    def _placed(self, step: Step) -> Step:
         assert not isinstance(step, Copy), "a copy has no place in a part of a plan"
-        numbers = tuple(number for chunk in step.chunks for number in chunks[chunk])
-        return step._replace(peer=ranks[step.peer], chunks=numbers)
+        numbers = tuple(number for chunk in step.chunks for number in self.chunks[chunk])
+        return step._replace(peer=self.ranks[step.peer], chunks=numbers)
 
-    return {
-        rank: tuple(tuple(map(placed, steps)) for steps in program)
-        for rank, program in zip(ranks, plan.rounds, strict=True)
-    }
+
+def assembled(name: str, num_ranks: int, num_chunks: int, parts: Iterable[Part]) -> Plan:
+    """Makes the plan in which every rank runs those parts that it is in, one after the other."""
+    programs: list[Program] = [()] * num_ranks
+    for part in parts:
+        for rank, program in part.programs():
+            programs[rank] += program
+    return Plan(name, num_chunks, tuple(programs))
