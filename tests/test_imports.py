@@ -61,7 +61,20 @@ PURE = (
 
 NOT_PURE = {
     f"pipeline.{name}"
-    for name in ("loss", "microbatch", "nested", "pipeline", "runtime", "split", "stage", "transfer", "measure")
+    for name in (
+        "agreement",
+        "loss",
+        "measure",
+        "microbatch",
+        "nested",
+        "outcome",
+        "pipeline",
+        "runtime",
+        "split",
+        "stage",
+        "transfer",
+        "weights",
+    )
 }
 """What of the pure packages runs instead of plans."""
 

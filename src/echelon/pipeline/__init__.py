@@ -12,7 +12,8 @@ from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedule import Schedule
 
 if TYPE_CHECKING:
-    from echelon.pipeline.pipeline import Pipeline, StepOutput
+    from echelon.pipeline.outcome import StepOutput
+    from echelon.pipeline.pipeline import Pipeline
 
 __all__ = ["Costs", "Pipeline", "Schedule", "StepOutput", "schedules"]
 

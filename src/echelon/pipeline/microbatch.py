@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -36,6 +36,16 @@ def split(value: Value, num_microbatches: int) -> list[Value]:
         )
 
     return [part(index) for index in range(num_microbatches)]
+
+
+def split_arguments(inputs: tuple[Value, ...], num_microbatches: int) -> list[tuple[Value, ...]]:
+    """Cuts positional arguments, as `split` does."""
+    return [part for part in split(inputs, num_microbatches) if isinstance(part, tuple)]
+
+
+def split_keywords(kwargs: Mapping[str, Value], num_microbatches: int) -> list[dict[str, Value]]:
+    """Cuts keyword arguments, as `split` does."""
+    return [part for part in split(dict(kwargs), num_microbatches) if isinstance(part, dict)]
 
 
 def merge(values: Sequence[Value]) -> Value:

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from echelon.backends.memory import dtype_code, dtype_of
 from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.reducer import GradientReducer
-from echelon.errors import CollectiveMismatch, ScheduleError, SizeMismatch, UnsupportedOp
+from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
-from echelon.pipeline import schedules
+from echelon.pipeline.agreement import agreed_group, check_runnable, choose_schedule
 from echelon.pipeline.loss import LossScale, Reduction, num_samples
-from echelon.pipeline.microbatch import batch_size, merge, split
+from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
 from echelon.pipeline.nested import Value
-from echelon.pipeline.runtime import Batch, Runtime, actions_of
+from echelon.pipeline.outcome import Span, StepOutput, tell
+from echelon.pipeline.runtime import Batch, Runtime
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.pipeline.split import StageMaker, cut
 from echelon.pipeline.stage import Stage
+from echelon.pipeline.weights import Weights
 from echelon.trace import Timeline
 
 LossFn = Callable[[Value, Value], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one training step gave.
-
-    loss: over the whole batch, data-parallel ranks included; zero-dim, on every rank. outputs: the last stage's, in
-    batch order, on its rank and only if asked for; else None.
-    """
-
-    loss: torch.Tensor
-    outputs: Value = None
 
 
 class Pipeline:
@@ -89,18 +76,19 @@ class Pipeline:
         """
         if loss_reduction not in ("mean", "sum"):
             raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
-        self.schedule = _choose(schedule, group.world_size, num_microbatches, num_chunks, model)
+        self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model)
         self.schedule.check()
-        _check_runnable(self.schedule)
-        self._group = _agreed_group(group, self.schedule, loss_reduction)
+        check_runnable(self.schedule)
+        self._group = agreed_group(group, self.schedule, loss_reduction)
         self.stages = cut(model, self.schedule.placement, group.rank, at)
+        self._weights = Weights(self.stages, self._group)
         self._loss_fn = loss_fn
         self._loss_reduction: Reduction = loss_reduction
         self._loss_weight = loss_weight
         self._data_parallel = data_parallel
         self._reducers: dict[int, GradientReducer] = {}
         self._synchronizes = True
-        self._times: list[list[tuple[float, float]]] | None = None
+        self._times: list[list[Span]] | None = None
         if data_parallel is not None:
             for stage in self.stages:
                 self._replicate(stage, data_parallel)
@@ -167,7 +155,7 @@ class Pipeline:
             with self._runtime.telling_others():
                 for reducer in self._reducers.values():
                     reducer.finish()
-        loss = self._share(batch, times)
+        loss = self._tell(batch, times)
         return StepOutput(
             loss, merge([batch.outputs[index] for index in sorted(batch.outputs)]) if batch.outputs else None
         )
@@ -186,9 +174,9 @@ class Pipeline:
         count = min(self.num_microbatches, told)
         schedule = forward_only(self.schedule.placement, count)
         batch = Batch(
-            inputs=_cut_tuple(inputs, count) if self.is_first else None,
+            inputs=split_arguments(inputs, count) if self.is_first else None,
             targets=None,
-            kwargs=_cut_kwargs(kwargs, count),
+            kwargs=split_keywords(kwargs, count),
             loss_fn=None,
             scale=None,
             keeps_outputs=True,
@@ -215,15 +203,7 @@ class Pipeline:
 
         As torch.nn.utils.clip_grad_norm_ does in one process, up to rounding. Every rank must call it.
         """
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        squares = [gradient.double().square().sum() for gradient in gradients]
-        total = torch.stack(squares).sum().reshape(1) if squares else torch.zeros(1, dtype=torch.float64)
-        norm = self._group.all_reduce(total).sqrt()[0]
-        factor = min(1.0, float(max_norm / (norm + 1e-6)))
-        if factor < 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return norm
+        return self._weights.clip(max_norm)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Puts this rank's stages into training mode."""
@@ -239,20 +219,15 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this rank's parameters under their names in the unsplit model."""
-        for stage in self.stages:
-            for name, parameter in stage.module.named_parameters():
-                yield stage.prefix + name, parameter
+        return self._weights.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields this rank's parameters."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns this rank's part of the unsplit model's state dict."""
-        return {
-            stage.prefix + name: value for stage in self.stages for name, value in stage.module.state_dict().items()
-        }
+        return self._weights.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's part of a state dict of the unsplit model; the other stages' entries are passed over.
@@ -260,14 +235,7 @@ class Pipeline:
         Raises:
             KeyError: an entry of this rank's stages is missing.
         """
-        missing = sorted(set(self.state_dict()) - set(state_dict))
-        if missing:
-            raise KeyError(
-                f"the state dict has no {', '.join(missing)}: give that of the whole model, or of these stages"
-            )
-        for stage in self.stages:
-            names = stage.module.state_dict()
-            stage.module.load_state_dict({name: state_dict[stage.prefix + name] for name in names})
+        self._weights.load_state_dict(state_dict)
 
     # Inside
 
@@ -285,9 +253,9 @@ class Pipeline:
                 num_targets = num_samples(target, count, "target")
             targets = split(target, count) if self.is_last else None
             return Batch(
-                inputs=_cut_tuple(inputs, count) if self.is_first else None,
+                inputs=split_arguments(inputs, count) if self.is_first else None,
                 targets=targets,
-                kwargs=_cut_kwargs(kwargs, count),
+                kwargs=split_keywords(kwargs, count),
                 loss_fn=self._loss_fn,
                 scale=None
                 if targets is None
@@ -306,87 +274,13 @@ class Pipeline:
         if self._synchronizes and (reducer := self._reducers.get(stage)):
             reducer.start()
 
-    def _share(self, batch: Batch, times: list[tuple[float, float]]) -> torch.Tensor:
-        """Gives every rank the loss, and when each step of every rank ran.
-
-        Raises:
-            SizeMismatch: on every rank, if the first stage had another number of samples than the last.
-        """
-        counts = [batch.num_inputs, batch.num_targets, 0, 0]
-        row = torch.tensor([*counts, *(time for pair in times for time in pair)], dtype=torch.float64)
+    def _tell(self, batch: Batch, times: list[Span]) -> torch.Tensor:
+        """Gives every rank the loss, and when each step of every rank ran."""
+        loss = None
         if self.is_last:
             loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
             if self._data_parallel is not None:
                 self._data_parallel.all_reduce(loss)
-            row[2], row[3] = dtype_code(loss.dtype), loss
-        rows = torch.split(self._group.all_gather(row), [4 + 2 * len(order) for order in self.schedule.orders])
-        self._times = [[(begin, end) for begin, end in part[4:].reshape(-1, 2).tolist()] for part in rows]
-        first, last = (rows[self.schedule.placement[stage]] for stage in (0, -1))
-        if first[0] != last[1]:
-            expected, got = f"{int(first[0])} samples, as the inputs", f"{int(last[1])}"
-            raise SizeMismatch(expected, got, "target of step()", "pass one target per sample")
-        return last[3].to(dtype_of(int(last[2])))
-
-
-def _choose(
-    schedule: str | Schedule,
-    num_ranks: int,
-    num_microbatches: int | None,
-    num_chunks: int | None,
-    model: nn.Sequential | Sequence[StageMaker],
-) -> Schedule:
-    """Returns the schedule asked for.
-
-    Raises:
-        ScheduleError: it is not for these numbers.
-    """
-    if isinstance(schedule, Schedule):
-        if schedule.num_ranks != num_ranks:
-            raise ScheduleError(
-                f"the schedule is for {schedule.num_ranks} ranks, the group has {num_ranks}: make both equal"
-            )
-        if num_microbatches not in (None, schedule.num_microbatches):
-            raise ScheduleError(
-                f"num_microbatches={num_microbatches}, but the schedule has {schedule.num_microbatches}: leave it out"
-            )
-        return schedule
-    if num_microbatches is None:
-        raise ScheduleError(
-            f"num_microbatches is missing: say into how many parts a batch is cut, such as {2 * num_ranks}"
-        )
-    if num_chunks is None and not isinstance(model, nn.Module):
-        num_chunks = max(1, len(model) // num_ranks)
-    return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
-
-
-def _check_runnable(schedule: Schedule) -> None:
-    if any(action.kind in "IW" for order in schedule.orders for step in order for action in actions_of(step)):
-        raise UnsupportedOp(
-            f"{schedule.name} runs the backward for inputs (I) and for weights (W) apart, which the runtime does not "
-            "do yet: use gpipe, 1f1b, interleaved-1f1b or looped-bfs"
-        )
-    if schedule.forward_only:
-        raise UnsupportedOp(
-            f"{schedule.name} has no backward: pass a training schedule, and call forward() for inference"
-        )
-
-
-def _agreed_group(group: ProcessGroup, schedule: Schedule, loss_reduction: str) -> ProcessGroup:
-    """Returns a group of the same ranks with messages of its own, once all ranks have shown the same schedule."""
-    mine = [repr(schedule), hashlib.sha256(str(schedule).encode()).hexdigest()[:16], loss_reduction]
-    for rank, theirs in enumerate(group.all_gather_object(list(mine))):
-        if theirs != mine:
-            raise CollectiveMismatch(
-                f"rank {rank} made a Pipeline with {theirs}, rank {group.rank} with {mine}: pass the same arguments"
-            )
-    own = group.subgroup(range(group.world_size), f"{group.name}/pipeline")
-    assert own is not None
-    return own
-
-
-def _cut_tuple(inputs: tuple[Value, ...], count: int) -> list[tuple[Value, ...]]:
-    return [part for part in split(inputs, count) if isinstance(part, tuple)]
-
-
-def _cut_kwargs(kwargs: Mapping[str, Value], count: int) -> list[dict[str, Value]]:
-    return [part for part in split(dict(kwargs), count) if isinstance(part, dict)]
+        told = tell(self._group, self.schedule, times, batch.num_inputs, batch.num_targets, loss)
+        self._times = told.times
+        return told.loss
