@@ -194,7 +194,13 @@ class Backend(ABC):
 
     @abstractmethod
     def irecv(
-        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
+        self,
+        src: int,
+        tag: int | Tag = 0,
+        *,
+        out: torch.Tensor | None = None,
+        note: str | None = "",
+        must_fit: bool = True,
     ) -> Work[torch.Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor.
 
@@ -204,6 +210,8 @@ class Backend(ABC):
             out: contiguous tensor that is written and returned; None: a new tensor of the shape and dtype that were
                 sent.
             note: what this rank believes it is doing; None: accept any note, and keep it in `Work.note`.
+            must_fit: a message that does not fit `out` is an error; False: it comes as a new tensor, and `out` stays
+                as it is.
 
         Raises:
             InvalidRank, SelfSend, Closed, UnsupportedOp: at once. From `Work.wait`: SizeMismatch if the message does

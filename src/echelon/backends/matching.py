@@ -28,7 +28,7 @@ ANY = -1
 class Receive:
     """A receive that was posted."""
 
-    __slots__ = ("note", "number", "out", "sources", "src", "tag", "work")
+    __slots__ = ("must_fit", "note", "number", "out", "sources", "src", "tag", "work")
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class Receive:
         out: torch.Tensor | None,
         note: str | None,
         sources: Mapping[int, int] | None = None,
+        must_fit: bool = True,
     ) -> None:
         """Describes a receive from rank `src`, or from ANY of `sources`, each with its number in the result."""
         self.work = work
@@ -45,6 +46,7 @@ class Receive:
         self.tag = tag
         self.out = out
         self.note = None if note is None else as_sent(note)
+        self.must_fit = must_fit
         self.sources = sources or {}
         self.number = 0
         """Which of all receives it was."""
@@ -55,13 +57,19 @@ class Receive:
         self.work.complete(tensor if self.src != ANY else Received(tensor, self.sources[src], self.tag.step))
 
     def refusal(self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> EchelonError | None:
-        """Returns why a message with this head cannot be the one waited for; None if it can."""
+        """Returns why a message with this head cannot be the one waited for; None if it can.
+
+        A place that it does not fit is given up, unless it must.
+        """
         if self.note is not None and note != self.note:
             return CollectiveMismatch(
                 f"rank {src} is in {note or 'send'}, this rank in {self.note or 'recv'}: "
                 "every rank must call the same operations in the same order with the same arguments"
             )
         if self.out is not None and (tuple(self.out.shape) != tuple(shape) or self.out.dtype != dtype):
+            if not self.must_fit:
+                self.out = None
+                return None
             return SizeMismatch(
                 describe(self.out.shape, self.out.dtype),
                 describe(shape, dtype),

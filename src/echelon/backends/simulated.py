@@ -62,11 +62,17 @@ class SimulatedBackend(Backend):
         return work
 
     def irecv(  # noqa: D102
-        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
+        self,
+        src: int,
+        tag: int | Tag = 0,
+        *,
+        out: torch.Tensor | None = None,
+        note: str | None = "",
+        must_fit: bool = True,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
         work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
-        self._post(Receive(work, src, tag, out, note))
+        self._post(Receive(work, src, tag, out, note, must_fit=must_fit))
         return work
 
     def irecv_any(  # noqa: D102

@@ -150,7 +150,13 @@ class VirtualBackend(Backend):
         return work
 
     def irecv(  # noqa: D102
-        self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, note: str | None = ""
+        self,
+        src: int,
+        tag: int | Tag = 0,
+        *,
+        out: torch.Tensor | None = None,
+        note: str | None = "",
+        must_fit: bool = True,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
         task = self._begin_message(tag, note or "")
@@ -159,7 +165,7 @@ class VirtualBackend(Backend):
         work: VirtualWork[torch.Tensor] = VirtualWork(self, what, src, note or "", plain)
         if plain is None:
             self.world.expect(src, self.rank, tag, -1)
-        self._mailbox.post(Receive(work, src, tag, out, note))
+        self._mailbox.post(Receive(work, src, tag, out, note, must_fit=must_fit))
         self._end_call(task)
         return work
 

@@ -125,6 +125,22 @@ def _writes_where_told(run_ranks: RunRanks) -> None:
     run_ranks(2, act)
 
 
+def _what_need_not_fit_comes_nevertheless(run_ranks: RunRanks) -> None:
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            for tag in range(4):
+                backend.send(torch.full((4,), 7.0), 1, tag, timeout=SECONDS)
+            return
+        wrong, right = torch.zeros(3), torch.zeros(4)
+        for tag, place in ((3, wrong), (1, right), (2, right.int()), (0, wrong)):  # the last one came unclaimed
+            got = backend.irecv(0, tag, out=place, must_fit=False).wait(SECONDS)
+            expect(got.tolist() == [7.0] * 4, f"a message of 4 elements came as {got.tolist()}")
+            expect((got is place) == (place is right), "a message is not where it should be")
+        expect(not wrong.any(), "a message that does not fit was written nevertheless")
+
+    run_ranks(2, act)
+
+
 def _tags_never_mix(run_ranks: RunRanks) -> None:
     tags: list[int | Tag] = [0, 5, Tag(1, 0, 5), Tag(1, 1, 5), Tag(2**63, 2**63, 2**31)]
 
@@ -365,6 +381,7 @@ _CLAUSES: dict[str, Callable[[RunRanks], None]] = {
         _every_pair_talks,
         _shape_and_dtype_travel,
         _writes_where_told,
+        _what_need_not_fit_comes_nevertheless,
         _tags_never_mix,
         _order_is_kept,
         _send_does_not_wait_for_the_receiver,
