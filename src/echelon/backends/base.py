@@ -82,8 +82,9 @@ class Work(Generic[T]):
 
     __slots__ = ("_callbacks", "_completed", "_driver", "_error", "_result", "_timeout", "description", "note")
 
-    def __init__(self, driver: Driver, description: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, driver: Driver, description: object, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.description = description
+        """Whatever says in its `str` what the operation is."""
         self.note = ""
         """Of a receive that is done: the note that came with the message."""
         self._driver = driver

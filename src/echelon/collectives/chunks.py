@@ -43,6 +43,7 @@ class Parts(Chunks):
     def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
         self._flat = flat
         self._bounds = list(accumulate(sizes, initial=0))
+        self._made: dict[Numbers, list[Tensor]] = {}
 
     @classmethod
     def equal(cls, flat: Tensor, count: int) -> Parts:
@@ -57,15 +58,19 @@ class Parts(Chunks):
     def _pieces(self, chunks: Numbers) -> list[Tensor]:
         if len(self._bounds) == 2:  # the one chunk that there is; small tensors have no time to lose
             return [self._flat] if chunks else []
-        return [self._flat[self._bounds[run.start] : self._bounds[run.stop]] for run in runs(chunks)]
+        pieces = self._made.get(chunks)
+        if pieces is None:  # most chunks come and go several times
+            pieces = [self._flat[self._bounds[run.start] : self._bounds[run.stop]] for run in runs(chunks)]
+            self._made[chunks] = pieces
+        return pieces
 
     def outgoing(self, step: Send) -> list[Tensor]:  # noqa: D102
         return self._pieces(step.chunks)
 
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: D102
         pieces = self._pieces(step.chunks)
-        in_place = isinstance(step, Recv) and not set(step.chunks) & set(busy)
-        return [piece if in_place else None for piece in pieces]
+        in_place = isinstance(step, Recv) and not any(chunk in busy for chunk in step.chunks)
+        return list(pieces) if in_place else [None] * len(pieces)
 
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: D102
         for own, other in zip(self._pieces(step.chunks), came, strict=True):
@@ -103,8 +108,10 @@ class Tensors(Chunks):
         tensors = [self[number] for number in step.chunks]
         if len(tensors) == 1:
             return tensors
+        if not tensors:  # as in a barrier; to make a tensor of a list takes seven times as long
+            return [torch.empty(0, dtype=torch.int64, device="cpu")]
         counts = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
-        return [counts, torch.cat(tensors)] if tensors else [counts]
+        return [counts, torch.cat(tensors)]
 
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
         return [None] if len(step.chunks) < 2 else [None, None]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
 
 from echelon.backends.base import Backend, Tag, Work
 from echelon.collectives.chunks import Chunks
@@ -48,6 +45,9 @@ class Channel:
         )
 
 
+_COMING = (Recv, Reduce)
+
+
 def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = None) -> None:
     """Runs this rank's part of a plan. Blocks until it is done.
 
@@ -66,35 +66,26 @@ def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = 
             _run_round(steps, channel, tag, chunks, combine)
 
 
-class _Receipt(NamedTuple):
-    """A message that is to come."""
-
-    step: Recv | Reduce
-    works: list[Work[torch.Tensor]]
-
-
 def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine: Combine | None) -> None:
-    busy = {chunk for step in steps if isinstance(step, Send) for chunk in step.chunks}
-    receipts: list[_Receipt] = []
-    sends: list[Work[None]] = []
-    for step in steps:
-        if isinstance(step, Recv | Reduce):
-            src = channel.ranks[step.peer]
-            places = chunks.places(step, busy)
-            works = [channel.backend.irecv(src, tag, out=place, note=channel.note) for place in places]
-            receipts.append(_Receipt(step, works))
-    for step in steps:
-        if isinstance(step, Send):
-            dst = channel.ranks[step.peer]
-            sends += [channel.backend.isend(part, dst, tag, note=channel.note) for part in chunks.outgoing(step)]
+    backend, ranks, note = channel.backend, channel.ranks, channel.note
+    leaving = [step for step in steps if isinstance(step, Send)]
+    coming = [step for step in steps if isinstance(step, _COMING)]
+    busy = {chunk for step in leaving for chunk in step.chunks}
+    receives = [
+        [backend.irecv(ranks[step.peer], tag, out=place, note=note) for place in chunks.places(step, busy)]
+        for step in coming
+    ]
+    sends = [
+        backend.isend(part, ranks[step.peer], tag, note=note) for step in leaving for part in chunks.outgoing(step)
+    ]
     for step in steps:
         if isinstance(step, Copy):
             chunks.copy(step)
-    for receipt in receipts:
-        came = [work.wait(channel.seconds_left()) for work in receipt.works]
-        if busy.intersection(receipt.step.chunks):
+    for step, works in zip(coming, receives, strict=True):
+        came = [work.wait(channel.seconds_left()) for work in works]
+        if not busy.isdisjoint(step.chunks):
             _finish(sends, channel)
-        chunks.keep(receipt.step, came, combine)
+        chunks.keep(step, came, combine)
     _finish(sends, channel)
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -31,12 +31,27 @@ _TRANSFERS = 1 << 63
 """Sequence numbers from here on are those of transfers between the stages of a pipeline."""
 
 
+class _Passage(NamedTuple):
+    """What a send or receive does: made for each message, put into words for few."""
+
+    doing: str
+    peer: int
+    tag: Tag
+
+    def __str__(self) -> str:
+        tag = str(self.tag) if self.tag.sequence else f"tag {self.tag.step}"
+        peer = "any rank" if self.peer == ANY else f"rank {self.peer}"
+        return f"{self.doing} {peer}, {tag}"
+
+
 class VirtualWork(Work[T]):
     """An operation of a simulated rank. To look whether it is done lets the others go on first."""
 
     __slots__ = ("backend", "operation", "peer", "tag")
 
-    def __init__(self, backend: VirtualBackend, description: str, peer: int, operation: str, tag: Tag | None) -> None:
+    def __init__(
+        self, backend: VirtualBackend, description: object, peer: int, operation: str, tag: Tag | None
+    ) -> None:
         super().__init__(backend, description, backend.timeout)
         self.backend = backend
         self.peer = peer
@@ -75,7 +90,7 @@ class _FromAny(VirtualWork[Received]):
 
     def __init__(self, backend: VirtualBackend, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
         plain = tag if _is_plain(tag) else None
-        super().__init__(backend, f"receive from any rank, {_name_of(tag)}", ANY, operation, plain)
+        super().__init__(backend, _Passage("receive from", ANY, tag), ANY, operation, plain)
         self._sources = sources
 
     def source_of(self, result: Received) -> int:
@@ -137,7 +152,7 @@ class VirtualBackend(Backend):
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
         tag = self.checked_send(tensor, dst, tag)
         task = self._begin_message(tag, note)
-        work: VirtualWork[None] = VirtualWork(self, f"send to rank {dst}, {_name_of(tag)}", dst, note, None)
+        work: VirtualWork[None] = VirtualWork(self, _Passage("send to", dst, tag), dst, note, None)
         if error := self._mailbox.failure(dst, tag):
             work.complete(error=error)
         else:
@@ -161,8 +176,7 @@ class VirtualBackend(Backend):
         tag = self.checked_receive(src, tag, out)
         task = self._begin_message(tag, note or "")
         plain = tag if _is_plain(tag) else None
-        what = f"receive from rank {src}, {_name_of(tag)}"
-        work: VirtualWork[torch.Tensor] = VirtualWork(self, what, src, note or "", plain)
+        work: VirtualWork[torch.Tensor] = VirtualWork(self, _Passage("receive from", src, tag), src, note or "", plain)
         if plain is None:
             self.world.expect(src, self.rank, tag, -1)
         self._mailbox.post(Receive(work, src, tag, out, note, must_fit=must_fit))
@@ -235,7 +249,7 @@ class VirtualBackend(Backend):
 
     def now(self) -> float:
         """Returns the virtual time."""
-        if self._scheduler.is_running_here():
+        if self._meter is not None and self._scheduler.is_running_here():
             self._end_call(self._begin_call())
         return self._scheduler.now
 
@@ -386,11 +400,6 @@ class VirtualBackend(Backend):
 def _is_plain(tag: Tag) -> bool:
     """Says whether a message is no part of a collective."""
     return tag.sequence == 0 or tag.sequence >= _TRANSFERS
-
-
-def _name_of(tag: Tag) -> str:
-    """Returns the tag as the program knows it."""
-    return str(tag) if tag.sequence else f"tag {tag.step}"
 
 
 def _told(failure: PeerFailed, by: int) -> PeerFailed:

@@ -220,7 +220,7 @@ def _waiting(task: Task) -> Waiting:
     return Waiting(
         rank=task.rank,
         peer=work.peer,
-        doing=work.operation or work.description,
+        doing=work.operation or str(work.description),
         place=task.origin if task.number else place_of_thread(task.thread.ident),
         is_beside=task.number > 0,
     )

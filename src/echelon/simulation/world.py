@@ -93,7 +93,7 @@ class World:
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Copies what is sent. The copy is the network's, then the receiver's, never the sender's."""
         if not self.memory_meters:
-            return tensor.detach().clone()
+            return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
         self.memory_meters[src].is_paused = True
         try:
             return tensor.detach().clone()
