@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from echelon.backends import wire
 from echelon.backends.base import Tag, Work
 from echelon.backends.connection import Connection
-from echelon.backends.matching import Mailbox, Receive
+from echelon.backends.delivery import Receive
+from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of, dtype_code, dtype_of
 from echelon.errors import PeerFailed, ProtocolError
 
@@ -38,14 +39,17 @@ def message(tensor, step=0, note="", context=0, sequence=0):
     return head + bytes(bytes_of(tensor))
 
 
-def into(mailbox):
-    """Returns what a connection is to do with a frame."""
+def into(mailbox, places=True):
+    """Returns what a connection is to do with a frame; `places`: find a place for messages that nobody asked for."""
 
     def on_frame(frame):
         if frame.kind != wire.FrameKind.DATA:
             return None
         tag = Tag(frame.context, frame.sequence, frame.step)
-        return mailbox.arrive(1, tag, frame.shape, dtype_of(frame.dtype), frame.note)
+        delivery = mailbox.arrive(1, tag, frame.shape, dtype_of(frame.dtype), frame.note)
+        if places:
+            delivery.place()
+        return delivery
 
     return on_frame
 
@@ -110,6 +114,40 @@ def test_a_payload_goes_straight_where_it_belongs(pair):
     connection.pump(into(mailbox))
     assert work.result().data_ptr() == place[2:].data_ptr()
     assert place.tolist() == [0, 0, 0, 1, 2, 3, 0, 0, 0, 0]
+
+
+def test_a_message_without_a_place_holds_up_the_rest_until_it_has_one(pair):
+    """Then its bytes go straight there, but for those that came with its head."""
+    connection, theirs = pair
+    mailbox = Mailbox()
+    data = message(torch.arange(50_000.0), 1)
+    theirs.sendall(data[:100_000])
+    assert connection.pump(into(mailbox, places=False))
+    assert connection.is_held
+    left = len(data) - connection._end
+    assert connection.pump(into(mailbox, places=False))
+    assert left == len(data) - connection._end, "it reads on"
+    place = torch.zeros(50_000)
+    work = post(mailbox, 1, place)
+    assert not connection.is_held
+    theirs.sendall(data[100_000:] + message(torch.tensor([5.0]), 2))
+    assert connection.pump(into(mailbox, places=False))
+    assert work.result() is place
+    assert torch.equal(place, torch.arange(50_000.0))
+    assert connection.is_held, "of the next message, which is there, too"
+    assert post(mailbox, 2).is_completed() is False
+    assert connection.pump(into(mailbox, places=False))
+
+
+def test_an_empty_message_is_held_as_well(pair):
+    connection, theirs = pair
+    mailbox = Mailbox()
+    theirs.sendall(message(torch.zeros(0)))
+    assert connection.pump(into(mailbox, places=False))
+    assert connection.is_held
+    work = post(mailbox)
+    assert connection.pump(into(mailbox, places=False))
+    assert work.result().numel() == 0
 
 
 def test_the_end_of_the_stream(pair):

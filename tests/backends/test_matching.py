@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.backends.base import Tag, Work
-from echelon.backends.matching import ANY, Mailbox, Receive
+from echelon.backends.delivery import ANY, Receive
+from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of
 from echelon.errors import CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
 
@@ -23,6 +24,7 @@ def post(mailbox, src=1, tag=TAG, out=None, note=""):
 def arrive(mailbox, value, src=1, tag=TAG, note="", finish=True):
     """Lets a message of one float arrive; returns the delivery."""
     delivery = mailbox.arrive(src, tag, (1,), FLOAT, note)
+    delivery.place()
     if delivery.memory is not None:
         delivery.memory[:] = bytes_of(torch.tensor([float(value)]))
     if finish:

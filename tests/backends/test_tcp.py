@@ -71,7 +71,7 @@ def test_a_world_of_one_needs_no_secret_and_no_socket(monkeypatch):
 def test_a_frame_that_cannot_be_ends_the_peer_and_nothing_is_allocated(sent, reason, monkeypatch):
     with rank_0_and_a_bare_peer(max_message_bytes=1024) as (backend, peer):
         allocated = []
-        monkeypatch.setattr("echelon.backends.matching.new_tensor", lambda *head: allocated.append(head))
+        monkeypatch.setattr("echelon.backends.delivery.new_tensor", lambda *head: allocated.append(head))
         peer.sendall(sent)
         with pytest.raises(PeerFailed, match=reason) as caught:
             backend.recv(1, timeout=SECONDS)

@@ -1,7 +1,8 @@
 """One socket to one peer: a queue of frames to write, and a parser of the frames that arrive.
 
 Neither direction ever waits: each call moves what the kernel takes or gives at once, and the two directions know
-nothing of each other. Not locked: the backend calls it under its own lock.
+nothing of each other. A message that has no place yet is left where it is, with all that comes after it, until it has
+one. Not locked: the backend calls it under its own lock.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from echelon.backends import wire
 from echelon.backends.base import Tag, Work
-from echelon.backends.matching import Delivery
+from echelon.backends.delivery import Delivery
 from echelon.errors import EchelonError
 
 _BUFFER_BYTES = 1 << 16
@@ -48,6 +49,11 @@ class Connection:
         self._payload_left = 0
         self._payload_size = 0
         sock.setblocking(False)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is read because a message has no place yet."""
+        return self.delivery is not None and not self.delivery.is_placed
 
     @property
     def wants_to_write(self) -> bool:
@@ -118,7 +124,7 @@ class Connection:
         self.sock.close()
 
     def pump(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> bool:
-        """Reads what has arrived; returns False at the end of the stream.
+        """Reads what has arrived, up to a message that has no place; returns False at the end of the stream.
 
         Args:
             on_frame: called with every frame's head; for data it returns the delivery that takes the payload.
@@ -129,6 +135,8 @@ class Connection:
         """
         for _ in range(_READS_AT_ONCE):
             self._parse(on_frame)
+            if self.is_held:
+                return True
             target = self._target()
             try:
                 size = self.sock.recv_into(target)
@@ -162,11 +170,13 @@ class Connection:
 
     def _parse(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> None:
         """Takes every complete frame out of the buffer, and of the payload what the buffer has."""
-        while True:
+        while not self.is_held:
             if self._payload_left:
                 self._take_payload()
                 if self._payload_left:
                     return
+            elif self.delivery is not None:
+                self._advance(0)
             body = self._start + wire.HEADER_BYTES
             if body > self._end:
                 return
@@ -178,8 +188,6 @@ class Connection:
             self._start = payload
             self.delivery = on_frame(frame)
             self._payload_left = self._payload_size = frame.payload_bytes
-            if self._payload_left == 0:
-                self._advance(0)
 
     def _take_payload(self) -> None:
         size = min(self._payload_left, self._end - self._start)

@@ -1,168 +1,25 @@
 """Pairs arriving messages with the receives that were posted for them.
 
 Not locked: a backend calls it under its own lock. A message that nobody asked for yet is kept; its receive, when
-posted, gets it. A receive that the message does not fit fails alone, the bytes are dropped, and the stream stays in
-step.
+posted, gets it. How much is kept is counted for each source, so that a backend can set a limit. A receive that the
+message does not fit fails alone, the bytes are dropped, and the stream stays in step.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from echelon.backends.base import Received, Tag, Work
-from echelon.backends.memory import bytes_of, describe, new_tensor
-from echelon.backends.wire import as_sent
-from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, SizeMismatch, UnsupportedOp
+from echelon.backends.base import Tag, Work
+from echelon.backends.delivery import ANY, Delivery, Receive
+from echelon.errors import EchelonError, PeerFailed
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[int, Tag]
 """Source and tag."""
-ANY = -1
-"""The source of a receive that takes a message from whoever sends first."""
-
-
-class Receive:
-    """A receive that was posted."""
-
-    __slots__ = ("must_fit", "note", "number", "out", "sources", "src", "tag", "work")
-
-    def __init__(
-        self,
-        work: Work[Any],
-        src: int,
-        tag: Tag,
-        out: torch.Tensor | None,
-        note: str | None,
-        sources: Mapping[int, int] | None = None,
-        must_fit: bool = True,
-    ) -> None:
-        """Describes a receive from rank `src`, or from ANY of `sources`, each with its number in the result."""
-        self.work = work
-        self.src = src
-        self.tag = tag
-        self.out = out
-        self.note = None if note is None else as_sent(note)
-        self.must_fit = must_fit
-        self.sources = sources or {}
-        self.number = 0
-        """Which of all receives it was."""
-
-    def complete(self, tensor: torch.Tensor, src: int, note: str) -> None:
-        """Ends the receive with what came."""
-        self.work.note = note
-        self.work.complete(tensor if self.src != ANY else Received(tensor, self.sources[src], self.tag.step))
-
-    def refusal(self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> EchelonError | None:
-        """Returns why a message with this head cannot be the one waited for; None if it can.
-
-        A place that it does not fit is given up, unless it must.
-        """
-        if self.note is not None and note != self.note:
-            return CollectiveMismatch(
-                f"rank {src} is in {note or 'send'}, this rank in {self.note or 'recv'}: "
-                "every rank must call the same operations in the same order with the same arguments"
-            )
-        if self.out is not None and (tuple(self.out.shape) != tuple(shape) or self.out.dtype != dtype):
-            if not self.must_fit:
-                self.out = None
-                return None
-            return SizeMismatch(
-                describe(self.out.shape, self.out.dtype),
-                describe(shape, dtype),
-                f"receive from rank {src}, {self.tag}",
-            )
-        return None
-
-
-class Delivery:
-    """A message on its way: where its bytes go, and what happens when they are there."""
-
-    __slots__ = ("_arrived", "_error", "_head", "_receive", "memory", "tag", "tensor")
-
-    def __init__(
-        self,
-        src: int,
-        tag: Tag,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        note: str,
-        receive: Receive | None,
-        whole: torch.Tensor | None = None,
-    ) -> None:
-        """Finds a place for the bytes, or takes the tensor that is there already, if it is given."""
-        self._head = (src, shape, dtype, note)
-        self._arrived = False
-        self._error: EchelonError | None = None
-        self._receive: Receive | None = None
-        self.tag = tag
-        self.tensor: torch.Tensor | None = None
-        self.memory: memoryview | None = None
-        """Where the bytes are to be written; None: drop them."""
-        if receive is not None and (error := receive.refusal(*self._head)):
-            receive.work.complete(error=error)
-            return
-        self._receive = receive
-        if whole is not None:
-            self.tensor = whole
-            return
-        try:
-            self.tensor = new_tensor(shape, dtype) if receive is None or receive.out is None else receive.out
-            self.memory = bytes_of(self.tensor)
-        except UnsupportedOp as error:
-            self.fail(error)
-
-    @property
-    def src(self) -> int:
-        """The rank that sent it."""
-        return self._head[0]
-
-    def finish(self) -> None:
-        """Says that every byte has arrived."""
-        self._arrived = True
-        if self._receive is not None:
-            self._hand_over(self._receive)
-
-    def attach(self, receive: Receive) -> None:
-        """Gives a message that came unasked to the receive that now asks for it."""
-        if error := receive.refusal(*self._head) or self._error:
-            receive.work.complete(error=error)
-            return
-        self._receive = receive
-        if self._arrived:
-            self._hand_over(receive)
-
-    def detach(self, work: Work[Any]) -> bool:
-        """Takes the message away from the receive of `work`, which is cancelled; returns False if it is not its own.
-
-        What has arrived is kept elsewhere, and so will be the rest: nothing is written to the receive's tensor later.
-        """
-        if self._receive is None or self._receive.work is not work:
-            return False
-        if self._receive.out is not None and self.tensor is not None:
-            self.tensor = self.tensor.detach().clone()
-            self.memory = bytes_of(self.tensor)
-        self._receive = None
-        return True
-
-    def fail(self, error: EchelonError) -> None:
-        """Ends a delivery for the receive that it has or will get; bytes that still come are dropped."""
-        self._error = error
-        self.tensor = self.memory = None
-        if self._receive is not None:
-            self._receive.work.complete(error=error)
-            self._receive = None
-
-    def _hand_over(self, receive: Receive) -> None:
-        assert self.tensor is not None
-        if receive.out is not None and receive.out is not self.tensor:
-            receive.out.detach().copy_(self.tensor)
-            self.tensor = receive.out
-        src, _, _, note = self._head
-        receive.complete(self.tensor, src, note)
 
 
 class Mailbox:
@@ -176,6 +33,7 @@ class Mailbox:
         self._num_receives = 0
         self._posted: dict[Key, deque[Receive]] = {}
         self._unclaimed: dict[Key, deque[Delivery]] = {}
+        self._unclaimed_bytes: Counter[int] = Counter()
         self._served: dict[Tag, int] = {}
         """The source that a receive from any was served from last, where several had sent."""
         self._failed_peers: dict[int, PeerFailed] = {}
@@ -191,6 +49,7 @@ class Mailbox:
         receive.number = self._num_receives
         src = receive.src if receive.src != ANY else self._next_source(receive)
         if delivery := _take_first(self._unclaimed, (src, receive.tag)):
+            self._count(delivery, -1)
             delivery.attach(receive)
         elif error := self._failure_of(receive):
             receive.work.complete(error=error)
@@ -232,7 +91,7 @@ class Mailbox:
         if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
             delivery.fail(error)
         elif receive is None:
-            self._unclaimed.setdefault((src, tag), deque()).append(delivery)
+            self._keep(delivery)
         return delivery
 
     def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
@@ -240,7 +99,7 @@ class Mailbox:
         receive = self._claim(src, tag)
         delivery = Delivery(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
         if receive is None:
-            self._unclaimed.setdefault((src, tag), deque()).append(delivery)
+            self._keep(delivery)
         delivery.finish()
 
     def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[Delivery] = ()) -> None:
@@ -257,7 +116,23 @@ class Mailbox:
         if receive is not None:
             delivery.attach(receive)
         else:
-            self._unclaimed.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
+            self._keep(delivery)
+
+    def _keep(self, delivery: Delivery) -> None:
+        self._unclaimed.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
+        self._count(delivery, 1)
+
+    def _count(self, delivery: Delivery, sign: int) -> None:
+        self._unclaimed_bytes[delivery.src] += sign * delivery.memory_bytes
+
+    def unclaimed_bytes(self, src: int) -> int:
+        """Returns how much memory the messages of a rank take, or are to take, that nobody has asked for."""
+        return self._unclaimed_bytes[src]
+
+    def awaits(self, src: int) -> bool:
+        """Says whether a receive waits for a message that this rank may send."""
+        posted = (receive for receives in self._posted.values() for receive in receives)
+        return any(src == receive.src or src in receive.sources for receive in posted)
 
     def fail_peer(self, rank: int, error: PeerFailed, in_good_order: bool = False) -> PeerFailed:
         """Ends every receive from `rank`, now and later, except of messages that have arrived.
@@ -285,7 +160,8 @@ class Mailbox:
             if delivery.tag.is_collective_of(context):
                 delivery.fail(first)
         for key in [key for key in self._unclaimed if key[1].is_collective_of(context)]:
-            del self._unclaimed[key]
+            for delivery in self._unclaimed.pop(key):
+                self._count(delivery, -1)
         return first
 
     def fail_all(self, error: EchelonError) -> None:

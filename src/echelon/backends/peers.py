@@ -4,10 +4,17 @@ Strategy. A peer is gone when its connection ends, when it says so, or, on the s
 (pidfd), even while children of that process still hold its sockets. The first cause stays, but whatever the kernel has
 of a peer's last words is read before it is given up: the words may be the cause. Everything here is called with the
 lock of `Progress` held, and none of it waits.
+
+A message that nobody has asked for takes memory. A large one is left with the kernel for some milliseconds, so that a
+receive that comes meanwhile has it written straight to its place; and when a peer's unclaimed messages reach a limit,
+nothing more is read from it until some are claimed. What is left unread holds up what the peer sends after it. So it is
+read, limit permitting, as soon as a receive waits for something else of that peer, and after those milliseconds at the
+latest: within the limit, no order of sends and receives can block.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -17,13 +24,22 @@ from collections.abc import Iterable
 from echelon.backends import wire
 from echelon.backends.base import Tag, Work
 from echelon.backends.connection import Connection
-from echelon.backends.matching import Delivery, Mailbox
+from echelon.backends.delivery import Delivery, Receive
+from echelon.backends.matching import Mailbox
 from echelon.backends.members import Member
 from echelon.backends.memory import dtype_of
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Progress
 from echelon.errors import EchelonError, PeerFailed
 
+logger = logging.getLogger("echelon")
+
+MAX_UNCLAIMED_BYTES = 1 << 30
+"""How much of a peer's messages is kept before they are asked for, beyond one message of any size."""
+_HOLD_BYTES = 1 << 16
+"""Messages of more bytes are left with the kernel until somebody asks for them."""
+_HOLD_SECONDS = 0.005
+"""For how long."""
 _LAST_WORDS_SECONDS = 0.05
 """How long what a dead process has sent may still be on its way."""
 
@@ -31,7 +47,13 @@ _LAST_WORDS_SECONDS = 0.05
 class Peers:
     """The connections of one rank, and the processes behind them."""
 
-    def __init__(self, poller: Poller, progress: Progress, mailbox: Mailbox) -> None:
+    def __init__(self, poller: Poller, progress: Progress, mailbox: Mailbox, max_unclaimed_bytes: int) -> None:
+        self._max_unclaimed_bytes = max_unclaimed_bytes
+        self._held: dict[int, int] = {}
+        """Ranks from which nothing is read, because their next message has no place, and the number of that hold."""
+        self._num_holds = 0
+        self._over_limit: set[int] = set()
+        """Those of them whose next message must wait until others are claimed."""
         self._poller = poller
         self._progress = progress
         self._mailbox = mailbox
@@ -86,19 +108,35 @@ class Peers:
             return
         if connection.wants_to_write != (connection.rank in self._writing):
             self._writing ^= {connection.rank}
-            self._poller.watch_for_room(connection.sock.fileno(), connection.wants_to_write)
+            self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Tells the poller what to look for on a socket. The end of a connection shows in any case."""
+        events = select.EPOLLRDHUP if connection.rank in self._held else select.EPOLLIN
+        if connection.rank in self._writing:
+            events |= select.EPOLLOUT
+        self._poller.watch_for(connection.sock.fileno(), events)
 
     # Receiving
 
     def deliveries(self) -> list[Delivery]:
-        """Returns the messages whose payload is arriving."""
+        """Returns the messages whose payload is arriving, or is held."""
         return [connection.delivery for connection in self._connections.values() if connection.delivery is not None]
+
+    def on_post(self, receive: Receive) -> None:
+        """Reads on where that was put off, as far as it concerns a receive that was posted."""
+        for rank in [rank for rank in self._held if rank == receive.src or rank in receive.sources]:
+            if rank in self._over_limit or not receive.work.is_completed():
+                self._take_in(rank)
 
     def _on_socket(self, connection: Connection, events: int) -> None:
         if events & select.EPOLLOUT:
             self._flush(connection)
         if events & ~select.EPOLLOUT and connection.rank in self._connections:
-            self._read(connection)
+            if connection.is_held:
+                self._read_last_words(connection)
+            else:
+                self._read(connection)
 
     def _read(self, connection: Connection) -> None:
         rank = connection.rank
@@ -111,11 +149,64 @@ class Peers:
         else:
             if not alive:
                 self.fail(rank, PeerFailed(rank, "its connection ended: the process died or exited without close()"))
+            elif connection.is_held and rank not in self._held:
+                self._hold(connection)
+
+    def _hold(self, connection: Connection) -> None:
+        rank, delivery = connection.rank, connection.delivery
+        assert delivery is not None
+        number = self._num_holds = self._num_holds + 1
+        self._held[rank] = number
+        delivery.on_place = lambda: self._read_on(connection)
+        self._watch(connection)
+        self._poller.call_in(_HOLD_SECONDS, lambda: self._end_hold(rank, number))
+        self._progress.wake()  # a thread that polls knows nothing of the alarm
+
+    def _end_hold(self, rank: int, number: int) -> None:
+        if self._held.get(rank) == number:
+            self._take_in(rank)
+
+    def _read_on(self, connection: Connection) -> None:
+        rank = connection.rank
+        self._held.pop(rank, None)
+        self._over_limit.discard(rank)
+        if rank in self._connections:
+            self._watch(connection)
+            self._read(connection)
+
+    def _take_in(self, rank: int) -> None:
+        """Finds a place for the message that is held, unless the limit is reached."""
+        delivery = self._connections[rank].delivery
+        assert delivery is not None
+        if not self._is_over_limit(delivery):
+            delivery.place()
+        elif rank not in self._over_limit:
+            self._over_limit.add(rank)
+            logger.warning(
+                "rank %d has sent %d bytes that nobody here has received: nothing more is read from it until some are; "
+                "receive its messages in the order they are sent, or raise max_unclaimed_bytes (%d)",
+                rank,
+                self._mailbox.unclaimed_bytes(rank),
+                self._max_unclaimed_bytes,
+            )
+
+    def _is_over_limit(self, delivery: Delivery) -> bool:
+        """Says whether there is no memory for a message, leaving aside what it takes itself."""
+        others = self._mailbox.unclaimed_bytes(delivery.src) - delivery.memory_bytes
+        return others > self._max_unclaimed_bytes
 
     def _on_frame(self, rank: int, frame: wire.Frame) -> Delivery | None:
         if frame.kind == wire.FrameKind.DATA:
             tag = Tag(frame.context, frame.sequence, frame.step)
-            return self._mailbox.arrive(rank, tag, frame.shape, dtype_of(frame.dtype), frame.note)
+            delivery = self._mailbox.arrive(rank, tag, frame.shape, dtype_of(frame.dtype), frame.note)
+            is_small = frame.payload_bytes <= _HOLD_BYTES
+            if (
+                not delivery.is_placed
+                and (is_small or self._mailbox.awaits(rank))
+                and not self._is_over_limit(delivery)
+            ):
+                delivery.place()
+            return delivery
         if frame.kind == wire.FrameKind.GOODBYE:
             self._mailbox.fail_peer(rank, PeerFailed(rank, "it has closed its group"), in_good_order=True)
             return None
@@ -135,6 +226,8 @@ class Peers:
         if connection := self._connections.pop(rank, None):
             self._poller.forget(connection.sock.fileno())
             self._writing.discard(rank)
+            self._held.pop(rank, None)
+            self._over_limit.discard(rank)
             connection.fail(cause)
         if (pidfd := self._pidfds.pop(rank, None)) is not None:
             self._poller.forget(pidfd)
@@ -161,8 +254,10 @@ class Peers:
     def _read_last_words(self, connection: Connection) -> bool:
         """Reads what the kernel has of a peer that is gone; returns whether that was anything."""
         found = False
-        while connection.rank in self._connections and _has_input(connection.sock):
+        while connection.rank in self._connections and (connection.is_held or _has_input(connection.sock)):
             found = True
+            if connection.delivery is not None:
+                connection.delivery.place()
             self._read(connection)
         return found
 
@@ -170,7 +265,8 @@ class Peers:
 
     def is_busy(self) -> bool:
         """Says whether anything is under way that needs driving."""
-        return bool(self._mailbox.num_posted or self._writing or self.deliveries())
+        arriving = any(delivery.is_placed for delivery in self.deliveries())
+        return bool(self._mailbox.num_posted or self._writing or arriving)
 
     def unsent(self) -> list[int]:
         """Returns the ranks that are still to get something which the kernel has not taken."""

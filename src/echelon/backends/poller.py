@@ -29,6 +29,7 @@ class Poller:
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._handlers: dict[int, Handler] = {}
+        self._alarms: list[tuple[float, Callable[[], None]]] = []
         self.watch(self._wakeup, self._on_wakeup)
 
     def watch(self, fd: int, handler: Handler) -> None:
@@ -36,14 +37,18 @@ class Poller:
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
-    def watch_for_room(self, fd: int, wanted: bool) -> None:
-        """Has the handler of `fd` also called when it can be written, or no longer."""
-        self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+    def watch_for(self, fd: int, events: int) -> None:
+        """Has the handler of `fd` called for these events from now on (select.EPOLLIN and so on)."""
+        self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
         """Takes back `watch`; to be called before `fd` is closed."""
         del self._handlers[fd]
         self._epoll.unregister(fd)
+
+    def call_in(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Has `callback` called by `dispatch` after so many seconds, if anybody waits then, or else later."""
+        self._alarms.append((time.monotonic() + seconds, callback))
 
     def wait(self, seconds: float, spins: bool) -> Events:
         """Returns what has happened, as soon as anything has or when the time is up. To be called without the lock.
@@ -52,6 +57,9 @@ class Poller:
             seconds: below 0: for ever.
             spins: look again and again before sleeping.
         """
+        if self._alarms:
+            left = max(0.0, min(when for when, _ in self._alarms) - time.monotonic())
+            seconds = min(seconds, left) if seconds >= 0 else left
         if spins:
             until = time.monotonic() + (min(seconds, SPIN_SECONDS) if seconds >= 0 else SPIN_SECONDS)
             look = self._epoll.poll
@@ -63,10 +71,16 @@ class Poller:
         return self._epoll.poll(seconds)
 
     def dispatch(self, events: Events) -> None:
-        """Calls the handlers of what has happened."""
+        """Calls the handlers of what has happened, and what is due."""
         for fd, mask in events:
             if handler := self._handlers.get(fd):
                 handler(mask)
+        if self._alarms:
+            now = time.monotonic()
+            due = [alarm for alarm in self._alarms if alarm[0] <= now]
+            self._alarms = [alarm for alarm in self._alarms if alarm[0] > now]
+            for _, callback in due:
+                callback()
 
     def wake(self) -> None:
         """Ends the wait of whoever waits now, or else the next one."""

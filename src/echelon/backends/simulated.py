@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 
 from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
+from echelon.backends.delivery import ANY, Receive
 from echelon.backends.lanes import Lanes
-from echelon.backends.matching import ANY, Mailbox, Receive
+from echelon.backends.matching import Mailbox
 from echelon.backends.wire import as_sent
 from echelon.errors import InvalidWorldSize, PeerFailed, Timeout
 
@@ -134,10 +135,7 @@ class SimulatedBackend(Backend):
     def _deliver(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
         """Takes a message in; called by the sender's thread."""
         with self._changed:
-            delivery = self._mailbox.arrive(src, tag, tuple(tensor.shape), tensor.dtype, as_sent(note))
-            if delivery.tensor is not None:
-                delivery.tensor.detach().copy_(tensor)
-            delivery.finish()
+            self._mailbox.take(src, tag, tensor.clone(), as_sent(note))
             self._changed.notify_all()
 
     def _hear(self, tell: Callable[[Mailbox], object]) -> None:

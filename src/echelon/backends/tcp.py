@@ -17,11 +17,12 @@ import torch
 
 from echelon.backends import wire
 from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
+from echelon.backends.delivery import ANY, Receive
 from echelon.backends.lanes import Lanes
-from echelon.backends.matching import ANY, Mailbox, Receive
+from echelon.backends.matching import Mailbox
 from echelon.backends.members import Job, machine_id
 from echelon.backends.memory import bytes_of, dtype_code
-from echelon.backends.peers import Peers
+from echelon.backends.peers import MAX_UNCLAIMED_BYTES, Peers
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Attendance, Progress
 from echelon.backends.rendezvous import Store, World, meet, meet_through_store
@@ -52,6 +53,7 @@ class TcpBackend(Backend):
         run_id: str = "",
         restart: int = 0,
         max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
+        max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES,
     ) -> None:
         """Connects to all other ranks; returns when every pair is connected.
 
@@ -65,6 +67,7 @@ class TcpBackend(Backend):
             run_id: ranks of another run are refused.
             restart: ranks of another attempt at the same run are refused.
             max_message_bytes: a larger message from a peer is a ProtocolError.
+            max_unclaimed_bytes: when messages of a peer that nobody has asked for take more, it is made to wait.
 
         Raises:
             InvalidRank, InvalidWorldSize: the numbers are wrong.
@@ -76,7 +79,7 @@ class TcpBackend(Backend):
         if world_size > 1:
             job = Job(rank, world_size, _secret(secret), run_id, restart)
             world = meet(job, master_addr, connect_timeout)
-        self._open(world, max_message_bytes)
+        self._open(world, max_message_bytes, max_unclaimed_bytes)
 
     @classmethod
     def from_store(
@@ -92,6 +95,7 @@ class TcpBackend(Backend):
         run_id: str = "",
         restart: int = 0,
         max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
+        max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES,
     ) -> TcpBackend:
         """Connects all ranks through a store that exists already, such as that of torchrun's agent.
 
@@ -101,12 +105,13 @@ class TcpBackend(Backend):
             store: a torch.distributed.Store, or anything with its set, get and check.
             store_host: where the store is; this rank listens on its own address on the way there.
             secret: what every rank must know.
-            timeout, connect_timeout, run_id, restart, max_message_bytes: as in the constructor.
+            timeout, connect_timeout, run_id, restart, max_message_bytes, max_unclaimed_bytes: as in the constructor.
         """
         backend = cls.__new__(cls)
         Backend.__init__(backend, rank, world_size, timeout)
         job = Job(rank, world_size, secret, run_id, restart)
-        backend._open(meet_through_store(job, store, store_host, connect_timeout), max_message_bytes)
+        world = meet_through_store(job, store, store_host, connect_timeout)
+        backend._open(world, max_message_bytes, max_unclaimed_bytes)
         return backend
 
     @property
@@ -118,16 +123,16 @@ class TcpBackend(Backend):
         """The host of each rank, by number: ranks share one that can see each other's processes."""
         return self._hosts
 
-    def _open(self, world: World, max_message_bytes: int) -> None:
+    def _open(self, world: World, max_message_bytes: int, max_unclaimed_bytes: int) -> None:
         machines = list(dict.fromkeys(member.machine for member in world.members))
         self._hosts = tuple(machines.index(member.machine) for member in world.members) or (0,)
         self._mailbox = Mailbox()
         here = machine_id() if world.members else ""
-        self._has_cores = sum(member.machine == here for member in world.members) <= len(os.sched_getaffinity(0))
+        self._has_cores = self._hosts.count(self._hosts[self.rank]) <= len(os.sched_getaffinity(0))
         self._lanes = Lanes(f"echelon rank {self.rank}", self.timeout)
         poller = Poller()
         self._progress = Progress(self.rank, poller, lambda: self._peers.is_busy(), self._may_spin, self.closed_error)
-        self._peers = Peers(poller, self._progress, self._mailbox)
+        self._peers = Peers(poller, self._progress, self._mailbox, max_unclaimed_bytes)
         with self._progress.lock:
             for peer, sock in sorted(world.sockets.items()):
                 self._peers.connect(peer, sock, max_message_bytes)
@@ -191,6 +196,7 @@ class TcpBackend(Backend):
             if self._progress.is_closed:
                 raise self.closed_error()
             self._mailbox.post(receive)
+            self._peers.on_post(receive)
             if not receive.work.is_completed():
                 self._progress.call_background()
 

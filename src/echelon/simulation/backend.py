@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from echelon.backends.base import Backend, Received, Tag, Work
-from echelon.backends.matching import ANY, Receive
+from echelon.backends.delivery import ANY, Receive
 from echelon.errors import PeerFailed, Timeout
 from echelon.simulation.place import calling_place
 from echelon.simulation.scheduler import Ended, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from echelon.backends.matching import ANY
+from echelon.backends.delivery import ANY
 from echelon.errors import DeadlockError
 
 

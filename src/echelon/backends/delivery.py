@@ -1,0 +1,197 @@
+"""A receive that was posted, and a message on its way to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from echelon.backends.base import Received, Tag, Work
+from echelon.backends.memory import bytes_of, describe, new_tensor
+from echelon.backends.wire import as_sent
+from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
+
+ANY = -1
+"""The source of a receive that takes a message from whoever sends first."""
+_OVERHEAD_BYTES = 1 << 10
+"""What a message is taken to need beside its payload."""
+
+
+class Receive:
+    """A receive that was posted."""
+
+    __slots__ = ("must_fit", "note", "number", "out", "sources", "src", "tag", "work")
+
+    def __init__(
+        self,
+        work: Work[Any],
+        src: int,
+        tag: Tag,
+        out: torch.Tensor | None,
+        note: str | None,
+        sources: Mapping[int, int] | None = None,
+        must_fit: bool = True,
+    ) -> None:
+        """Describes a receive from rank `src`, or from ANY of `sources`, each with its number in the result."""
+        self.work = work
+        self.src = src
+        self.tag = tag
+        self.out = out
+        self.note = None if note is None else as_sent(note)
+        self.must_fit = must_fit
+        self.sources = sources or {}
+        self.number = 0
+        """Which of all receives it was."""
+
+    def complete(self, tensor: torch.Tensor, src: int, note: str) -> None:
+        """Ends the receive with what came."""
+        self.work.note = note
+        self.work.complete(tensor if self.src != ANY else Received(tensor, self.sources[src], self.tag.step))
+
+    def refusal(self, src: int, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> EchelonError | None:
+        """Returns why a message with this head cannot be the one waited for; None if it can.
+
+        A place that it does not fit is given up, unless it must.
+        """
+        if self.note is not None and note != self.note:
+            return CollectiveMismatch(
+                f"rank {src} is in {note or 'send'}, this rank in {self.note or 'recv'}: "
+                "every rank must call the same operations in the same order with the same arguments"
+            )
+        if self.out is not None and (tuple(self.out.shape) != tuple(shape) or self.out.dtype != dtype):
+            if not self.must_fit:
+                self.out = None
+                return None
+            return SizeMismatch(
+                describe(self.out.shape, self.out.dtype),
+                describe(shape, dtype),
+                f"receive from rank {src}, {self.tag}",
+            )
+        return None
+
+
+class Delivery:
+    """A message on its way: where its bytes go, and what happens when they are there.
+
+    Until somebody asks for it, or `place` is called, it has no place, and its bytes are to be left where they are.
+    """
+
+    __slots__ = ("_arrived", "_error", "_head", "_receive", "is_placed", "memory", "on_place", "tag", "tensor")
+
+    def __init__(
+        self,
+        src: int,
+        tag: Tag,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        note: str,
+        receive: Receive | None,
+        whole: torch.Tensor | None = None,
+    ) -> None:
+        """Finds a place for the bytes if `receive` asks for them, or takes the tensor that is there already."""
+        self._head = (src, shape, dtype, note)
+        self._arrived = False
+        self._error: EchelonError | None = None
+        self._receive: Receive | None = None
+        self.tag = tag
+        self.is_placed = receive is not None or whole is not None
+        """Whether it is known what becomes of the bytes."""
+        self.on_place: Callable[[], None] | None = None
+        """Called when that has become known later."""
+        self.tensor = whole
+        self.memory: memoryview | None = None
+        """Where the bytes are to be written; None: drop them."""
+        if receive is None:
+            return
+        if error := receive.refusal(*self._head):
+            receive.work.complete(error=error)
+            return
+        self._receive = receive
+        if whole is None:
+            self._find_place()
+
+    @property
+    def src(self) -> int:
+        """The rank that sent it."""
+        return self._head[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory the message is taken to need while nobody asks for it."""
+        _, shape, dtype, _ = self._head
+        return math.prod(shape) * dtype.itemsize + _OVERHEAD_BYTES
+
+    def place(self) -> None:
+        """Finds a place for the bytes of a message that nobody has asked for yet."""
+        if not self.is_placed:
+            self._find_place()
+            self._tell()
+
+    def _find_place(self) -> None:
+        self.is_placed = True
+        _, shape, dtype, _ = self._head
+        out = self._receive.out if self._receive is not None else None
+        try:
+            self.tensor = new_tensor(shape, dtype) if out is None else out
+            self.memory = bytes_of(self.tensor)
+        except UnsupportedOp as error:
+            self.fail(error)
+
+    def _tell(self) -> None:
+        call, self.on_place = self.on_place, None
+        if call is not None:
+            call()
+
+    def finish(self) -> None:
+        """Says that every byte has arrived."""
+        self._arrived = True
+        if self._receive is not None:
+            self._hand_over(self._receive)
+
+    def attach(self, receive: Receive) -> None:
+        """Gives a message that came unasked to the receive that now asks for it."""
+        if error := receive.refusal(*self._head) or self._error:
+            receive.work.complete(error=error)
+            self._drop()
+            return
+        self._receive = receive
+        if self._arrived:
+            self._hand_over(receive)
+        else:
+            self.place()
+
+    def detach(self, work: Work[Any]) -> bool:
+        """Takes the message away from the receive of `work`, which is cancelled; returns False if it is not its own.
+
+        What has arrived is kept elsewhere, and so will be the rest: nothing is written to the receive's tensor later.
+        """
+        if self._receive is None or self._receive.work is not work:
+            return False
+        if self._receive.out is not None and self.tensor is not None:
+            self.tensor = self.tensor.detach().clone()
+            self.memory = bytes_of(self.tensor)
+        self._receive = None
+        return True
+
+    def fail(self, error: EchelonError) -> None:
+        """Ends a delivery for the receive that it has or will get; bytes that still come are dropped."""
+        self._error = error
+        if self._receive is not None:
+            self._receive.work.complete(error=error)
+            self._receive = None
+        self._drop()
+
+    def _drop(self) -> None:
+        self.tensor = self.memory = None
+        self.is_placed = True
+        self._tell()
+
+    def _hand_over(self, receive: Receive) -> None:
+        assert self.tensor is not None
+        if receive.out is not None and receive.out is not self.tensor:
+            receive.out.detach().copy_(self.tensor)
+            self.tensor = receive.out
+        src, _, _, note = self._head
+        receive.complete(self.tensor, src, note)
