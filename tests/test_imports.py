@@ -46,6 +46,8 @@ PURE = (
     "trace",
     "wording",
     "backends.wire",
+    "backends.shared.layout",
+    "backends.shared.protocol",
     "collectives.plan",
     "collectives.check",
     "collectives.cost",

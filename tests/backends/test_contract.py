@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from echelon.backends.shared.backend import share
 from echelon.backends.simulated import SimulatedBackend
 from echelon.backends.tcp import TcpBackend
 from echelon.testing import check_backend, clause_names, ranks_in_threads, simulated_ranks
@@ -24,12 +25,19 @@ def tcp_world(world_size):
             )
 
 
+def shared_world(world_size):
+    connected = tcp_world(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(lambda tcp: share(tcp, required=True, timeout=20.0), connected))
+
+
 WORLDS = {
     "simulated": simulated_ranks(),
     "simulated, another seed": simulated_ranks(seed=1),
     "simulated, slow network": simulated_ranks(network="1GbE"),
     "free-running": ranks_in_threads(SimulatedBackend.create_group),
     "tcp": ranks_in_threads(tcp_world),
+    "shm": ranks_in_threads(shared_world),
 }
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from echelon.backends.memory import check_tensor
+from echelon.backends.native import NativeCollectives
 from echelon.backends.wire import MAX_STEP
 from echelon.errors import Closed, InvalidRank, InvalidWorldSize, PeerFailed, SelfSend, SizeMismatch, Timeout
 
@@ -269,6 +270,17 @@ class Backend(ABC):
         A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone; they are
         told the first cause instead of waiting for their timeout.
         """
+
+    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: ARG002
+        """Returns what does the collectives of a group without messages; None: plans over messages do.
+
+        The answer is the same on every member.
+
+        Args:
+            context: what keeps the group apart from others.
+            ranks: the members, this rank included.
+        """
+        return None
 
     def now(self) -> float:
         """Returns the time, in seconds, that timeouts of this backend run on."""

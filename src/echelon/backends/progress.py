@@ -102,6 +102,13 @@ class Progress:
             self._poller.wake()
         self._changed.wait(seconds)
 
+    def glance(self) -> None:
+        """Polls without waiting, unless another thread polls; gives up the lock meanwhile."""
+        if self.is_closed:
+            raise self._closed_error()
+        if not self._is_polling:
+            self._poll(0, False)
+
     def wake(self) -> None:
         """Has every waiting thread look again, because something was completed outside of polling."""
         if self._is_polling and not self.is_closed:

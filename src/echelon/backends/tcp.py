@@ -20,13 +20,13 @@ from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
-from echelon.backends.members import Job, machine_id
+from echelon.backends.members import Job, Member, machine_id
 from echelon.backends.memory import bytes_of, dtype_code
 from echelon.backends.peers import MAX_UNCLAIMED_BYTES, Peers
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Attendance, Progress
 from echelon.backends.rendezvous import Store, World, meet, meet_through_store
-from echelon.errors import AuthenticationError, PeerFailed, Timeout
+from echelon.errors import AuthenticationError, EchelonError, PeerFailed, Timeout
 
 T = TypeVar("T")
 
@@ -123,9 +123,20 @@ class TcpBackend(Backend):
         """The host of each rank, by number: ranks share one that can see each other's processes."""
         return self._hosts
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Where every rank is; nobody in a world of one."""
+        return self._members
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed or aborted, or is a forked child's copy."""
+        return self._progress.is_closed
+
     def _open(self, world: World, max_message_bytes: int, max_unclaimed_bytes: int) -> None:
         machines = list(dict.fromkeys(member.machine for member in world.members))
         self._hosts = tuple(machines.index(member.machine) for member in world.members) or (0,)
+        self._members = world.members
         self._mailbox = Mailbox()
         here = machine_id() if world.members else ""
         self._has_cores = self._hosts.count(self._hosts[self.rank]) <= len(os.sched_getaffinity(0))
@@ -217,6 +228,15 @@ class TcpBackend(Backend):
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks until `work` is completed; returns False if `timeout` seconds (None: for ever) pass first."""
         return self._progress.drive(work, timeout)
+
+    def glance(self) -> None:
+        """Takes in what has arrived, for a thread that waits for something else; waits for nothing."""
+        with self._progress.lock:
+            self._progress.glance()
+
+    def failure(self, rank: int, context: int) -> EchelonError | None:
+        """Returns why a collective of that context cannot be finished with a rank; as far as was heard."""
+        return self._mailbox.failure(rank, Tag(context, 1))
 
     # The end
 

@@ -44,6 +44,7 @@ class Caller:
         self._name = name
         self._selector = selector
         self._sequences = itertools.count(1)
+        self._native = backend.native_collectives(context, ranks)
 
     def call(self, operation: Operation[T], async_op: bool, timeout: float, out: Tensor | None = None) -> T | Work[T]:
         """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks.
@@ -60,11 +61,12 @@ class Caller:
         """
         sequence = next(self._sequences)
         note = f"{operation.note}, #{sequence}"
+        native = self._native
 
         def attempt() -> T:
             deadline = self._backend.now() + timeout
             channel = Channel(
-                self._backend, self._ranks, self._rank, self._context, sequence, note, deadline, self._selector
+                self._backend, self._ranks, self._rank, self._context, sequence, note, deadline, self._selector, native
             )
             with torch.no_grad():
                 try:

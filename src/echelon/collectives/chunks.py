@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from echelon.collectives.operators import Combine
+from echelon.backends.operators import Combine
 from echelon.collectives.plan import Copy, Numbers, Recv, Reduce, Send, runs
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe
+from echelon.backends.operators import Combine, accumulation_dtype, operator
 from echelon.collectives import select
 from echelon.collectives.algorithms import OPERATIONS
 from echelon.collectives.chunks import Chunks, Parts, Tensors
-from echelon.collectives.operators import Combine, accumulation_dtype, operator
 from echelon.collectives.run import Channel, run
 from echelon.errors import CollectiveMismatch, SizeMismatch
 
@@ -39,6 +39,9 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
     reduction = operator(op, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
+        if channel.native is not None:
+            channel.native.all_reduce(channel, tensor.detach(), reduction)
+            return tensor
         wide = _widen(tensor).contiguous()
         _run(
             "all_reduce", channel, lambda count: Parts.equal(wide.view(-1), count), tensor.nbytes, 0, reduction.combine
@@ -173,6 +176,8 @@ def _run(
     combine: Combine | None = None,
 ) -> None:
     """Runs an operation by the algorithm that is chosen for it. `chunks` makes as many as the plan has."""
+    if channel.native is not None:
+        channel.native.agree(channel)
     overruled = os.environ.get(_VARIABLES[operation], "")
     algorithm, plan = channel.selector.choose(operation, num_bytes, root, overruled)
     run(plan, channel.by(algorithm), chunks(plan.num_chunks), combine)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.backends.base import Backend, Tag, Work
+from echelon.backends.native import NativeCollectives
+from echelon.backends.operators import Combine
 from echelon.collectives.chunks import Chunks
-from echelon.collectives.operators import Combine
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Round, Send
 from echelon.collectives.select import Selector
 
@@ -27,6 +28,8 @@ class Channel:
     """In the backend's time."""
     selector: Selector
     """What chooses the algorithm."""
+    native: NativeCollectives | None = None
+    """Does the operation instead of a plan, if there is one."""
 
     @property
     def num_ranks(self) -> int:
@@ -41,7 +44,15 @@ class Channel:
         """Returns this channel with the algorithm in its note, so that ranks compare that as well."""
         note = f"{self.note} by {algorithm}"
         return Channel(
-            self.backend, self.ranks, self.rank, self.context, self.sequence, note, self.deadline, self.selector
+            self.backend,
+            self.ranks,
+            self.rank,
+            self.context,
+            self.sequence,
+            note,
+            self.deadline,
+            self.selector,
+            self.native,
         )
 
 

@@ -14,7 +14,7 @@ from echelon.errors import InvalidRank, InvalidWorldSize, LaunchError
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """All four or none: without them a program is a world of one."""
 
-BACKENDS = ("auto", "tcp", "simulated")
+BACKENDS = ("auto", "shm", "tcp", "simulated")
 """The names that a program may ask for."""
 
 MIN_SECRET_LENGTH = 16

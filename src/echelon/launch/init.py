@@ -18,6 +18,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.backends.base import DEFAULT_TIMEOUT, Backend
+from echelon.backends.shared.backend import share
 from echelon.backends.tcp import TcpBackend
 from echelon.errors import ConnectError, LaunchError
 from echelon.group import ProcessGroup
@@ -58,7 +59,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> ProcessGrou
     where that matters.
 
     Args:
-        backend: "auto" or "tcp"; the environment variable ECHELON_BACKEND overrules "auto".
+        backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
+            where the system has it. The environment variable ECHELON_BACKEND overrules "auto".
         timeout: seconds that a blocking call of the group waits unless told otherwise.
 
     Raises:
@@ -72,12 +74,13 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> ProcessGrou
     provided = _provided.get()
     if provided is not None:
         return _accept(provided, backend)
-    if environment.read_backend(os.environ, backend) == "simulated":
+    name = environment.read_backend(os.environ, backend)
+    if name == "simulated":
         raise LaunchError(
             "backend='simulated' exists only inside echelon.simulate(fn, world_size): call that, or use 'auto'"
         )
     launched = environment.read(os.environ)
-    group = ProcessGroup(_connect(launched, timeout))
+    group = ProcessGroup(share_memory(_connect(launched, timeout), name, min(timeout, CONNECT_TIMEOUT)))
     if launched is not None:
         report_uncaught(group)
         atexit.register(_close, weakref.ref(group))
@@ -92,7 +95,21 @@ def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
     return provided
 
 
-def _connect(launched: Environment | None, timeout: float) -> Backend:
+def share_memory(tcp: TcpBackend, name: str, timeout: float) -> Backend:
+    """Returns the backend of that name over connections that are there; all ranks call it.
+
+    Args:
+        tcp: connects all ranks.
+        name: "auto", "shm" or "tcp".
+        timeout: seconds for the ranks to agree.
+
+    Raises:
+        LaunchError: "shm" was asked for, and a rank of this host cannot share memory.
+    """
+    return tcp if name == "tcp" else share(tcp, required=name == "shm", timeout=timeout)
+
+
+def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
     if launched is None:
         return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
     connect_timeout = min(timeout, CONNECT_TIMEOUT)
@@ -115,7 +132,7 @@ def _connect(launched: Environment | None, timeout: float) -> Backend:
     )
 
 
-def _connect_through_store(launched: Environment, timeout: float, connect_timeout: float) -> Backend:
+def _connect_through_store(launched: Environment, timeout: float, connect_timeout: float) -> TcpBackend:
     store = _elastic_store(launched, connect_timeout)
     backend = TcpBackend.from_store(
         launched.rank,

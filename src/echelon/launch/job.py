@@ -53,12 +53,15 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
         ) from error
 
 
-def run_job(workers: Sequence[Worker], call: bytes, *, timeout: float, deadline: float | None = None) -> list[Any]:
+def run_job(
+    workers: Sequence[Worker], call: bytes, *, backend: str, timeout: float, deadline: float | None = None
+) -> list[Any]:
     """Runs `call` on `workers`, as ranks 0, 1, ..., and returns their results in rank order.
 
     Args:
         workers: one per rank; all idle.
         call: from `pickle_call`; the function gets the group, then the arguments.
+        backend: of the group, by name.
         timeout: of the group, seconds.
         deadline: seconds after which the job is given up; None: never.
 
@@ -75,6 +78,7 @@ def run_job(workers: Sequence[Worker], call: bytes, *, timeout: float, deadline:
             address=port.address,
             secret=secrets.token_hex(32).encode(),
             run_id=secrets.token_hex(4),
+            backend=backend,
             timeout=timeout,
             num_threads=None if "OMP_NUM_THREADS" in os.environ else threads_per_rank(world_size),
         )

@@ -32,7 +32,8 @@ def spawn(
         fn: a function at the top level of a module.
         world_size: the number of processes, at least 1.
         args: what `fn` gets after the group.
-        backend: "auto" or "tcp"; the environment variable ECHELON_BACKEND overrules "auto".
+        backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
+            where the system has it. The environment variable ECHELON_BACKEND overrules "auto".
         timeout: seconds that a blocking call of the group waits unless told otherwise.
 
     Raises:
@@ -43,7 +44,8 @@ def spawn(
     check_world_size(world_size)
     if timeout <= 0:
         raise LaunchError(f"timeout={timeout}: use a number of seconds above 0")
-    if environment.read_backend(os.environ, backend) == "simulated":
+    name = environment.read_backend(os.environ, backend)
+    if name == "simulated":
         raise LaunchError("backend='simulated' has no processes: call echelon.simulate(fn, world_size)")
     call = pickle_call(fn, args)
     workers: list[Worker] = []
@@ -51,7 +53,7 @@ def spawn(
     try:
         for _ in range(world_size):
             workers.append(Worker())
-        results = run_job(workers, call, timeout=timeout)
+        results = run_job(workers, call, backend=name, timeout=timeout)
         patience = _PATIENCE
         return results
     finally:

@@ -27,7 +27,7 @@ from echelon.backends.tcp import TcpBackend
 from echelon.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.failure import RankFailure, describe_exit, exit_status
-from echelon.launch.init import CONNECT_TIMEOUT, provide
+from echelon.launch.init import CONNECT_TIMEOUT, provide, share_memory
 
 _FAREWELL = b""
 
@@ -35,8 +35,8 @@ _FAREWELL = b""
 class Job(NamedTuple):
     """What one worker is asked to do: to be `rank` of `world_size` at `address` while it runs the pickled `call`.
 
-    call: (function, arguments). num_threads: for torch's operations, None to leave that alone. timeout: of the
-    group, seconds.
+    call: (function, arguments). backend: "auto", "shm" or "tcp". num_threads: for torch, None to leave that
+    alone. timeout: of the group, seconds.
     """
 
     call: bytes
@@ -45,6 +45,7 @@ class Job(NamedTuple):
     address: str
     secret: bytes
     run_id: str
+    backend: str
     timeout: float
     num_threads: int | None
 
@@ -147,7 +148,7 @@ def _perform(job: Job) -> Outcome:
         torch.set_num_threads(job.num_threads)
     try:
         function, args = pickle.loads(job.call)
-        backend = TcpBackend(
+        tcp = TcpBackend(
             job.rank,
             job.world_size,
             job.address,
@@ -156,6 +157,7 @@ def _perform(job: Job) -> Outcome:
             run_id=job.run_id,
             connect_timeout=CONNECT_TIMEOUT,
         )
+        backend = share_memory(tcp, job.backend, CONNECT_TIMEOUT)
         with ProcessGroup(backend) as group, provide(group):
             result = function(group, *args)
         return Outcome(pickle.dumps(result))

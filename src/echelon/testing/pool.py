@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import Any
 
 from echelon.errors import LaunchError
+from echelon.launch import environment
 from echelon.launch.job import check_world_size, pickle_call, run_job
 from echelon.launch.worker import Worker
 
@@ -34,13 +36,16 @@ class RankPool:
         self._closed = False
         atexit.register(self.close)
 
-    def run(self, fn: Callable[..., object], world_size: int, *args: object, timeout: float = 30.0) -> list[Any]:
+    def run(
+        self, fn: Callable[..., object], world_size: int, *args: object, backend: str = "auto", timeout: float = 30.0
+    ) -> list[Any]:
         """Runs `fn(group, *args)` on `world_size` processes and returns the results in rank order.
 
         Args:
             fn: a function at the top level of a module that the workers can import.
             world_size: the number of ranks; rank r is the same process each time, while it lives.
             args: what `fn` gets after the group; pickled.
+            backend: "auto", "shm" or "tcp", as for `spawn`.
             timeout: seconds, for every blocking call of the group and for the whole of `fn`.
 
         Raises:
@@ -50,11 +55,12 @@ class RankPool:
             Exception: what the first failing rank raised, with a note that names the rank.
         """
         check_world_size(world_size)
+        name = environment.read_backend(os.environ, backend)
         call = pickle_call(fn, args)
         workers = self._take(world_size)
         fresh = any(worker.is_fresh for worker in workers)
         try:
-            return run_job(workers, call, timeout=timeout, deadline=timeout + fresh * _STARTUP)
+            return run_job(workers, call, backend=name, timeout=timeout, deadline=timeout + fresh * _STARTUP)
         finally:
             self._give_back(workers)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import echelon
+from echelon.backends.operators import accumulation_dtype, operator
 from echelon.backends.wire import DTYPES
-from echelon.collectives.operators import accumulation_dtype, operator
 from echelon.errors import UnsupportedOp
 
 DTYPE_NAMES = [name for name, _ in DTYPES]

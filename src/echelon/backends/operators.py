@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,14 +14,24 @@ Combine = Callable[[torch.Tensor, torch.Tensor], object]
 """Combines the second tensor into the first, in place."""
 
 
+class Function(Protocol):
+    """What torch's functions of two tensors have in common."""
+
+    def __call__(self, input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """A reduction. `mean` is a sum that is divided by the number of ranks at the end."""
 
     name: str
-    combine: Combine
+    function: Function
     accepts: Callable[[torch.dtype], bool]
     divides: bool = False
+
+    def combine(self, own: torch.Tensor, other: torch.Tensor) -> None:
+        """Combines the second tensor into the first, in place."""
+        self.function(own, other, out=own)
 
     def finish(self, total: torch.Tensor, num_ranks: int) -> torch.Tensor:
         """Makes the result of what all ranks were combined to, in place."""
@@ -46,14 +57,14 @@ def _is_bits(dtype: torch.dtype) -> bool:
 _OPERATORS = {
     operator.name: operator
     for operator in (
-        Operator("sum", lambda own, other: own.add_(other), _is_number),
-        Operator("mean", lambda own, other: own.add_(other), _is_continuous, divides=True),
-        Operator("product", lambda own, other: own.mul_(other), _is_number),
-        Operator("min", lambda own, other: torch.minimum(own, other, out=own), _is_ordered),
-        Operator("max", lambda own, other: torch.maximum(own, other, out=own), _is_ordered),
-        Operator("band", lambda own, other: own.bitwise_and_(other), _is_bits),
-        Operator("bor", lambda own, other: own.bitwise_or_(other), _is_bits),
-        Operator("bxor", lambda own, other: own.bitwise_xor_(other), _is_bits),
+        Operator("sum", torch.add, _is_number),
+        Operator("mean", torch.add, _is_continuous, divides=True),
+        Operator("product", torch.mul, _is_number),
+        Operator("min", torch.minimum, _is_ordered),
+        Operator("max", torch.maximum, _is_ordered),
+        Operator("band", torch.bitwise_and, _is_bits),
+        Operator("bor", torch.bitwise_or, _is_bits),
+        Operator("bxor", torch.bitwise_xor, _is_bits),
     )
 }
 

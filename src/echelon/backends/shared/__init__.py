@@ -1,0 +1,1 @@
+"""Ranks of one host, connected by memory that all of them map."""

@@ -1,0 +1,109 @@
+"""The collectives of one group of ranks that share memory, as one rank does them.
+
+Strategy. Operations pass one at a time, in the order in which they were called, blocking ones in the caller's thread
+and others in the group's lane: all use the same words and slots. Each begins with an announcement that all ranks
+compare, which is the only synchronisation of a small one: every rank writes its data beside its announcement, and reads
+that of all. Large ones go through slots, piece by piece, in the order that `protocol.pipeline` says.
+
+While a rank waits it looks around every 20 ms: for the death of a peer, for a peer that gave up the group, for its own
+time being up. The first operation of a group maps the group's region, which its first rank gives out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar, TypeVarTuple
+
+import torch
+
+from echelon.backends.native import Call, NativeCollectives
+from echelon.backends.operators import Operator
+from echelon.backends.shared import reducing
+from echelon.backends.shared.board import Board
+from echelon.backends.shared.room import Rooms, Shared
+from echelon.backends.shared.segment import Window
+from echelon.backends.shared.turnstile import Turnstile
+from echelon.backends.shared.waiting import Waiter
+from echelon.errors import PeerFailed
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Host(Protocol):
+    """What a group needs of the backend."""
+
+    @property
+    def waiter(self) -> Waiter:
+        """How this rank waits."""
+        ...
+
+    def check(self, context: int) -> None:
+        """Raises why the group cannot begin an operation."""
+        ...
+
+    def look_around(self, call: Call, context: int, rank: int | None, board: Board | None) -> None:
+        """Raises why this rank need not wait longer, for a rank of the world, or (None) for its own turn."""
+        ...
+
+    def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
+        """Returns the region of a group; called once, by its first operation."""
+        ...
+
+
+class SharedCollectives(NativeCollectives):
+    """The collectives of one group."""
+
+    def __init__(self, host: Host, context: int, ranks: tuple[int, ...], rank: int) -> None:
+        """Maps nothing yet.
+
+        Args:
+            host: see there.
+            context: of the group.
+            ranks: the world's rank of each member.
+            rank: this one, among the members.
+        """
+        self._host = host
+        self._context = context
+        self._ranks = ranks
+        self._rank = rank
+        self._turnstile = Turnstile()
+        self._shared: Shared | None = None
+        self._interrupted: int | None = None
+
+    def all_reduce(self, call: Call, tensor: torch.Tensor, operator: Operator) -> None:  # noqa: D102
+        self._pass(call, reducing.all_reduce, tensor, operator)
+
+    def agree(self, call: Call) -> None:  # noqa: D102
+        self._pass(call, _agree)
+
+    def _pass(self, call: Call, act: Callable[[Shared, Call, *Ts], T], *arguments: *Ts) -> T:
+        """Does an operation when it is its turn."""
+        number = call.sequence
+        self._turnstile.enter(number, lambda: self._host.look_around(call, self._context, None, None))
+        try:
+            self._host.check(self._context)
+            if self._interrupted is not None:
+                raise PeerFailed(self._ranks[self._rank], f"its operation #{self._interrupted} was interrupted")
+            return act(self._shared or self._open(call), call, *arguments)
+        except BaseException:
+            self._interrupted = self._interrupted or number
+            raise
+        finally:
+            self._turnstile.leave(number)
+
+    def _open(self, call: Call) -> Shared:
+        region = self._host.map_region(call, self._context, self._ranks)
+
+        def look_around(rank: int, call: Call) -> None:
+            self._host.look_around(call, self._context, self._ranks[rank], board)
+
+        count = len(self._ranks)
+        board = Board(region, self._ranks, self._rank, self._host.waiter, look_around)
+        self._shared = Shared(self._rank, count, board, Rooms(region, count))
+        return self._shared
+
+
+def _agree(shared: Shared, call: Call) -> None:
+    shared.board.announce(call)
+    shared.board.meet(call)

@@ -1,0 +1,51 @@
+"""What stands where in the memory that the ranks of one group share. Pure arithmetic; see docs/shared_memory.md.
+
+The region of a group is one room per rank, one behind the other. Only its owner writes into a room:
+
+    0         tick      u64   how many steps of the group's collectives this rank has done
+    64        asleep    u64   not 0: this rank sleeps, or is about to, until another tick changes
+    128       words     2 x 8 u64: numbers that go with an operation, in turns
+    1024      note      2 x 1536 bytes: what this rank believes the operation is, ended by a zero, in turns
+    8192      small     2 x 256 KiB: the data of small operations, in turns
+    ...       slots     the pieces of large operations
+
+"In turns": operation number n uses the one of number n % 2. Words that different ranks write never share a cache line.
+"""
+
+from __future__ import annotations
+
+WORD_BYTES = 8
+NUM_WORDS = 8
+"""Numbers that may go with an operation."""
+
+TICK = 0
+ASLEEP = 64
+_WORDS = 128
+_NOTES = 1024
+NOTE_ROOM = 1536
+_SMALL = 8192
+
+SMALL_BYTES = 256 << 10
+"""How many bytes of one rank an operation may have to need no more than one synchronisation."""
+SLOTS_BYTES = 8 << 20
+"""Of one rank, for the pieces of large operations."""
+
+SLOTS = _SMALL + 2 * SMALL_BYTES
+"""Where they begin in a room."""
+ROOM_BYTES = SLOTS + SLOTS_BYTES
+"""Of one rank; whole pages, and touched only as far as they are used."""
+
+
+def words_at(number: int) -> int:
+    """Returns where in a room the words of operation `number` begin."""
+    return _WORDS + (number & 1) * NUM_WORDS * WORD_BYTES
+
+
+def note_at(number: int) -> int:
+    """Returns where in a room the note of operation `number` begins."""
+    return _NOTES + (number & 1) * NOTE_ROOM
+
+
+def small_at(number: int) -> int:
+    """Returns where in a room the data of a small operation with that number begins."""
+    return _SMALL + (number & 1) * SMALL_BYTES

@@ -1,0 +1,61 @@
+"""The data in the rooms of a group, as tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from echelon.backends.shared import layout
+from echelon.backends.shared.board import Board
+from echelon.backends.shared.segment import Window
+
+_MAX_CACHED = 512
+"""How many shapes to keep views for; making one takes microseconds."""
+
+
+class Rooms:
+    """Where each rank of a group writes the data of operations, as this rank sees it."""
+
+    def __init__(self, region: Window, num_ranks: int) -> None:
+        self._data = region.data
+        self._address = region.address
+        self._starts = [rank * layout.ROOM_BYTES for rank in range(num_ranks)]
+        self._small: dict[tuple[int, torch.Size, torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self._slots: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}
+
+    def small(self, number: int, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Returns the place of every rank for the data of a small operation, by rank."""
+        key = (number & 1, shape, dtype)
+        views = self._small.get(key)
+        if views is None:
+            if len(self._small) >= _MAX_CACHED:
+                self._small.clear()
+            size = shape.numel() * dtype.itemsize
+            starts = [start + layout.small_at(number) for start in self._starts]
+            views = tuple(self._data[start : start + size].view(dtype).view(shape) for start in starts)
+            self._small[key] = views
+        return views
+
+    def small_address(self, rank: int, number: int) -> int:
+        """Returns where the data of a rank's small operation is in this process."""
+        return self._address + self._starts[rank] + layout.small_at(number)
+
+    def slots(self, slot_bytes: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        """Returns the slots of every rank, by rank and slot, each a flat tensor."""
+        slots = self._slots.get((slot_bytes, dtype))
+        if slots is None:
+            starts = [start + layout.SLOTS for start in self._starts]
+            areas = [self._data[start : start + layout.SLOTS_BYTES].view(dtype) for start in starts]
+            slots = [list(torch.split(area, slot_bytes // dtype.itemsize)) for area in areas]
+            self._slots[slot_bytes, dtype] = slots
+        return slots
+
+
+class Shared(NamedTuple):
+    """What the ranks of a group share, as one of them sees it."""
+
+    rank: int
+    num_ranks: int
+    board: Board
+    rooms: Rooms

@@ -1,0 +1,118 @@
+"""The memory of one host: a file without a name that all local ranks have open, and map in parts.
+
+The file is 2**57 bytes per rank, and takes memory only where something was written. It can neither shrink nor grow, so
+no peer can take pages away from under another (SIGBUS). Each rank gives out parts of its own range, and never one
+twice: what is freed leaves a hole. It ends with the last process that has it open or mapped, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+
+import torch
+
+from echelon.errors import ConnectError, UnsupportedOp
+
+_RANGE_BYTES = 1 << 57
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Part of the segment in this process, for as long as anything refers to it."""
+
+    memory: mmap.mmap
+    data: torch.Tensor
+    """All of it, as uint8."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+        return self.data.data_ptr()
+
+
+class Segment:
+    """A file in memory, shared by the ranks of one host."""
+
+    def __init__(self, fd: int, num_ranks: int, number: int) -> None:
+        """Takes over the file `fd`.
+
+        Args:
+            fd: from `create` on one of the ranks.
+            num_ranks: how many ranks share it.
+            number: of this rank among them.
+
+        Raises:
+            ConnectError: it is no such file; `fd` is closed.
+        """
+        self._fd = fd
+        self._size = num_ranks * _RANGE_BYTES
+        self._next = number * _RANGE_BYTES
+        self._end = self._next + _RANGE_BYTES
+        try:
+            facts = os.fstat(fd)
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except OSError:
+            os.close(fd)
+            raise ConnectError("what came as shared memory cannot be sealed: it is of another kind") from None
+        if not stat.S_ISREG(facts.st_mode) or not sealed or facts.st_size != self._size:
+            os.close(fd)
+            raise ConnectError(f"shared memory of {facts.st_size} bytes came, not {self._size} that nobody can change")
+
+    @property
+    def fd(self) -> int:
+        """The file."""
+        return self._fd
+
+    @classmethod
+    def create(cls, num_ranks: int) -> Segment:
+        """Makes the file; this is rank number 0 of those that share it.
+
+        Raises:
+            OSError: the system does not allow it.
+        """
+        fd = os.memfd_create("echelon", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, num_ranks * _RANGE_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(fd, num_ranks, 0)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Gives out a part of this rank's range; returns where it begins."""
+        offset, self._next = self._next, self._next + _whole_pages(num_bytes)
+        if self._next > self._end:
+            raise UnsupportedOp(f"no {num_bytes} bytes are left of this rank's range of the shared memory")
+        return offset
+
+    def map(self, offset: int, num_bytes: int) -> Window:
+        """Maps a part that one of the ranks has given out.
+
+        Raises:
+            ConnectError: there is no such part.
+            UnsupportedOp: there is no room for it in this process.
+        """
+        size = _whole_pages(num_bytes)
+        if offset % mmap.PAGESIZE or not 0 <= offset <= self._size - size or size <= 0:
+            raise ConnectError(f"bytes {offset} to {offset + size} are not in a shared memory of {self._size} bytes")
+        try:
+            memory = mmap.mmap(self._fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        except OSError as error:
+            raise UnsupportedOp(f"{size} bytes of shared memory cannot be mapped: {error.strerror}") from error
+        return Window(memory, torch.frombuffer(memory, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Closes the file; what is mapped stays. May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,77 @@
+"""How a rank waits until a word in shared memory has reached a level.
+
+Strategy. While every local rank can have a core, the word is read some 200 times, because a peer that is about to write
+it does so within microseconds. Then the core is given away a number of times. Then the rank says in its own `asleep`
+word that it sleeps, and sleeps on the word itself (futex); the kernel looks at the word once more, behind a fence,
+before it lets it sleep. Whoever writes a word looks afterwards, behind a fence, whether a peer sleeps, and wakes it: so
+either the sleeper sees the new value or the writer sees that it sleeps. A sleep ends after 20 ms at the latest, and the
+caller looks around for what else may have happened: peers that died or gave up.
+
+When giving the core away takes long, others need it: for some hundred waits it is not tried.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from echelon.backends.shared import futex
+
+_SPINS = 200
+_YIELDS = 100
+_YIELDS_WHEN_CROWDED = 10
+_LONG_YIELD_SECONDS = 0.5e-3
+_WAITS_WITHOUT_YIELDS = 300
+_NAP_SECONDS = 0.02
+
+_LOW_BITS = 0xFFFFFFFF
+
+
+class Waiter:
+    """How one rank waits; one for all of its groups."""
+
+    def __init__(self, num_local_ranks: int) -> None:
+        """Looks how many cores this process may use; `num_local_ranks` share them."""
+        roomy = num_local_ranks <= len(os.sched_getaffinity(0))
+        self._spins = range(_SPINS if roomy else 0)
+        self._yields = range(_YIELDS if roomy else _YIELDS_WHEN_CROWDED)
+        self._waits_without_yields = 0
+
+    def wait(
+        self, words: memoryview, index: int, level: int, address: int, asleep: int, look_around: Callable[[], None]
+    ) -> None:
+        """Returns when `words[index]` is at least `level`.
+
+        Args:
+            words: the memory as 64-bit numbers.
+            index: the word that a peer writes.
+            level: what it is to reach.
+            address: where that word is in this process.
+            asleep: the index of this rank's own word that says that it sleeps.
+            look_around: called at least every 20 ms; an exception ends the wait.
+        """
+        for _ in self._spins:
+            if words[index] >= level:
+                return
+        if self._waits_without_yields:
+            self._waits_without_yields -= 1
+        else:
+            before = time.monotonic()
+            for _ in self._yields:
+                os.sched_yield()
+                if words[index] >= level:
+                    return
+                now = time.monotonic()
+                if now - before > _LONG_YIELD_SECONDS:
+                    self._waits_without_yields = _WAITS_WITHOUT_YIELDS
+                    break
+                before = now
+        try:
+            words[asleep] = 1
+            while (value := words[index]) < level:
+                futex.wait(address, value & _LOW_BITS, _NAP_SECONDS)
+                if words[index] < level:
+                    look_around()
+        finally:
+            words[asleep] = 0
