@@ -1,8 +1,9 @@
 """What ranks did and when: one type for a simulated run and for a recorded one.
 
-A `Timeline` holds, for each rank, the steps it ran with their starts and ends, and the transfers between ranks that
-the steps waited for. A step is anything whose `str` is its name: an action of a pipeline, or plain text. Times are
-numbers of any one unit: float, int or Fraction (then every result is exact).
+A `Timeline` holds, for each rank, the steps it ran with their starts and ends, and the transfers between ranks that the
+steps waited for; and what ran beside the steps, such as asynchronous collectives. A step is anything whose `str` is its
+name: an action of a pipeline, or plain text. Times are numbers of any one unit: float, int or Fraction (then every
+result is exact).
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class Timeline:
         transfers: What steps needed from other ranks.
         peak_activations: For each rank, the most activations held at once, in units of one stage's activation.
             Empty where that means nothing.
+        beside: For each rank, lanes of spans that ran while its steps went on; those of a lane do not overlap. They
+            count neither as busy nor as idle. Empty where nothing did.
     """
 
     steps: tuple[tuple[object, ...], ...]
@@ -119,6 +122,7 @@ class Timeline:
     ends: tuple[tuple[Time, ...], ...]
     transfers: Sequence[Transfer] = field(default=(), compare=False)
     peak_activations: tuple[Time, ...] = ()
+    beside: tuple[tuple[tuple[Span, ...], ...], ...] = ()
 
     def __repr__(self) -> str:
         count = sum(map(len, self.steps))
@@ -139,13 +143,15 @@ class Timeline:
 
     @cached_property
     def start(self) -> Time:
-        """The first start of any rank."""
-        return min((starts[0] for starts in self.starts if starts), default=0.0)
+        """The first start of any rank, of what ran beside too."""
+        first = [starts[0] for starts in self.starts if starts]
+        return min(first + [lane[0].start for lanes in self.beside for lane in lanes if lane], default=0.0)
 
     @cached_property
     def end(self) -> Time:
-        """The last end of any rank."""
-        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+        """The last end of any rank, of what ran beside too."""
+        last = [ends[-1] for ends in self.ends if ends]
+        return max(last + [lane[-1].end for lanes in self.beside for lane in lanes if lane], default=0.0)
 
     @property
     def makespan(self) -> Time:

@@ -1,5 +1,6 @@
 """The same seed gives the same run, byte for byte; another one another legal run."""
 
+import json
 import os
 import random
 import subprocess
@@ -187,3 +188,48 @@ def test_the_timeline_can_be_drawn(tmp_path):
     timeline.to_chrome(tmp_path / "timeline.json")
     assert (tmp_path / "timeline.svg").stat().st_size > 1000
     assert "all_reduce" in (tmp_path / "timeline.json").read_text()
+
+
+def reduces_beside(group):
+    halves = [group.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(2)]
+    pair = group.subgroup([0, 1])
+    if pair is not None:
+        halves.append(pair.all_reduce(torch.ones(1 << 18), async_op=True))
+    with group.backend.compute("forward"):
+        pass
+    for work in halves:
+        work.wait()
+    group.barrier()
+
+
+def test_what_runs_beside_has_rows_of_its_own(tmp_path):
+    run = echelon.simulate(reduces_beside, 3, network="1GbE", costs={"forward": 1.0})
+    timeline = run.timeline
+    assert [len(lanes) for lanes in timeline.beside] == [2, 2, 1]
+    assert [[span.name.split(",")[0] for span in lane] for lane in timeline.beside[0]] == [
+        ["all_reduce(sum) of float32[262144]"] * 2,
+        ["all_reduce(sum) of float32[262144]"],
+    ]
+    first, second = timeline.beside[0][0]
+    assert 0 == first.start < first.end <= second.start < second.end < 1.0
+    assert timeline.busy[2] < 1.01
+    timeline.draw(tmp_path / "timeline.svg")
+    assert (tmp_path / "timeline.svg").read_text().count(">beside<") == 5
+    timeline.to_chrome(tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    assert [threads[0, number] for number in range(3)] == ["steps", "beside", "beside"]
+    beside = [event for event in events if event["ph"] == "X" and threads[event["pid"], event["tid"]] == "beside"]
+    assert len(beside) == 8
+
+
+def only_beside(group):
+    group.all_reduce(torch.ones(1000), async_op=True).wait()
+
+
+def test_what_runs_beside_alone_makes_the_makespan():
+    run = echelon.simulate(only_beside, 2, network="1GbE")
+    assert run.timeline.makespan == run.elapsed > 0
+    assert run.timeline.busy == (0, 0)

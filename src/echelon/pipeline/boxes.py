@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from echelon.pipeline.action import Action, Kind, Overlapped
-from echelon.trace import Timeline
+from echelon.trace import Span, Timeline
 
-_NAME = re.compile(r"[^\d(\[]*")
+_NAME = re.compile(r"[^\d(\[,]*")
 
 
 class Box(NamedTuple):
-    """A rectangle in a rank's row. Times count from the start of the timeline."""
+    """A rectangle in a row. Times count from the start of the timeline."""
 
     start: float
     end: float
@@ -40,13 +41,15 @@ class Boxes:
     """All boxes of a timeline.
 
     Args:
-        rows: For each rank its boxes.
+        titles: What each row is of.
+        rows: The boxes of each rank, below them those of what ran beside.
         makespan: Where the last box ends.
         kinds: The kinds of actions that occur.
         num_microbatches: One more than the highest microbatch of an action; 0 without actions.
-        names: What steps that are no actions are called, up to the first number or bracket.
+        names: What steps that are no actions are called, up to the first number, bracket or comma.
     """
 
+    titles: tuple[str, ...]
     rows: tuple[tuple[Box, ...], ...]
     makespan: float
     kinds: frozenset[Kind]
@@ -57,20 +60,29 @@ class Boxes:
 def boxes_of(timeline: Timeline) -> Boxes:
     """Lays out a timeline."""
     names: dict[str, int] = {}
-    rows = []
-    for steps, starts, ends in zip(timeline.steps, timeline.starts, timeline.ends, strict=True):
+    titles, rows = [], []
+    for title, spans in _rows(timeline):
         row: list[Box] = []
-        for step, start, end in zip(steps, starts, ends, strict=True):
+        for step, start, end in spans:
             row += _of_step(step, float(start - timeline.start), float(end - timeline.start), names)
+        titles.append(title)
         rows.append(tuple(row))
     actions = [box for row in rows for box in row if box.is_action]
     return Boxes(
+        titles=tuple(titles),
         rows=tuple(rows),
         makespan=float(timeline.makespan),
         kinds=frozenset(box.kind for box in actions),
         num_microbatches=max((box.hue for box in actions), default=-1) + 1,
         names=tuple(names),
     )
+
+
+def _rows(timeline: Timeline) -> Iterator[tuple[str, Sequence[Span]]]:
+    for rank, spans in enumerate(timeline.spans):
+        yield f"rank {rank}", spans
+        for lane in timeline.beside[rank] if timeline.beside else ():
+            yield "beside", lane
 
 
 def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> tuple[Box, ...]:

@@ -1,7 +1,7 @@
 """Writes a timeline as a Chrome trace (Trace Event format, JSON), for ui.perfetto.dev and chrome://tracing.
 
-A rank is a process with one thread. A transfer is an arrow: a flow event at the end of the span that made what is sent,
-and another at the start of the span that needs it.
+A rank is a process, its steps are a thread of it, and each lane of what ran beside is another. A transfer is an arrow:
+a flow event at the end of the span that made what is sent, and another at the start of the span that needs it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from echelon.errors import EchelonError
@@ -19,7 +19,8 @@ from echelon.trace import Span, Time, Timeline, Transfer
 
 Event: TypeAlias = dict[str, object]
 
-_THREAD = 0
+_STEPS = 0
+"""The thread of a rank's steps. Those of its lanes follow."""
 
 
 def to_chrome(timeline: Timeline, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
@@ -55,28 +56,38 @@ class _Clock(NamedTuple):
 
 def _events(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
     for rank in range(timeline.num_ranks):
-        yield _about(rank, "process_name", {"name": f"rank {rank}"})
-        yield _about(rank, "process_sort_index", {"sort_index": rank})
-        yield _about(rank, "thread_name", {"name": "steps"})
+        yield _about(rank, _STEPS, "process_name", {"name": f"rank {rank}"})
+        yield _about(rank, _STEPS, "process_sort_index", {"sort_index": rank})
+        yield _about(rank, _STEPS, "thread_name", {"name": "steps"})
+        for thread, _ in _lanes(timeline, rank):
+            yield _about(rank, thread, "thread_name", {"name": "beside"})
     for rank, spans in enumerate(timeline.spans):
         for span in spans:
-            yield _complete(rank, span, clock)
+            yield _complete(rank, _STEPS, span, clock)
+        for thread, lane in _lanes(timeline, rank):
+            for span in lane:
+                yield _complete(rank, thread, span, clock)
     for number, transfer in enumerate(timeline.transfers):
         yield from _arrow(timeline, transfer, number, clock)
 
 
-def _about(rank: int, what: str, args: Event) -> Event:
-    return {"ph": "M", "name": what, "pid": rank, "tid": _THREAD, "args": args}
+def _lanes(timeline: Timeline, rank: int) -> Iterator[tuple[int, Sequence[Span]]]:
+    """Yields each lane of a rank with the number of its thread."""
+    yield from enumerate(timeline.beside[rank] if timeline.beside else (), _STEPS + 1)
 
 
-def _complete(rank: int, span: Span, clock: _Clock) -> Event:
+def _about(rank: int, thread: int, what: str, args: Event) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _complete(rank: int, thread: int, span: Span, clock: _Clock) -> Event:
     start = clock.nanoseconds(span.start)
     return {
         "ph": "X",
         "name": span.name,
         "cat": _category(span.step),
         "pid": rank,
-        "tid": _THREAD,
+        "tid": thread,
         "ts": start / 1000,
         "dur": (clock.nanoseconds(span.end) - start) / 1000,
         "args": _details(span.step),
@@ -113,6 +124,6 @@ def _end_of_arrow(phase: str, rank: int, number: int, time: int) -> Event:
         "cat": "transfer",
         "id": number,
         "pid": rank,
-        "tid": _THREAD,
+        "tid": _STEPS,
         "ts": time / 1000,
     }

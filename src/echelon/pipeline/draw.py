@@ -1,4 +1,4 @@
-"""Draws a timeline as SVG, PNG or PDF: a row per rank, time from left to right. Needs matplotlib."""
+"""Draws a timeline as SVG, PNG or PDF: a row per rank and lane, time from left to right. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class _Panel(NamedTuple):
     length: float
     """How much time its axis shows."""
     row: float
-    """The height of a rank's row, in inches."""
+    """The height of a row, in inches."""
 
     @property
     def height(self) -> float:
-        return self.row * max(1, self.timeline.num_ranks)
+        return self.row * max(1, len(self.boxes.rows))
 
     @property
     def unlabelled(self) -> float:
@@ -117,9 +117,13 @@ def _planned_first(above: Timeline, below: Timeline) -> list[Timeline]:
 
 def _panels(timelines: list[Timeline]) -> list[_Panel]:
     return [
-        _Panel(timeline, boxes_of(timeline), length, row=min(0.45, max(0.1, 0.08 + 3.4 / max(1, timeline.num_ranks))))
+        _panel(timeline, boxes_of(timeline), length)
         for timeline, length in zip(timelines, _lengths(timelines), strict=True)
     ]
+
+
+def _panel(timeline: Timeline, boxes: Boxes, length: float) -> _Panel:
+    return _Panel(timeline, boxes, length, row=min(0.45, max(0.1, 0.08 + 3.4 / max(1, len(boxes.rows)))))
 
 
 def _lengths(timelines: list[Timeline]) -> list[float]:
@@ -153,7 +157,7 @@ def _paint(axes: Axes, panel: _Panel, width: float) -> None:
     scale = width / panel.length
     rows = panel.boxes.rows
     _paint_rows(axes, panel)
-    flat = [(rank, box) for rank, row in enumerate(rows) for box in row]
+    flat = [(number, box) for number, row in enumerate(rows) for box in row]
     wide = [item for item in flat if item[1].width * scale > _PADDING]
     # An edge would hide a narrow box; of one that took no time it is all there is to see.
     _paint_boxes(axes, [item for item in flat if 0 < item[1].width * scale <= _PADDING], edge_width=0)
@@ -162,13 +166,13 @@ def _paint(axes: Axes, panel: _Panel, width: float) -> None:
 
 
 def _paint_rows(axes: Axes, panel: _Panel) -> None:
-    ranks = range(panel.timeline.num_ranks)
+    rows = list(range(len(panel.boxes.rows)))
     axes.set_xlim(0, panel.length)
-    axes.set_ylim(max(1, panel.timeline.num_ranks) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     if panel.boxes.makespan:
-        axes.barh(list(ranks), panel.boxes.makespan, height=0.88, color=_IDLE, edgecolor="#d8d8d8", linewidth=0.4)
+        axes.barh(rows, panel.boxes.makespan, height=0.88, color=_IDLE, edgecolor="#d8d8d8", linewidth=0.4)
     size = min(9.0, panel.row * 72 * 0.6)
-    axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks], fontsize=size, color=_INK)
+    axes.set_yticks(rows, panel.boxes.titles, fontsize=size, color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8, color="#808080", labelcolor=_INK)
     axes.set_xlabel("time", fontsize=8, color=_INK, labelpad=1)
@@ -182,8 +186,8 @@ def _paint_boxes(axes: Axes, boxes: list[tuple[int, Box]], edge_width: float) ->
     from matplotlib.collections import PolyCollection
 
     corners = []
-    for rank, box in boxes:
-        top, bottom = rank + 0.44 - 0.88 * box.upper, rank + 0.44 - 0.88 * box.lower
+    for row, box in boxes:
+        top, bottom = row + 0.44 - 0.88 * box.upper, row + 0.44 - 0.88 * box.lower
         corners.append([(box.start, top), (box.end, top), (box.end, bottom), (box.start, bottom)])
     axes.add_collection(
         PolyCollection(
@@ -203,12 +207,12 @@ def _paint_labels(axes: Axes, boxes: list[tuple[int, Box]], panel: _Panel, scale
     font = _font([box for _, box in boxes], panel, scale)
     if font is None:
         return
-    for rank, box in boxes:
+    for row, box in boxes:
         if font.width(box) > box.width * scale:
             continue
         axes.text(
             (box.start + box.end) / 2,
-            rank + 0.44 - 0.44 * (box.lower + box.upper),
+            row + 0.44 - 0.44 * (box.lower + box.upper),
             font.label(box),
             ha="center",
             va="center_baseline",

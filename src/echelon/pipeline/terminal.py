@@ -43,10 +43,10 @@ _Step: TypeAlias = tuple[Box, ...]
 
 
 def lines(timeline: Timeline, width: int, in_color: bool) -> list[Line]:
-    """Lays a timeline out, one line per rank and at most `width` columns wide."""
-    titles = [f"rank {rank}  " for rank in range(timeline.num_ranks)]
-    margin = max(map(len, titles), default=0)
+    """Lays a timeline out, one line per rank, one for each lane beside, and at most `width` columns wide."""
     boxes = boxes_of(timeline)
+    titles = [f"{title}  " for title in boxes.titles]
+    margin = max(map(len, titles), default=0)
     rows = [[tuple(group) for _, group in groupby(row, key=_when)] for row in boxes.rows]
     scale = _Scale.that_fits([step for row in rows for step in row], boxes.makespan, max(1, width - margin), in_color)
     draw = _whole_steps if scale.level is not None else _shares

@@ -233,7 +233,7 @@ class VirtualBackend(Backend):
         self._end_call(task)
 
     def leave_library(self, task: Task) -> None:
-        """Ends such a call. A collective of the rank's own task becomes a span of the timeline."""
+        """Ends such a call. A collective becomes a span of the timeline, unless it is part of a step."""
         if task.depth > 1:
             task.depth -= 1
             return
@@ -241,8 +241,12 @@ class VirtualBackend(Backend):
             self._begin_call()
         finally:
             task.depth = 0
-        if task.operation and task.number == 0 and not self._is_computing:
-            self.world.recorder.span(self.rank, task.operation, task.entered_at, self._scheduler.now)
+        if task.operation:
+            recorder, began, now = self.world.recorder, task.entered_at, self._scheduler.now
+            if task.number:
+                recorder.span_beside(self.rank, task.number, task.operation, began, now)
+            elif not self._is_computing:
+                recorder.span(self.rank, task.operation, began, now)
         self._end_call(task)
 
     # Computing

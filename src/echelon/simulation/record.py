@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from echelon.backends.base import Tag
-from echelon.trace import Timeline, Transfer
+from echelon.trace import Span, Timeline, Transfer
 
 
 class Event(NamedTuple):
@@ -47,6 +47,8 @@ class Recorder:
         """Of each event what makes an `Event`: a tuple is all that there is time for."""
         self.bytes_sent: Counter[tuple[int, int]] = Counter()
         self._spans: list[list[tuple[object, float, float]]] = [[] for _ in range(world_size)]
+        self._beside: list[dict[int, list[Span]]] = [{} for _ in range(world_size)]
+        """For each rank, the spans of each of its lanes."""
         self._transfers: list[Transfer] = []
         self._arrivals: dict[tuple[int, int, Tag], deque[Arrival]] = {}
         self._needed: list[list[Arrival]] = [[] for _ in range(world_size)]
@@ -75,6 +77,10 @@ class Recorder:
             )
         self._needed[rank].clear()
 
+    def span_beside(self, rank: int, lane: int, step: object, start: float, end: float) -> None:
+        """Adds a span of a lane, which has just ended."""
+        self._beside[rank].setdefault(lane, []).append(Span(step, start, end))
+
     def timeline(self) -> Timeline:
         """Returns all spans, and what passed between them."""
         return Timeline(
@@ -82,6 +88,7 @@ class Recorder:
             starts=tuple(tuple(start for _, start, _ in spans) for spans in self._spans),
             ends=tuple(tuple(end for _, _, end in spans) for spans in self._spans),
             transfers=tuple(self._transfers),
+            beside=tuple(tuple(tuple(lane) for _, lane in sorted(lanes.items())) for lanes in self._beside),
         )
 
 

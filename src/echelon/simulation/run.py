@@ -44,7 +44,7 @@ class Simulation:
     """Virtual seconds from the start until the last rank's function ended."""
     seed: int
     timeline: Timeline
-    """What each rank computed and its collectives, in virtual seconds. What runs beside the program is not in it."""
+    """What each rank computed and its collectives, in virtual seconds. Asynchronous ones are in `Timeline.beside`."""
     bytes_sent: Mapping[tuple[int, int], int]
     """By sender and receiver."""
     peak_memory: tuple[int, ...] | None = None
