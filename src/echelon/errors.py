@@ -13,6 +13,7 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── ScheduleError        (ValueError)          you: a pipeline schedule that cannot run
     ├── PlanError            (ValueError)          you: a collective plan that cannot run
     ├── PartitionError       (ValueError)          you: a model that cannot be cut that way
+    ├── NotFinite            (ArithmeticError)     the numbers: a loss that is infinite or not a number
     ├── LaunchError          (ValueError)          you: a job that cannot be started that way
     ├── DeadlockError        (RuntimeError)        the program: every rank waits for another
     ├── PeerFailed           (ConnectionError)     the world: another rank died or gave up
@@ -101,6 +102,10 @@ class PlanError(EchelonError, ValueError):
 
 class PartitionError(EchelonError, ValueError):
     """A model that cannot be cut into the stages asked for."""
+
+
+class NotFinite(EchelonError, ArithmeticError):
+    """A loss that is infinite or not a number."""
 
 
 class LaunchError(EchelonError, ValueError):

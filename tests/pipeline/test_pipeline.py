@@ -288,8 +288,6 @@ def fail_with(group, case):
         kwargs = {"at": ["2"]}
     elif case == "wrong names":
         kwargs = {"at": ["nine"]}
-    elif case == "split backward":
-        schedule = "zb-h1"
     elif case == "other ranks":
         schedule, count = schedules.build("1f1b", num_ranks=3, num_microbatches=2), None
     elif case == "few samples":
@@ -313,7 +311,6 @@ def fail_with(group, case):
         ("not cuttable", "PartitionError", "pass an nn.Sequential"),
         ("tied", "PartitionError", "is the same parameter as"),
         ("wrong names", "PartitionError", "nine"),
-        ("split backward", "UnsupportedOp", "use gpipe, 1f1b"),
         ("other ranks", "ScheduleError", "for 3 ranks, the group has 2"),
         ("disagree", "CollectiveMismatch", "pass the same arguments"),
     ],

@@ -10,7 +10,6 @@ from torch import nn
 from echelon.errors import CollectiveMismatch, ScheduleError, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline import schedules
-from echelon.pipeline.runtime import actions_of
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.split import StageMaker
 
@@ -50,13 +49,8 @@ def check_runnable(schedule: Schedule) -> None:
     """Refuses schedules that cannot train.
 
     Raises:
-        UnsupportedOp: the runtime does not run its actions, or it has no backward.
+        UnsupportedOp: it has no backward.
     """
-    if any(action.kind in "IW" for order in schedule.orders for step in order for action in actions_of(step)):
-        raise UnsupportedOp(
-            f"{schedule.name} runs the backward for inputs (I) and for weights (W) apart, which the runtime does not "
-            "do yet: use gpipe, 1f1b, interleaved-1f1b or looped-bfs"
-        )
     if schedule.forward_only:
         raise UnsupportedOp(
             f"{schedule.name} has no backward: pass a training schedule, and call forward() for inference"

@@ -88,6 +88,7 @@ class Pipeline:
         self._data_parallel = data_parallel
         self._reducers: dict[int, GradientReducer] = {}
         self._synchronizes = True
+        self._is_settled = False
         self._times: list[list[Span]] | None = None
         if data_parallel is not None:
             for stage in self.stages:
@@ -96,6 +97,7 @@ class Pipeline:
         self._runtime = Runtime(
             self.stages, self._group, replicas if data_parallel is None else [data_parallel, *replicas]
         )
+        self._runtime.load(self.schedule)
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.num_stages} stages, here {self.stages}: {self.schedule!r}>"
@@ -150,6 +152,8 @@ class Pipeline:
             Timeout: a rank did not send in time what another waited for.
         """
         batch = self._training_batch(inputs, target, kwargs, return_outputs)
+        if not self._is_settled:
+            self.schedule, self._is_settled = self._runtime.settle(self.schedule, batch), True
         times = self._runtime.run(self.schedule, batch, self._start_reduction)
         if self._synchronizes:
             with self._runtime.telling_others():

@@ -1,30 +1,38 @@
-"""The interpreter: runs this rank's order of a schedule, step by step, exactly as it was checked.
+"""The runtime of one rank: programs made and checked once, run many times, and failures told to the other ranks.
 
-Strategy. Nothing is decided here but what the order says. What a step needs from another rank was posted a few steps
-before; what it makes for another rank is sent without waiting; between two stages of one rank values are handed over
-directly. A step that fails ends the step of all ranks: they are told why, and none waits for what will not come.
+A step that fails ends the step of all ranks: they are told why, and none waits for what will not come.
 """
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from echelon.backends.base import Work
-from echelon.errors import PeerFailed, UnsupportedOp
+from echelon.errors import PeerFailed, ScheduleError
 from echelon.group import ProcessGroup
-from echelon.pipeline.action import Action, Overlapped, Step
-from echelon.pipeline.loss import LossScale, check_loss
-from echelon.pipeline.nested import Value, map_tensors
+from echelon.pipeline.action import actions_of as actions_of
+from echelon.pipeline.buffers import Buffers
+from echelon.pipeline.fuse import fused, split_stages
+from echelon.pipeline.interpreter import Interpreter, forward_of
+from echelon.pipeline.loss import LossScale
+from echelon.pipeline.lowered_check import check_program
+from echelon.pipeline.lowering import Program, Transfer, lower
+from echelon.pipeline.meter import Memory, Meter
+from echelon.pipeline.nested import Value, tensors_of
+from echelon.pipeline.probe import Finding, probe
+from echelon.pipeline.saved import address
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.stage import Stage
-from echelon.pipeline.transfer import Incoming, Route, detached, start_transfer
+from echelon.pipeline.transfer import Ports
 
-_LOOKAHEAD = 3
-"""How many steps before it is needed a receive is posted."""
+_MOST_BYTES = 900
+"""Of the reason that other ranks are told; a message's note holds some more."""
 
 
 @dataclass
@@ -48,6 +56,14 @@ class Batch:
     outputs: dict[int, Value] = field(default_factory=dict)
 
 
+class _Loaded(NamedTuple):
+    """A program that was checked, and what is kept from one run to the next."""
+
+    program: Program
+    ports: Ports
+    split: frozenset[int]
+
+
 class Runtime:
     """Runs schedules on the stages of one rank."""
 
@@ -63,6 +79,50 @@ class Runtime:
         self._group = group
         self._replicas = replicas
         self._steps = 0
+        self._loaded: dict[Schedule, _Loaded] = {}
+        self._latest: tuple[Schedule, _Loaded] | None = None
+        self.buffers = Buffers()
+        """What receives are written into."""
+        self._memory: Memory | None = None
+
+    def load(self, schedule: Schedule) -> Program:
+        """Spells a schedule out and checks the result; `run` does so if it was not done before.
+
+        Raises:
+            ScheduleError: the schedule, or the program, has problems.
+        """
+        return self._load(schedule).program
+
+    def settle(self, schedule: Schedule, batch: Batch) -> Schedule:
+        """Finds out which stages cannot do their backward in two halves, and plans again for those; on all ranks.
+
+        Every rank must call it. It runs the first microbatch through all stages, which leaves no trace.
+
+        Args:
+            schedule: what is to be run.
+            batch: with at least one microbatch where the first stage is, and its target, if there are any.
+
+        Returns:
+            A schedule that can be run: the given one, if it has no I and W or all its stages can be split.
+        """
+        if not split_stages(schedule):
+            return schedule
+        self._steps += 1
+        with self.telling_others():
+            reasons = {
+                index: finding.reason for index, finding in self._probe(schedule, batch) if finding.halves is None
+            }
+        told = self._group.all_gather_object(list(reasons))
+        refused = [stage for stages in told if isinstance(stages, list) for stage in stages if isinstance(stage, int)]
+        for stage, reason in reasons.items():
+            warnings.warn(
+                f"stage {stage} does its backward as a whole (B instead of I and W in {schedule.name}): {reason}",
+                stacklevel=2,
+            )
+        settled = fused(schedule, refused)
+        settled.check()
+        self.load(settled)
+        return settled
 
     def run(self, schedule: Schedule, batch: Batch, on_stage_done: Callable[[int], None]) -> list[tuple[float, float]]:
         """Runs this rank's order once and returns when each of its steps began and ended, by the backend's clock.
@@ -75,26 +135,97 @@ class Runtime:
         Raises:
             PeerFailed: another rank failed in this step, or is gone.
             Timeout: what another rank was to send did not come.
+            NotFinite: a microbatch's loss.
         """
         self._steps += 1
-        pass_ = _Pass(schedule, batch, self._stages, self._group, self._steps)
-        with self.telling_others(lambda: pass_.current):
-            return list(pass_.run(on_stage_done))
+        loaded = self._load(schedule)
+        meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
+        one = Interpreter(
+            loaded.program,
+            batch,
+            self._stages,
+            self._group,
+            loaded.ports,
+            self._steps,
+            loaded.split,
+            on_stage_done,
+            meter,
+        )
+        with self.telling_others(lambda: one.current):
+            one.run()
+        self.buffers.forget_unused()
+        if meter is not None:
+            self._memory = meter.memory(schedule, self._group.rank)
+            for stage in self._stages.values():
+                stage.is_metered = False
+        return one.times
+
+    @property
+    def memory(self) -> Memory:
+        """The activations that this rank held at most, in the first training step.
+
+        Raises:
+            ScheduleError: there was none.
+        """
+        if self._memory is None:
+            raise ScheduleError("memory is measured in the first step: call step() first")
+        return self._memory
 
     @contextmanager
-    def telling_others(self, current: Callable[[], Step | None] = lambda: None) -> Iterator[None]:
+    def telling_others(self, current: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Tells the other ranks of an exception inside, so that none waits for this one; then lets it pass."""
         try:
             yield
         except BaseException as error:
             for stage in self._stages.values():
                 stage.forget()
-            where = f" in {current()}" if current() is not None else ""
-            mine = PeerFailed(self._group.backend.rank, f"{type(error).__name__}{where}: {error}")
+            mine = PeerFailed(self._group.backend.rank, _told(error, current()))
             first = self._revoke(error if isinstance(error, PeerFailed) else mine)
             if isinstance(error, PeerFailed):
                 raise PeerFailed(first.rank, first.reason, error.operation) from error
             raise
+
+    def _load(self, schedule: Schedule) -> _Loaded:
+        if self._latest is not None and self._latest[0] is schedule:
+            return self._latest[1]
+        loaded = self._loaded.get(schedule)
+        if loaded is None:
+            schedule.check()
+            program = lower(schedule, [stage.index for stage in self._stages.values() if stage.recomputes])
+            check_program(program)
+            loaded = _Loaded(program, Ports(self._group, self.buffers), split_stages(schedule))
+            self._loaded[schedule] = loaded
+        self._latest = schedule, loaded
+        return loaded
+
+    def _probe(self, schedule: Schedule, batch: Batch) -> Iterator[tuple[int, Finding]]:
+        """Runs the first microbatch through the stages of this rank, between those of others."""
+        ports, placement, me = Ports(self._group, Buffers()), schedule.placement, self._group.rank
+        value: Value = None
+        for index in [stage for stage, rank in enumerate(placement) if rank == me]:
+            before, after = (placement[i] if 0 <= i < len(placement) else me for i in (index - 1, index + 1))
+            if index == 0:
+                assert batch.inputs is not None
+                value = batch.inputs[0]
+            elif before != me:
+                value = ports.post(self._steps, Transfer(index, 0, False), before).wait()
+            stage = self._stages[index]
+            finding = probe(stage, forward_of(stage, value, 0, batch, is_last=index == len(placement) - 1))
+            if finding.halves is not None:
+                stage.halves = finding.halves
+            value = finding.output
+            if after != me:
+                for work in ports.send(self._steps, Transfer(index + 1, 0, False), after, value):
+                    work.wait(self._group.timeout)
+            yield index, finding
+
+    def _meter_of(self, batch: Batch) -> Meter:
+        """Returns a meter that leaves out parameters, buffers and what belongs to the user."""
+        tensors: list[torch.Tensor] = tensors_of([batch.inputs, batch.targets, batch.kwargs])
+        for stage in self._stages.values():
+            stage.is_metered = True
+            tensors += [*stage.module.parameters(), *stage.module.buffers()]
+        return Meter(self._stages, frozenset(map(address, tensors)))
 
     def _revoke(self, failure: PeerFailed) -> PeerFailed:
         """Ends what the ranks of the pipeline wait for, and its replicas; returns the first cause that is known."""
@@ -103,139 +234,13 @@ class Runtime:
         return failure
 
 
-class _Pass:
-    """One run of one order."""
-
-    def __init__(
-        self, schedule: Schedule, batch: Batch, stages: Mapping[int, Stage], group: ProcessGroup, number: int
-    ) -> None:
-        self.current: Step | None = None
-        self._schedule = schedule
-        self._batch = batch
-        self._stages = stages
-        self._group = group
-        self._number = number
-        self._last_stage = schedule.num_stages - 1
-        self._results: dict[Route, Value] = {}
-        self._local: dict[Route, Value] = {}
-        self._incoming: dict[Route, Incoming] = {}
-        self._sends: list[Work[None]] = []
-        self._loss_roots: dict[int, torch.Tensor] = {}
-
-    def run(self, on_stage_done: Callable[[int], None]) -> Iterator[tuple[float, float]]:
-        """Yields when each step began and ended."""
-        now = self._group.backend.now
-        order = self._schedule.orders[self._group.rank]
-        actions = [actions_of(step) for step in order]
-        last = {action.stage: index for index, step in enumerate(actions) for action in step if action.kind != "F"}
-        for index, step in enumerate(order):
-            self.current = step
-            self._post(actions[index : index + _LOOKAHEAD])
-            values = [self._fetch(action) for action in actions[index]]
-            began = now()
-            with self._group.backend.compute(step):
-                for action, value in zip(actions[index], values, strict=True):
-                    self._execute(action, value)
-            ended = now()  # before what it made leaves: nobody who needs it can start earlier
-            self._send_results()
-            yield began, ended
-            self._forget_sent()
-            for action in actions[index]:
-                if action.kind != "F" and last[action.stage] == index:
-                    on_stage_done(action.stage)
-        for work in self._sends:
-            work.wait(self._group.timeout)
-
-    def _forget_sent(self) -> None:
-        """Lets go of what has been sent; raises the error of a send that failed."""
-        for work in self._sends:
-            if work.is_completed():
-                work.result()
-        self._sends = [work for work in self._sends if not work.is_completed()]
-
-    def _execute(self, action: Action, value: Value) -> None:
-        if action.kind == "F":
-            self._forward(action, value)
-        elif action.kind == "B":
-            self._backward(action, value)
-        else:
-            raise UnsupportedOp(
-                f"{action}: this runtime runs forward (F) and whole backward (B) actions; use one of the schedules "
-                "gpipe, 1f1b, interleaved-1f1b, looped-bfs"
-            )
-
-    # Forward
-
-    def _forward(self, action: Action, value: Value) -> None:
-        stage, microbatch, batch = self._stages[action.stage], action.microbatch, self._batch
-        kwargs = batch.kwargs[microbatch]
-        output = stage.forward(microbatch, value, kwargs, keeps_graph=not self._schedule.forward_only)
-        if action.stage != self._last_stage:
-            self._results[Route(self._number, action.stage + 1, microbatch, False)] = output
-            return
-        if batch.keeps_outputs:
-            batch.outputs[microbatch] = map_tensors(torch.Tensor.detach, output)
-        if batch.loss_fn is not None and batch.targets is not None and batch.scale is not None:
-            with torch.set_grad_enabled(not self._schedule.forward_only):
-                loss = check_loss(batch.loss_fn(output, batch.targets[microbatch]))
-                self._loss_roots[microbatch] = loss
-            batch.losses[microbatch] = loss.detach() * batch.scale.factor(microbatch)
-
-    # Backward
-
-    def _backward(self, action: Action, value: Value) -> None:
-        stage, microbatch = self._stages[action.stage], action.microbatch
-        if action.stage == self._last_stage:
-            assert self._batch.scale is not None
-            loss = self._loss_roots.pop(microbatch)
-            gradients = stage.backward_from(microbatch, loss * self._batch.scale.gradient_factor(microbatch))
-        else:
-            assert isinstance(value, list)
-            gradients = stage.backward(microbatch, value)
-        if action.stage > 0:
-            self._results[Route(self._number, action.stage - 1, microbatch, True)] = gradients
-
-    # Between stages
-
-    def _send_results(self) -> None:
-        """Hands what was made to the stages it is for, on this rank or on others."""
-        for route, value in self._results.items():
-            rank = self._schedule.placement[route.stage]
-            if rank == self._group.rank:
-                self._local[route] = value if route.backward else detached(value)
-            else:
-                self._sends += start_transfer(self._group, rank, route, value)
-        self._results.clear()
-
-    def _post(self, upcoming: Sequence[Sequence[Action]]) -> None:
-        for step in upcoming:
-            for action in step:
-                route, src = self._needs(action)
-                if route is not None and src != self._group.rank and route not in self._incoming:
-                    self._incoming[route] = Incoming(self._group, src, route)
-
-    def _fetch(self, action: Action) -> Value:
-        """Returns what the action needs: the input of its stage, or the gradients of its outputs."""
-        route, src = self._needs(action)
-        if route is None:
-            return self._first_input(action) if action.kind == "F" else None
-        if src == self._group.rank:
-            return self._local.pop(route)
-        return self._incoming.pop(route).wait()
-
-    def _needs(self, action: Action) -> tuple[Route | None, int]:
-        """Returns the transfer that an action needs, and the rank it comes from; None if it needs none."""
-        backward = action.kind != "F"
-        source = action.stage + 1 if backward else action.stage - 1
-        if not 0 <= source <= self._last_stage:
-            return None, self._group.rank
-        return Route(self._number, action.stage, action.microbatch, backward), self._schedule.placement[source]
-
-    def _first_input(self, action: Action) -> Value:
-        assert self._batch.inputs is not None
-        return self._batch.inputs[action.microbatch]
-
-
-def actions_of(step: Step) -> tuple[Action, ...]:
-    """Returns the one action of a step, or the two of an overlapped one."""
-    return tuple(step) if isinstance(step, Overlapped) else (step,)
+def _told(error: BaseException, current: object) -> str:
+    """Writes what happened for other ranks: type, where, message, and as much of the traceback as fits, inside first."""
+    where = f" in {current}" if current is not None else ""
+    text = f"{type(error).__name__}{where}: {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        line = f"\n  from {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+        if len((text + line).encode()) > _MOST_BYTES:
+            break
+        text += line
+    return text

@@ -1,22 +1,69 @@
-"""One stage: a part of the model, and the graphs of the microbatches between their forward and their backward."""
+"""One stage: a part of the model, and what it keeps of each microbatch between forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
+from echelon._torch_private import run_backward
 from echelon.errors import ScheduleError
+from echelon.pipeline.deferred import SplitBackward
+from echelon.pipeline.junctions import Gradient, Root, edge_of
 from echelon.pipeline.nested import Value, tensors_of
+from echelon.pipeline.saved import SavedTensors, num_bytes
+from echelon.pipeline.separate_uses import SeparateUses
 
 
-class _Graph(NamedTuple):
-    """What is kept of a microbatch: the leaves its gradient arrives at, and the tensors it starts from."""
+class Made(NamedTuple):
+    """What a forward made."""
 
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    output: Value
+    roots: list[torch.Tensor]
+    """Where the backward will start: what of the output requires a gradient, or the loss."""
+
+
+class Forward(NamedTuple):
+    """The forward of a stage for one microbatch, to be run once, or again."""
+
+    value: Value
+    """What comes from the stage before; its gradient is what the backward returns."""
+    make: Callable[[], Made]
+
+
+class Halves(NamedTuple):
+    """How the backward of a stage is done in two halves, I and W; found out by `probe`."""
+
+    reused: tuple[nn.Parameter, ...] = ()
+    """The parameters that are used in several places, and get an edge in the graph for each."""
+    frees: bool = True
+    """Whether I uses saved tensors that W does not need, so that it pays to let go of them in between."""
+
+
+class _Microbatch:
+    """What is kept of one microbatch."""
+
+    __slots__ = ("again", "inputs", "random_state", "roots", "saved", "split")
+
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
+        self.inputs = inputs
+        self.roots: list[GradientEdge] = []
+        self.saved: SavedTensors | None = None
+        self.split: SplitBackward | None = None
+        self.again: Forward | None = None
+        self.random_state: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [
+            *self.inputs,
+            *(() if self.again is None else tensors_of(self.again.value)),
+            *(() if self.saved is None else self.saved.tensors()),
+            *(() if self.split is None else self.split.kept),
+        ]
 
 
 class Stage:
@@ -34,64 +81,126 @@ class Stage:
         self.index = index
         self.module = module
         self.prefix = prefix
+        self.recomputes = False
+        """Whether only the input is kept from forward to backward, and the forward is run again."""
+        self.halves = Halves()
+        self.is_metered = False
+        """Whether `num_bytes` can be asked for. It costs some microseconds per layer."""
         self._spreads = spreads
-        self._graphs: dict[int, _Graph] = {}
+        self._held: dict[int, _Microbatch] = {}
 
     def __repr__(self) -> str:
         return f"<Stage {self.index}: {sum(p.numel() for p in self.module.parameters())} parameters>"
 
     @property
     def num_held(self) -> int:
-        """The number of microbatches between forward and backward."""
-        return len(self._graphs)
+        """The number of microbatches between forward and the end of backward."""
+        return len(self._held)
 
-    def forward(self, microbatch: int, value: Value, kwargs: Mapping[str, Value], *, keeps_graph: bool) -> Value:
-        """Returns what the module makes of the batch's inputs (a tuple), or of what the stage before returned.
+    def num_bytes(self, microbatch: int, but: Collection[int] = ()) -> int:
+        """Returns the bytes of what is held of a microbatch between forward and backward, while the stage is metered.
 
-        With `keeps_graph`, remembers where the gradient of `value` is to arrive, and where that of the output starts.
+        Args:
+            microbatch: which one.
+            but: addresses of memory that does not count: parameters, and what belongs to the user.
         """
-        with torch.set_grad_enabled(keeps_graph):
-            if isinstance(value, tuple) and (self._spreads or self.index == 0):
-                output = self.module(*value, **kwargs)
-            else:
-                output = self.module(value, **kwargs)
-        if keeps_graph:
-            inputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
-            outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-            self._graphs[microbatch] = _Graph(inputs, outputs)
-        return output
+        held = self._held.get(microbatch)
+        return 0 if held is None else num_bytes(held.tensors(), but)
 
-    def backward(self, microbatch: int, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def call(self, value: Value, kwargs: Mapping[str, Value]) -> Value:
+        """Returns what the module makes of the batch's inputs (a tuple), or of what the stage before returned."""
+        if isinstance(value, tuple) and (self._spreads or self.index == 0):
+            return self.module(*value, **kwargs)
+        return self.module(value, **kwargs)
+
+    def forward(self, microbatch: int, forward: Forward, *, splits: bool) -> Made:
+        """Runs the forward, and keeps what the backward needs.
+
+        Args:
+            microbatch: its number.
+            forward: runs `call`, and the loss where that is.
+            splits: whether the backward may be done in two halves.
+        """
+        tensors = [] if self.index == 0 else tensors_of(forward.value)
+        held = self._held[microbatch] = _Microbatch([tensor for tensor in tensors if tensor.requires_grad])
+        if not self.recomputes:
+            return self._make(held, forward, splits)
+        held.again, held.random_state = forward, torch.get_rng_state()
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
+            return forward.make()
+
+    def recompute(self, microbatch: int, *, splits: bool) -> None:
+        """Runs the forward again, with the same random numbers."""
+        held = self._held[microbatch]
+        assert held.again is not None and held.random_state is not None, "the forward comes before"
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(held.random_state)
+            self._make(held, held.again, splits)
+        held.again = held.random_state = None
+
+    def backward(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Adds into the parameters' .grad, and returns the gradients of the inputs that require one.
 
         Args:
             microbatch: which of those that forward was called for.
-            gradients: for each tensor of the output that requires one, its gradient; None where nothing depends on it.
+            gradients: for each root its gradient; None where nothing depends on it.
 
         Raises:
-            ScheduleError: there are more or fewer gradients than outputs.
+            ScheduleError: there are more or fewer gradients than roots, or all are missing.
         """
-        graph = self._graphs[microbatch]
-        if len(gradients) != len(graph.outputs):
-            raise ScheduleError(
-                f"stage {self.index} has {len(graph.outputs)} outputs that require a gradient for microbatch "
-                f"{microbatch}, but {len(gradients)} gradients came back"
-            )
-        pairs = [pair for pair in zip(graph.outputs, gradients, strict=True) if pair[1] is not None]
-        return self._run_backward(microbatch, [output for output, _ in pairs], [gradient for _, gradient in pairs])
+        held = self._held.pop(microbatch)
+        if roots := self._roots(held, microbatch, gradients):
+            run_backward(roots, into_leaves=True)
+        return [tensor.grad for tensor in held.inputs]
 
-    def backward_from(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor | None]:
-        """As `backward`, but from a loss that was made of the output."""
-        return self._run_backward(microbatch, [loss], [None])
+    def backward_input(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Returns the gradients of the inputs, and keeps what `backward_weight` needs.
 
-    def _run_backward(
-        self, microbatch: int, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        graph = self._graphs.pop(microbatch)
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        return [tensor.grad for tensor in graph.inputs]
+        Raises:
+            ScheduleError: as `backward`.
+            CannotSplit: the graph is unlike the one that was probed.
+        """
+        held = self._held[microbatch]
+        split = SplitBackward(self._roots(held, microbatch, gradients), [edge_of(tensor) for tensor in held.inputs])
+        held.split, held.roots = split, []
+        if held.saved is None:
+            return split.run_input()
+        with held.saved.dropping():
+            return split.run_input(held.saved)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Adds into the parameters' .grad."""
+        held = self._held.pop(microbatch)
+        assert held.split is not None, "I comes before W"
+        held.split.run_weights()
 
     def forget(self) -> None:
-        """Drops all graphs, after a step that failed."""
-        self._graphs.clear()
+        """Drops all that is held, after a step that failed."""
+        self._held.clear()
+
+    def _make(self, held: _Microbatch, forward: Forward, splits: bool) -> Made:
+        if self.is_metered or (splits and self.halves.frees):
+            held.saved = SavedTensors()
+        separate = SeparateUses(self.halves.reused) if splits and self.halves.reused else nullcontext()
+        with nullcontext() if held.saved is None else held.saved.saving(), separate:
+            made = forward.make()
+        held.roots = [edge_of(tensor) for tensor in made.roots]
+        return made
+
+    def _roots(self, held: _Microbatch, microbatch: int, gradients: Sequence[Gradient]) -> list[Root]:
+        if len(gradients) != len(held.roots):
+            raise ScheduleError(
+                f"stage {self.index} has {len(held.roots)} outputs that require a gradient for microbatch "
+                f"{microbatch}, but {len(gradients)} gradients came back"
+            )
+        found = [Root(edge, value) for edge, value in zip(held.roots, gradients, strict=True) if value is not None]
+        if gradients and not found:
+            raise ScheduleError(
+                f"stage {self.index + 1} uses nothing of what stage {self.index} returned for microbatch {microbatch} in a "
+                f"way that has a gradient: if that is meant, freeze stages 0 to {self.index} (requires_grad_(False))"
+            )
+        return found
+
+
+def _was_not_kept(_: None) -> torch.Tensor:
+    raise ScheduleError("a backward came before its forward was run again: plan it with the stage in `recomputed`")
