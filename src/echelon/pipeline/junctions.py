@@ -72,11 +72,9 @@ def fork(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> Fork:
     path = _reach(parents, [edge.node for edge in inputs])
     junctions = []
     for node in path:
-        side = tuple(
-            GradientEdge(*edge) for edge in children.get(node, ()) if edge[0] is not None and edge[0] not in path
-        )
+        side = [GradientEdge(*edge) for edge in children.get(node, ()) if edge[0] not in path]
         if side:
-            junctions.append(Junction(node, side))
+            junctions.append(Junction(node, tuple(side)))
     aside = [root for root in roots if root.edge.node not in path]
     groups = _grouped(junctions, aside, children)
     for group in groups:
@@ -84,8 +82,8 @@ def fork(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> Fork:
     return Fork(tuple(root for root in roots if root.edge.node in path), groups)
 
 
-_Children: TypeAlias = "dict[Node, tuple[tuple[Node | None, int], ...]]"
-_Parents: TypeAlias = "dict[Node, list[Node]]"
+_Children: TypeAlias = dict[Node, list[tuple[Node, int]]]
+_Parents: TypeAlias = dict[Node, list[Node]]
 
 
 def _graph(roots: Sequence[Root]) -> tuple[_Children, _Parents]:
@@ -97,10 +95,8 @@ def _graph(roots: Sequence[Root]) -> tuple[_Children, _Parents]:
         node = stack.pop()
         if node in children:
             continue
-        children[node] = following = node.next_functions
+        children[node] = following = [(child, number) for child, number in node.next_functions if child is not None]
         for child, _ in following:
-            if child is None:
-                continue
             if child in parents:
                 parents[child].append(node)
             else:
@@ -134,7 +130,7 @@ def _grouped(junctions: Sequence[Junction], aside: Sequence[Root], children: _Ch
                 _join(group_of, owner[node], number)
                 continue
             owner[node] = number
-            following = [child for child, _ in children[node] if child is not None]
+            following = [child for child, _ in children[node]]
             if not following:
                 leaves[number].append(node)
             stack += following

@@ -1,9 +1,9 @@
 """Proves that a program runs to its end, whatever the ranks' speeds.
 
-A program stands still only where it waits: at a RECV for a message, at the FLUSH for what it sent. It is played with the
-strictest network there can be, which takes a message only when its receive is posted. What a rank does never depends
-on who is faster, so if one order of all instructions comes to the end, every other does, and on every network that can
-hold more.
+A program stands still only where it waits: at a RECV for a message, at the FLUSH for what it sent. It is played with
+the strictest network there can be, which takes a message only when its receive is posted. What a rank does never
+depends on who is faster, so if one order of all instructions comes to the end, every other does, and on every network
+that can hold more.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     1RECV_F0    it has arrived
     1F0         a step of the schedule
     0RECOMPUTE0 the forward is run again for the backward that follows
-    1SEND_B0    what the step made leaves for another rank: the gradient of microbatch 0, from stage 1; nobody waits for it
-    1REDUCE     the last backward for the weights of stage 1 is done: its gradients are averaged over replicas from now on
+    1SEND_B0    what the step made, a gradient for stage 0, starts to leave; nobody waits for it
+    1REDUCE     stage 1 has all gradients of its weights: from now on they are averaged over its replicas
     FLUSH       all that was sent has left
 
 What a stage hands to another one of the same rank is no instruction: it is there when it is made.
@@ -166,11 +166,7 @@ def made(step: Step, num_stages: int) -> Iterator[Transfer]:
 def _order(schedule: Schedule, rank: int, recomputed: Collection[int], lookahead: int) -> Iterator[Instruction]:
     placement, steps, count = schedule.placement, schedule.orders[rank], schedule.num_stages
     incoming = [
-        [
-            (transfer, placement[transfer.source])
-            for transfer in needed(step, count)
-            if placement[transfer.source] != rank
-        ]
+        [(item, placement[item.source]) for item in needed(step, count) if placement[item.source] != rank]
         for step in steps
     ]
     last = _last_backwards(steps)
@@ -194,10 +190,7 @@ def _order(schedule: Schedule, rank: int, recomputed: Collection[int], lookahead
 def _last_backwards(steps: Sequence[Step]) -> dict[int, list[int]]:
     """Returns after which steps which stages have all gradients of their weights."""
     index_of = {
-        action.stage: index
-        for index, step in enumerate(steps)
-        for action in actions_of(step)
-        if action.kind in ("B", "W")
+        stage: index for index, step in enumerate(steps) for stage, kind, _ in actions_of(step) if kind in ("B", "W")
     }
     stages: dict[int, list[int]] = {}
     for stage, index in index_of.items():

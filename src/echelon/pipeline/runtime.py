@@ -109,9 +109,8 @@ class Runtime:
             return schedule
         self._steps += 1
         with self.telling_others():
-            reasons = {
-                index: finding.reason for index, finding in self._probe(schedule, batch) if finding.halves is None
-            }
+            findings = dict(self._probe(schedule, batch))
+        reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
         told = self._group.all_gather_object(list(reasons))
         refused = [stage for stages in told if isinstance(stages, list) for stage in stages if isinstance(stage, int)]
         for stage, reason in reasons.items():
@@ -235,7 +234,7 @@ class Runtime:
 
 
 def _told(error: BaseException, current: object) -> str:
-    """Writes what happened for other ranks: type, where, message, and as much of the traceback as fits, inside first."""
+    """Writes what happened: type, where, message, and as much of the traceback as fits, from the inside out."""
     where = f" in {current}" if current is not None else ""
     text = f"{type(error).__name__}{where}: {error}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -72,13 +72,13 @@ class SavedTensors:
         tensor = box.tensor
         if tensor is None:
             raise RuntimeError(
-                "a tensor saved for backward was asked for again after it was let go of: a backward formula of this stage "
-                "looks at what it saved outside of its own call; use a schedule with whole backwards (B) for it"
+                "a tensor saved for backward was asked for again after it was let go of: a formula of this stage looks "
+                "at what it saved outside of its own call; use a schedule with whole backwards (B) for it"
             )
         if version_of(tensor) != box.version:
             raise RuntimeError(
-                f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place after the forward saved "
-                f"it (version {version_of(tensor)}, saved {box.version}): change a copy of it"
+                f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place after the forward "
+                f"saved it (version {version_of(tensor)}, saved {box.version}): change a copy of it"
             )
         if not self._keeps:
             self._spent.append(box)

@@ -17,7 +17,7 @@ class SeparateUses(TorchFunctionMode):
     """
 
     def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ids = {id(parameter) for parameter in parameters}
 
     def __torch_function__(

@@ -132,7 +132,8 @@ class Stage:
     def recompute(self, microbatch: int, *, splits: bool) -> None:
         """Runs the forward again, with the same random numbers."""
         held = self._held[microbatch]
-        assert held.again is not None and held.random_state is not None, "the forward comes before"
+        assert held.again is not None, "the forward comes before"
+        assert held.random_state is not None
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(held.random_state)
             self._make(held, held.again, splits)
@@ -196,8 +197,8 @@ class Stage:
         found = [Root(edge, value) for edge, value in zip(held.roots, gradients, strict=True) if value is not None]
         if gradients and not found:
             raise ScheduleError(
-                f"stage {self.index + 1} uses nothing of what stage {self.index} returned for microbatch {microbatch} in a "
-                f"way that has a gradient: if that is meant, freeze stages 0 to {self.index} (requires_grad_(False))"
+                f"no gradient came back for what stage {self.index} returned for microbatch {microbatch}: stage "
+                f"{self.index + 1} does not use it, or detaches it; if that is meant, freeze stages 0 to {self.index}"
             )
         return found
 

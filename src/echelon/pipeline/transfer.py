@@ -1,10 +1,10 @@
 """Nested values on their way between stages of different ranks.
 
-A value is one message per tensor. The first time, nothing about shapes, dtypes or nesting is agreed beforehand: the note
-of the first message is the structure, shapes and dtypes travel along. Both ends remember what it looked like. As long as
-the same microbatch looks the same in the next step, its receives are posted with their memory, and messages say no more
-than that all is as before; when it does not, a message in their place says so, and what follows is sent as the first
-time.
+A value is one message per tensor. The first time, nothing about shapes, dtypes or nesting is agreed beforehand: the
+note of the first message is the structure, shapes and dtypes travel along. Both ends remember what it looked like. As
+long as the same microbatch looks the same in the next step, its receives are posted with their memory, and messages say
+no more than that all is as before; when it does not, a message in their place says so, and what follows is sent as the
+first time.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class Ports:
         before = self._sent.get(transfer)
         self._sent[transfer] = layout
         if layout == before:
-            messages = [(part, tensor, _AS_BEFORE) for part, tensor in enumerate(tensors)] or [
-                (0, _nothing(), _AS_BEFORE)
-            ]
+            messages = [(part, tensor, _AS_BEFORE) for part, tensor in enumerate(tensors or [_nothing()])]
         else:
             messages = [] if before is None else [(0, _nothing(), _OTHERWISE)]
             messages += _anew(layout, tensors)
