@@ -1,0 +1,91 @@
+"""Every schedule trains as one process does: bit for bit where each stage keeps to the order of the microbatches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.pipeline import Costs, Pipeline, Schedule, schedules
+from echelon.pipeline.action import Action
+from echelon.pipeline.exactness import exact_stages, is_exact
+from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
+from tests.pipeline.named import sizes_of
+
+TRAINING = [name for name in schedules.names() if name != "forward-only"]
+NUM_LAYERS = 8
+
+
+def train(group, schedule, dtype, num_samples):
+    pipe = Pipeline(make_model(NUM_LAYERS, dtype), group, schedule, loss_fn=nn.functional.mse_loss)
+    inputs, target = make_batch(num_samples, dtype)
+    losses = []
+    for _ in range(2):
+        out = pipe.step(inputs if pipe.is_first else None, target=target if pipe.is_last else None)
+        losses.append(out.loss)
+    assert all(stage.num_held == 0 for stage in pipe.stages)
+    assert pipe.timeline.steps == schedule.orders
+    return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+def expected(dtype, num_samples, num_microbatches):
+    model = make_model(NUM_LAYERS, dtype)
+    losses = [train_alone(model, make_batch(num_samples, dtype), num_microbatches) for _ in range(2)]
+    return losses, gradients(model)
+
+
+def assert_equal_to_alone(results, schedule, dtype, num_samples, same_bits=True):
+    losses, alone = expected(dtype, num_samples, schedule.num_microbatches)
+    got = {name: gradient for _, rank in results for name, gradient in rank.items()}
+    assert got.keys() == alone.keys()
+    for name, gradient in alone.items():
+        if same_bits:
+            assert torch.equal(got[name], gradient), name
+        else:
+            torch.testing.assert_close(got[name], gradient)
+    for rank_losses, _ in results:
+        for one, other in zip(rank_losses, losses, strict=True):
+            assert torch.equal(one, other)
+
+
+def named(name, num_ranks, num_microbatches):
+    return schedules.build(name, *sizes_of(name, num_ranks, num_microbatches, 2))
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradients_are_those_of_one_process(name, dtype, num_ranks):
+    schedule = named(name, num_ranks, 5 if "interleaved" not in name else 8)
+    num_samples = 2 * schedule.num_microbatches + 1
+    run = echelon.simulate(train, num_ranks, (schedule, dtype, num_samples), timeout=20.0)
+    assert is_exact(schedule)
+    assert_equal_to_alone(run.results, schedule, dtype, num_samples)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+def test_gradients_are_those_of_one_process_on_processes(pool, name):
+    schedule = named(name, 2, 4)
+    results = pool.run(train, 2, schedule, torch.float64, 9)
+    assert_equal_to_alone(results, schedule, torch.float64, 9)
+
+
+def test_a_searched_schedule_and_one_from_a_file_run(tmp_path):
+    searched = schedules.search(Costs(1, 1, 1), num_ranks=2, num_microbatches=4, memory_limit=2)
+    searched.to_csv(tmp_path / "searched.csv")
+    for schedule in (searched, Schedule.from_csv(tmp_path / "searched.csv")):
+        run = echelon.simulate(train, 2, (schedule, torch.float64, 8), timeout=20.0)
+        assert_equal_to_alone(run.results, schedule, torch.float64, 8, is_exact(schedule))
+
+
+def test_a_schedule_with_weights_out_of_order_is_right_within_rounding():
+    schedule = named("zb-h1", 2, 4)
+    orders = [list(order) for order in schedule.orders]
+    first, last = (orders[0].index(Action(0, "W", number)) for number in (0, 3))
+    orders[0].insert(last, orders[0].pop(first))
+    schedule = replace(schedule, orders=tuple(map(tuple, orders)))
+    schedule.check()
+    assert exact_stages(schedule) == (False, True)
+    run = echelon.simulate(train, 2, (schedule, torch.float64, 9), timeout=20.0)
+    assert_equal_to_alone(run.results, schedule, torch.float64, 9, same_bits=False)
