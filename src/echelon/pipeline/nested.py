@@ -16,6 +16,9 @@ from echelon.errors import ProtocolError, UnsupportedOp
 Value: TypeAlias = object
 """A nested value."""
 
+_BARE = ("[true]", "[false]")
+"""The structures of a single tensor, most of what travels: no need to take them apart."""
+
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -49,6 +52,8 @@ def structure_of(value: Value) -> str:
 
     Of each tensor it says whether it requires a gradient.
     """
+    if isinstance(value, torch.Tensor):
+        return _BARE[not value.requires_grad]
     return json.dumps(_describe(value), separators=(",", ":"))
 
 
@@ -58,10 +63,30 @@ def value_of(structure: str, next_tensor: Callable[[bool], torch.Tensor]) -> Val
     Raises:
         ProtocolError: the text is not a structure.
     """
+    if structure in _BARE:
+        return next_tensor(structure == _BARE[0])
     try:
         return _build(json.loads(structure), next_tensor)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ProtocolError(f"{structure[:40]!r} does not describe a value: use one version everywhere") from error
+
+
+def num_tensors(structure: str) -> int:
+    """Returns how many tensors a value of this structure has.
+
+    Raises:
+        ProtocolError: the text is not a structure.
+    """
+    if structure in _BARE:
+        return 1
+    found: list[bool] = []
+
+    def one(requires_grad: bool) -> torch.Tensor:
+        found.append(requires_grad)
+        return torch.empty(0)
+
+    value_of(structure, one)
+    return len(found)
 
 
 def _tensors(value: Value) -> Iterator[torch.Tensor]:
