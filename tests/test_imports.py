@@ -19,6 +19,7 @@ LAYERS = (
     ("data_parallel",),
     ("pipeline",),
     ("simulation", "testing"),
+    ("bench",),
     ("cli", "interop", "__init__", "__main__"),
 )
 """From the bottom to the top: a module imports from its own layer and those below."""
@@ -45,6 +46,10 @@ PURE = (
     "errors",
     "trace",
     "wording",
+    "bench.figures",
+    "bench.request",
+    "bench.sizes",
+    "bench.table",
     "backends.wire",
     "backends.shared.layout",
     "backends.shared.protocol",

@@ -88,12 +88,15 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
 
     # Groups
 
-    def subgroup(self, ranks: Sequence[int], name: str | None = None) -> ProcessGroup | None:
+    def subgroup(
+        self, ranks: Sequence[int], name: str | None = None, table: Table | None = None
+    ) -> ProcessGroup | None:
         """Returns the group of some of the ranks; None on the others. Every rank of this group must call it.
 
         Args:
             ranks: ranks of this group, in the order that they are to have in the new one.
             name: shown in errors; None: made from this group's.
+            table: which algorithms its collectives run by, the same on every rank; None: as in this group.
 
         Raises:
             InvalidRank: a rank that is not in this group, or twice in the list.
@@ -115,7 +118,7 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
             context=context,
             timeout=self.timeout,
             name=name,
-            table=self._selector.table,
+            table=self._selector.table if table is None else table,
         )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 
 import typer
 
+from echelon.cli.bench import bench
 from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
@@ -24,6 +25,7 @@ collectives = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
 """`echelon plan` where a collective is named: other options than those of a pipeline's schedule."""
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("plan")(plan)
+app.command("bench")(bench)
 collectives.command()(plan_collective)
 
 

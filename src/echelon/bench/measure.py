@@ -1,0 +1,90 @@
+"""Measures on one rank, together with all others.
+
+Subjects take turns, so that what else the machine does hits all of them alike. A turn is several calls in a row after a
+barrier; its time is that of the slowest rank, divided by the calls. The median of the turns counts. On simulated ranks
+one call says it all.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from echelon.bench.figures import Case, Measured, Row
+from echelon.bench.request import MOST_ITERATIONS, Request
+from echelon.bench.subject import Call, Subject
+from echelon.bench.workload import Workload
+from echelon.group import ProcessGroup
+
+_SECONDS = 0.05
+"""How long a turn is to last."""
+_WARM_UPS = 2
+
+
+def measure(
+    group: ProcessGroup, request: Request, subjects: Sequence[Subject], report: Callable[[Row], None]
+) -> list[Row]:
+    """Returns a row for each size, on every rank the same, and reports each as soon as it is known.
+
+    Args:
+        group: all ranks that measure; what they agree by, also where others are measured.
+        request: what to measure.
+        subjects: what takes turns.
+        report: called on every rank.
+    """
+    rows = []
+    for case in request.cases(group.world_size):
+        rows.append(measure_case(group, case, subjects, request.turns, request.iterations))
+        report(rows[-1])
+    return rows
+
+
+def measure_case(
+    group: ProcessGroup, case: Case, subjects: Sequence[Subject], turns: int, iterations: int | None = None
+) -> Row:
+    """Returns what each subject takes for one case, after having counted what it gets wrong."""
+    workload = Workload(case, group.rank)
+    if group.backend.name == "simulated":
+        turns, iterations = 1, 1
+    wrong = [_count_wrong(group, workload, subject) for subject in subjects]
+    calls = [subject.call(case, workload.input()) for subject in subjects]
+    numbers = [_num_calls(group, call, iterations) for call in calls]
+    times: list[list[float]] = [[] for _ in subjects]
+    for _ in range(turns):
+        for call, number, mine in zip(calls, numbers, times, strict=True):
+            mine.append(_turn(group, call, number))
+    legs = 2 if case.operation == "send_recv" else 1
+    found = (
+        Measured(subject.name, statistics.median(mine) / legs, count)
+        for subject, mine, count in zip(subjects, times, wrong, strict=True)
+    )
+    return Row(case, tuple(found))
+
+
+def _count_wrong(group: ProcessGroup, workload: Workload, subject: Subject) -> int:
+    """Does the operation once and counts what is wrong in the results of all ranks."""
+    result = subject.call(workload.case, workload.input())()
+    mine = torch.tensor([workload.count_wrong(result)])
+    return int(group.all_reduce(mine).item())
+
+
+def _num_calls(group: ProcessGroup, call: Call, iterations: int | None) -> int:
+    """Warms up, and returns how many calls a turn has: on all ranks the same."""
+    if iterations is not None:
+        call()
+        return iterations
+    for _ in range(_WARM_UPS):
+        seconds = _turn(group, call, 1)
+    return max(1, min(MOST_ITERATIONS, int(_SECONDS / max(seconds, 1e-9))))
+
+
+def _turn(group: ProcessGroup, call: Call, number: int) -> float:
+    """Returns the seconds per call of the slowest rank."""
+    group.barrier()
+    begin = group.backend.now()
+    for _ in range(number):
+        call()
+    mine = torch.tensor([group.backend.now() - begin], dtype=torch.float64)
+    return float(group.all_reduce(mine, "max").item()) / number

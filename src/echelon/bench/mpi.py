@@ -1,0 +1,92 @@
+"""MPI, through mpi4py, as something to measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.bench.figures import REDUCTIONS, Case
+from echelon.bench.subject import Call, Subject
+from echelon.errors import UnsupportedOp
+
+_OPS = {
+    "sum": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+_NO_NUMPY = ("bfloat16", "float16")
+"""The dtypes for which MPI has no type of its own, or numpy none."""
+
+
+class MpiSubject(Subject):
+    """The world of an MPI program, of which this process is a rank; `world` is mpi4py's COMM_WORLD."""
+
+    name = "mpi"
+
+    def __init__(self, world: Any, mpi: Any) -> None:
+        self._world = world
+        self._mpi = mpi
+
+    def call(self, case: Case, tensor: Tensor | None) -> Call:  # noqa: D102
+        if case.operation in REDUCTIONS and case.op not in _OPS:
+            raise UnsupportedOp(f"mpi has no op {case.op!r}: measure another, or leave --vs mpi out")
+        if case.dtype in _NO_NUMPY:
+            raise UnsupportedOp(f"mpi moves no {case.dtype}: measure another --dtype, or leave --vs mpi out")
+        world = self._world
+        if case.operation == "barrier":
+            return self._barrier
+        num_out = {"scatter": case.num_elements, "reduce_scatter": case.num_elements}.get(case.operation, 0)
+        if case.operation in ("all_gather", "gather"):
+            num_out = case.num_elements * case.num_ranks
+        result = torch.empty(num_out or (0 if tensor is None else tensor.numel()), dtype=getattr(torch, case.dtype))
+        out = result.numpy()
+        if tensor is None:
+            return lambda: _after(world.Scatter(None, out, case.root), result)
+        return self._calls(case, tensor, result, out)
+
+    def _calls(self, case: Case, tensor: Tensor, result: Tensor, out: Any) -> Call:
+        world, here = self._world, self._mpi.IN_PLACE
+        mine = tensor.numpy()
+        op = getattr(self._mpi, _OPS.get(case.op, "SUM"))
+        is_root = world.rank == case.root
+        at_root = out if is_root else None
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: _after(world.Allreduce(here, mine, op), tensor),
+            "reduce": lambda: _after(world.Reduce(mine, at_root, op, case.root), result),
+            "broadcast": lambda: _after(world.Bcast(mine, case.root), tensor),
+            "all_gather": lambda: _after(world.Allgather(mine, out), result),
+            "reduce_scatter": lambda: _after(world.Reduce_scatter_block(mine, out, op), result),
+            "gather": lambda: _after(world.Gather(mine, at_root, case.root), result),
+            "scatter": lambda: _after(world.Scatter(mine, out, case.root), result),
+            "all_to_all": lambda: _after(world.Alltoall(mine, out), result),
+            "send_recv": lambda: self._ping_pong(mine, out, result),
+        }
+        return calls[case.operation]
+
+    def _barrier(self) -> None:
+        self._world.Barrier()
+
+    def _ping_pong(self, mine: Any, out: Any, result: Tensor) -> Tensor | None:
+        world, last = self._world, self._world.size - 1
+        if world.rank == 0:
+            world.Send(mine, last)
+            world.Recv(out, last)
+            return result
+        if world.rank == last:
+            world.Recv(out, 0)
+            world.Send(mine, 0)
+            return result
+        return None
+
+    def close(self) -> None:
+        """Does nothing: MPI ends with the process."""
+
+
+def _after(_: object, result: Tensor) -> Tensor:
+    return result

@@ -1,0 +1,39 @@
+"""One rank of `echelon bench --vs mpi`, started by mpirun: python -m echelon.bench.mpi_rank BACKEND REQUEST."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
+
+from echelon.bench.mpi import MpiSubject
+from echelon.bench.ranks import measure_and_print
+from echelon.bench.request import Request
+from echelon.errors import EchelonError
+from echelon.launch.init import init
+from echelon.launch.resources import LOOPBACK, ReservedPort
+
+
+def main(backend: str, text: str) -> int:
+    """Measures what `text`, a request as JSON, asks for; returns 1 if anything was wrong."""
+    values = json.loads(text)
+    request = Request(**{**values, "sizes": tuple(values["sizes"])})
+    world = MPI.COMM_WORLD
+    with ReservedPort() as port:
+        number = world.bcast(port.port, 0)
+        where = {"RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": number}
+        os.environ.update({name: str(value) for name, value in where.items()})
+        group = init(backend)
+    with group:
+        wrong = measure_and_print(group, request, lambda _: MpiSubject(world, MPI))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(2)

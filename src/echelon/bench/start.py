@@ -1,0 +1,105 @@
+"""Starts the ranks that measure: as processes, as simulated ranks, by mpirun; or is one of them already."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from echelon.bench.gloo import GlooSubject
+from echelon.bench.ranks import measure_and_print
+from echelon.bench.request import Request
+from echelon.collectives.select import variable_of
+from echelon.errors import LaunchError
+from echelon.group import ProcessGroup
+from echelon.launch import environment
+from echelon.launch.init import init
+from echelon.launch.resources import threads_per_rank
+from echelon.launch.spawn import spawn
+from echelon.simulation import Network, simulate
+
+
+def run(request: Request, num_ranks: int, backend: str, network: Network | None) -> int:
+    """Measures on `num_ranks` new ranks, prints, and returns how many values were wrong.
+
+    Args:
+        request: what to measure.
+        num_ranks: how many ranks to start.
+        backend: what `echelon.spawn` takes, or "simulated".
+        network: between simulated ranks.
+
+    Raises:
+        LaunchError: what cannot be measured that way.
+    """
+    request.check(num_ranks)
+    with _overruled(request):
+        if backend == "simulated":
+            if request.vs is not None:
+                raise LaunchError(f"--vs {request.vs} needs processes: leave out --backend simulated")
+            results: list[int] = simulate(measure_and_print, num_ranks, (request,), network=network).results
+        elif request.vs == "mpi":
+            return _run_under_mpi(request, num_ranks, backend)
+        else:
+            results = spawn(_measure_on_process, num_ranks, (request,), backend)
+    return results[0]
+
+
+def run_as_rank(request: Request, backend: str) -> int:
+    """Measures as one of the ranks that a launcher has started; see `run`."""
+    if request.vs == "mpi":
+        raise LaunchError("--vs mpi starts its ranks by mpirun: run it without another launcher")
+    launched = environment.read(os.environ)
+    request.check(1 if launched is None else launched.world_size)
+    with _overruled(request), init(backend) as group:
+        return _measure_on_process(group, request)
+
+
+def _measure_on_process(group: ProcessGroup, request: Request) -> int:
+    return measure_and_print(group, request, GlooSubject if request.vs == "gloo" else None)
+
+
+@contextmanager
+def _overruled(request: Request) -> Iterator[None]:
+    """Tells this process, and those that it starts, to take the algorithm that was asked for."""
+    if request.algorithm is None:
+        yield
+        return
+    variable = variable_of(request.operation)
+    before = os.environ.get(variable)
+    os.environ[variable] = request.algorithm
+    try:
+        yield
+    finally:
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
+
+
+def has_mpi4py() -> bool:
+    """Says whether mpi4py can be imported."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def _run_under_mpi(request: Request, num_ranks: int, backend: str) -> int:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        raise LaunchError("--vs mpi: mpirun was not found; install it: apt-get install openmpi-bin libopenmpi-dev")
+    if not has_mpi4py():
+        raise LaunchError("--vs mpi: mpi4py is not installed; install it: pip install mpi4py")
+    options = ["-n", str(num_ranks), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    command = [mpirun, *options, sys.executable, "-m", "echelon.bench.mpi_rank", backend, json.dumps(asdict(request))]
+    environ = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks)), **os.environ}
+    environ |= {"ECHELON_SECRET": secrets.token_hex(32), "ECHELON_RUN_ID": secrets.token_hex(4)}
+    status = subprocess.run(command, env=environ, check=False).returncode
+    if status not in (0, 1):
+        raise LaunchError(f"--vs mpi: mpirun ended with status {status}; what it printed above says why")
+    return status

@@ -1,0 +1,133 @@
+"""The numbers that are sent, what must come of them, and how many did not.
+
+Every rank can make the numbers of all ranks, so it knows the right answer without asking. They repeat after a prime
+number of elements: parts of an array differ, so one in the place of another is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.bench.figures import REDUCTIONS, Case
+from echelon.collectives.operators import operator
+
+_PERIOD = 100_003
+_PIECE = 1 << 22
+"""Elements that are compared at a time."""
+
+
+class Segment(NamedTuple):
+    """A run of a result: what `ranks` have from element `first` on, combined where there are several."""
+
+    ranks: tuple[int, ...]
+    first: int
+    length: int
+
+
+class Workload:
+    """What one rank puts into a case, and what it must get out."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case = case
+        self.rank = rank
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+
+    def input(self) -> Tensor | None:
+        """Returns a new tensor to call the operation with; None where this rank gives none."""
+        case, rank = self.case, self.rank
+        if case.operation == "barrier" or (case.operation == "scatter" and rank != case.root):
+            return None
+        if case.operation == "broadcast" and rank != case.root:
+            return torch.zeros(case.num_elements, dtype=self.dtype)
+        splits = case.operation in ("reduce_scatter", "scatter", "all_to_all")
+        return self._values(rank, 0, case.num_elements * (case.num_ranks if splits else 1))
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Returns what the result on this rank consists of; nothing where it gets none."""
+        case, rank, count = self.case, self.rank, self.case.num_elements
+        everybody = tuple(range(case.num_ranks))
+        mine = count * rank
+        if rank != case.root and case.operation in ("reduce", "gather"):
+            return ()
+        if case.operation == "send_recv":
+            ends = {0: case.num_ranks - 1, case.num_ranks - 1: 0}
+            return (Segment((ends[rank],), 0, count),) if rank in ends else ()
+        found: dict[str, tuple[Segment, ...]] = {
+            "all_reduce": (Segment(everybody, 0, count),),
+            "reduce": (Segment(everybody, 0, count),),
+            "broadcast": (Segment((case.root,), 0, count),),
+            "all_gather": tuple(Segment((src,), 0, count) for src in everybody),
+            "gather": tuple(Segment((src,), 0, count) for src in everybody),
+            "reduce_scatter": (Segment(everybody, mine, count),),
+            "scatter": (Segment((case.root,), mine, count),),
+            "all_to_all": tuple(Segment((src,), mine, count) for src in everybody),
+        }
+        return found.get(case.operation, ())
+
+    def count_wrong(self, result: Tensor | None) -> int:
+        """Returns how many elements of a result are not what they must be.
+
+        Integers and what is not combined must be equal; floats that were combined may differ by as many roundings as
+        there are ranks: n times the epsilon of the dtype, of the sum of the magnitudes.
+        """
+        segments = self.segments()
+        expected = sum(segment.length for segment in segments)
+        if not segments:
+            return 0
+        if result is None or result.numel() != expected or result.dtype != self.dtype:
+            return expected
+        return sum(
+            self._count_wrong_in(result.reshape(-1)[at : at + piece.length], piece) for at, piece in _pieces(segments)
+        )
+
+    def _count_wrong_in(self, got: Tensor, piece: Segment) -> int:
+        if self.case.operation not in REDUCTIONS:
+            return int((got != self._values(piece.ranks[0], piece.first, piece.length)).sum())
+        wide = _wide(self.dtype)
+        reduction = operator(self.case.op, wide)
+        want = self._values(piece.ranks[0], piece.first, piece.length).to(wide)
+        for rank in piece.ranks[1:]:
+            reduction.combine(want, self._values(rank, piece.first, piece.length).to(wide))
+        want = reduction.finish(want, self.case.num_ranks)
+        if not (self.dtype.is_floating_point or self.dtype.is_complex) or self.case.op in ("min", "max"):
+            return int((got != want.to(self.dtype)).sum())
+        tolerance = self.case.num_ranks * torch.finfo(self.dtype).eps * want.abs()
+        return int((~((got.to(wide) - want).abs() <= tolerance)).sum())
+
+    def _values(self, rank: int, first: int, count: int) -> Tensor:
+        """Returns the numbers of a rank; all magnitudes are about 1, so no sum or product leaves the dtype."""
+        block = _block(rank, self.dtype)
+        begin = first % _PERIOD
+        times = -(-(begin + count) // _PERIOD)
+        return block.repeat(times)[begin : begin + count].clone()
+
+
+def _pieces(segments: tuple[Segment, ...]) -> Iterator[tuple[int, Segment]]:
+    """Cuts segments to what fits into memory beside the result, each with its place there."""
+    place = 0
+    for segment in segments:
+        for offset in range(0, segment.length, _PIECE):
+            length = min(_PIECE, segment.length - offset)
+            yield place + offset, Segment(segment.ranks, segment.first + offset, length)
+        place += segment.length
+
+
+@lru_cache(maxsize=128)
+def _block(rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank + 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return (torch.rand(_PERIOD, generator=generator) + 0.5).to(wide).to(dtype)
+    highest = 2 if dtype == torch.bool else 4
+    return torch.randint(highest - 3 if highest > 2 else 0, highest, (_PERIOD,), generator=generator).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else torch.int64

@@ -1,0 +1,63 @@
+"""Sizes, counts and bandwidths are those of nccl-tests."""
+
+from fractions import Fraction
+
+import pytest
+
+from echelon.bench.figures import OPERATIONS, Case, Measured, Row, bus_factor
+from echelon.bench.sizes import read_size, size_ladder
+from echelon.errors import LaunchError
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 64])
+def test_bus_bandwidth_is_what_of_the_array_must_cross_a_link(n):
+    parts = Fraction(n - 1, n)
+    expected = {"all_reduce": 2 * parts, "broadcast": 1, "reduce": 1, "send_recv": 1, "barrier": 0}
+    assert {operation: bus_factor(operation, n) for operation in OPERATIONS} == {
+        operation: expected.get(operation, parts) for operation in OPERATIONS
+    }
+
+
+def test_a_case_has_whole_elements_and_at_least_one():
+    whole = Case.of("all_reduce", 3, 1000, "float32", 4, "sum", 0)
+    assert (whole.num_elements, whole.size) == (250, 1000)
+    parts = Case.of("all_gather", 3, 1000, "float32", 4, "sum", 0)
+    assert (parts.num_elements, parts.size) == (83, 996)
+    least = Case.of("all_to_all", 3, 8, "float64", 8, "sum", 0)
+    assert (least.num_elements, least.size) == (1, 24)
+    assert Case.of("barrier", 3, 8, "float32", 4, "sum", 0).size == 0
+
+
+def test_bandwidths():
+    case = Case.of("all_reduce", 4, 8_000_000, "float32", 4, "sum", 0)
+    row = Row(case, (Measured("tcp", 0.004, 0), Measured("gloo", 0.01, 0)))
+    assert row.algorithm_bandwidth(row.measured[0]) == pytest.approx(2.0)
+    assert row.bus_bandwidth(row.measured[0]) == pytest.approx(3.0)
+    assert row.ratio == pytest.approx(2.5)
+    nothing = Measured("simulated", 0.0, 0)
+    assert row.bus_bandwidth(nothing) == Row(case, (nothing,)).ratio == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("64K", 1 << 16), ("1M", 1 << 20), ("2 GiB", 2 << 30), ("3mb", 3 << 20), ("0", 0)]
+)
+def test_sizes_are_read(text, size):
+    assert read_size("--min", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-8", "1.5M", "8 bits", "99999G"])
+def test_what_is_no_size_is_an_error(text):
+    with pytest.raises(LaunchError, match=r"--max .*give"):
+        read_size("--max", text)
+
+
+def test_sizes_grow_up_to_the_largest():
+    assert size_ladder(8, 64, 2) == (8, 16, 32, 64)
+    assert size_ladder(8, 100, 3) == (8, 24, 72)
+    assert size_ladder(5, 5, 2) == (5,)
+
+
+@pytest.mark.parametrize("arguments", [(0, 8, 2), (16, 8, 2), (8, 16, 1)])
+def test_sizes_that_never_come_are_an_error(arguments):
+    with pytest.raises(LaunchError, match="give"):
+        size_ladder(*arguments)

@@ -1,0 +1,158 @@
+"""`echelon bench`: on simulated ranks, on processes, beside others, and as a rank that was started already."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from echelon.bench import start
+from echelon.bench.subject import EchelonSubject
+from echelon.cli import main
+
+PRINTED = """\
+# all_reduce by ring: 4 ranks on 4 hosts, simulated over 10GbE, in virtual time
+#                                                           simulated
+#       size      count       type      op root       time   algbw   busbw wrong
+#        (B) (elements)                               (us)  (GB/s)  (GB/s)
+        4096       1024    float32     sum    -     125.25   0.033   0.049     0
+     1048576     262144    float32     sum    -     1464.3   0.716   1.074     0
+# wrong values: 0, OK
+# mean bus bandwidth: 0.562 GB/s
+"""
+"""2 (4 - 1) times 20 us, and 2 * 3 / 4 of the bytes at 1.17 GB/s."""
+SIMULATED = ["--backend", "simulated"]
+
+
+@pytest.fixture(autouse=True)
+def _started_by_nobody(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def run(capsys, *arguments):
+    assert main(["bench", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_simulated_ranks_take_the_time_of_the_formula(capsys):
+    options = ("--min", "4K", "--max", "1M", "--factor", "256", "--algorithm", "ring", *SIMULATED)
+    assert run(capsys, "all-reduce", "-n", "4", *options) == PRINTED
+
+
+def test_hosts_and_networks_count(capsys):
+    def seconds(*options):
+        printed = run(capsys, "all_reduce", "-n", "4", "--min", "1M", "--max", "1M", "--json", *SIMULATED, *options)
+        return json.loads(printed)["rows"][0]["subjects"]["simulated"]["seconds"]
+
+    apart, nested = seconds(), seconds("--hosts", "2x2")
+    assert nested < apart < seconds("--network", "1GbE")
+    assert seconds("--hosts", "a,a,b,b") == nested < seconds("--hosts", "2x2", "--local-network", "10GbE")
+
+
+@pytest.mark.parametrize("operation", ["reduce", "all-gather", "scatter", "barrier", "send-recv"])
+def test_every_kind_of_operation(capsys, operation):
+    printed = json.loads(run(capsys, operation, "--max", "64", "--json", "--root", "1", *SIMULATED))
+    assert printed["num_ranks"] == 2
+    assert printed["network"] == "10GbE"
+    assert all(row["subjects"]["simulated"]["wrong"] == 0 for row in printed["rows"])
+    assert len(printed["rows"]) == (1 if operation == "barrier" else 4)
+
+
+def test_the_status_tells_of_wrong_values(capsys, monkeypatch):
+    def call(self, case, tensor):
+        inner = right(self, case, tensor)
+        return lambda: inner() + 1
+
+    right = EchelonSubject.call
+    monkeypatch.setattr(EchelonSubject, "call", call)
+    assert main(["bench", "all_gather", "--max", "8", *SIMULATED]) == 1
+    assert "# wrong values: 4, FAILED" in capsys.readouterr().out
+
+
+def test_processes_beside_gloo(capfd):
+    options = ("all_reduce", "-n", "2", "--min", "1K", "--max", "1K", "--vs", "gloo", "--json", "--turns", "2")
+    found = json.loads(run(capfd, *options))
+    assert found["hosts"] == [0, 0]
+    assert found["turns"] == 2
+    (row,) = found["rows"]
+    assert list(row["subjects"]) == ["tcp", "gloo"]
+    for measured in row["subjects"].values():
+        assert measured["seconds"] > 0
+        assert measured["wrong"] == 0
+        assert measured["algbw"] == pytest.approx(1024 / measured["seconds"] / 1e9)
+
+
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None or not start.has_mpi4py(), reason="needs mpirun and mpi4py, which are not installed"
+)
+def test_processes_beside_mpi(capfd):
+    options = ("reduce_scatter", "-n", "2", "--min", "1K", "--max", "1K", "--vs", "mpi", "--json", "--turns", "2")
+    (row,) = json.loads(run(capfd, *options))["rows"]
+    assert list(row["subjects"]) == ["tcp", "mpi"]
+    assert all(measured["wrong"] == 0 for measured in row["subjects"].values())
+
+
+def test_it_measures_as_the_rank_that_it_was_started_as():
+    options = ["bench", "broadcast", "--root", "1", "--min", "1K", "--max", "1K", "--turns", "1"]
+    command = [sys.executable, "-m", "echelon", "run", "-n", "2", "-m", "echelon", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 0, ended.stderr
+    assert "[0] # broadcast: 2 ranks on 1 host over tcp, median of 1 turn; " in ended.stdout
+    assert "[0] # wrong values: 0, OK" in ended.stdout
+    assert "[1]" not in ended.stdout
+
+
+def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(start.shutil, "which", lambda _: None)
+    assert main(["bench", "barrier", "--vs", "mpi"]) == 2
+    assert "install it: apt-get install openmpi-bin libopenmpi-dev" in capsys.readouterr().err
+    monkeypatch.setattr(start.shutil, "which", lambda _: "mpirun")
+    monkeypatch.setattr(start, "has_mpi4py", lambda: False)
+    assert main(["bench", "barrier", "--vs", "mpi"]) == 2
+    assert "mpi4py is not installed; install it: pip install mpi4py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "Missing argument 'OPERATION'"),
+        ("sum", "operation 'sum' is unknown: choose from all_reduce, reduce, "),
+        ("all_reduce -n 0", "-n 0: give 1 to 1024 ranks"),
+        ("all_reduce -n 1000000000000", "-n 1000000000000: give 1 to 1024 ranks"),
+        ("all_reduce --dtype float8", "--dtype 'float8' is unknown: choose from bool, "),
+        ("all_reduce --op avg", "--op 'avg' is unknown: choose from sum, mean, "),
+        ("all_reduce --vs nccl", "--vs 'nccl' is unknown: choose from gloo, mpi"),
+        ("all_reduce --min 5x", "--min 5x: not a number of bytes; give one such as 8, 64K or 1M"),
+        ("all_reduce --min 0", "--min 0 --max 67108864: give bytes from 1 on, the smallest first"),
+        ("all_reduce --factor 1", "--factor 1: sizes would not grow; give 2 or more"),
+        ("all_reduce --turns 0", "--turns 0: nothing would be measured; give 1 or more"),
+        ("all_reduce --iterations 0", "--iterations 0: nothing would be measured; give 1 or more"),
+        ("all_reduce --algorithm tree", "all_reduce has no algorithm 'tree': choose from ring, "),
+        ("send_recv --algorithm ring", "--algorithm ring: a message needs none; leave --algorithm out"),
+        ("send_recv -n 1", "send_recv with 1 rank: there is nobody to send to; give -n 2 or more"),
+        ("broadcast --root 2", "--root=2 is not a rank of this group of 2: use 0 to 1"),
+        ("all_reduce --backend carrier", "backend='carrier' is unknown: use one of auto, tcp, "),
+        ("all_reduce --network 10GbE", "--network 10GbE: only simulated ranks have that; add --backend simulated"),
+        ("all_reduce --backend simulated --network slow", "network='slow': use one of 1GbE, "),
+        (
+            "all_reduce --backend simulated --local-network 1GbE",
+            "--local-network 1GbE: there are no hosts; add --hosts",
+        ),
+        ("all_reduce --backend simulated --hosts 2x2", "--hosts 2x2 is for 4, not for 2 ranks"),
+        ("all_reduce -n 3 --backend simulated --hosts a,b,a", "--hosts a,b,a: simulated hosts have ranks in a row"),
+        ("all_reduce --backend simulated --vs gloo", "--vs gloo needs processes: leave out --backend simulated"),
+        ("all_reduce --backend simulated --op sum --dtype bool", "op='sum' has no meaning for torch.bool: convert "),
+    ],
+)
+def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):
+    assert main(["bench", *arguments.split()]) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith(f"echelon: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_rank_is_not_asked_how_many_there_are(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert main(["bench", "all_reduce", "-n", "2"]) == 2
+    assert "this is a rank that a launcher started: leave out -n" in capsys.readouterr().err
