@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import echelon
+from echelon.backends.operators import operator
 from echelon.bench.figures import OPERATIONS, REDUCTIONS, Case
 from echelon.bench.measure import measure_case
 from echelon.bench.request import DTYPES, OPERATORS
 from echelon.bench.subject import EchelonSubject
 from echelon.bench.workload import Workload
-from echelon.collectives.operators import operator
 from echelon.errors import UnsupportedOp
 
 

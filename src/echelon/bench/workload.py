@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.backends.operators import operator
 from echelon.bench.figures import REDUCTIONS, Case
-from echelon.collectives.operators import operator
 
 _PERIOD = 100_003
 _PIECE = 1 << 22
