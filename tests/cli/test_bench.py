@@ -71,7 +71,22 @@ def test_the_status_tells_of_wrong_values(capsys, monkeypatch):
 
 
 def test_processes_beside_gloo(capfd):
-    options = ("all_reduce", "-n", "2", "--min", "1K", "--max", "1K", "--vs", "gloo", "--json", "--turns", "2")
+    options = (
+        "all_reduce",
+        "-n",
+        "2",
+        "--backend",
+        "tcp",
+        "--min",
+        "1K",
+        "--max",
+        "1K",
+        "--vs",
+        "gloo",
+        "--json",
+        "--turns",
+        "2",
+    )
     found = json.loads(run(capfd, *options))
     assert found["hosts"] == [0, 0]
     assert found["turns"] == 2
@@ -87,14 +102,29 @@ def test_processes_beside_gloo(capfd):
     shutil.which("mpirun") is None or not start.has_mpi4py(), reason="needs mpirun and mpi4py, which are not installed"
 )
 def test_processes_beside_mpi(capfd):
-    options = ("reduce_scatter", "-n", "2", "--min", "1K", "--max", "1K", "--vs", "mpi", "--json", "--turns", "2")
+    options = (
+        "reduce_scatter",
+        "-n",
+        "2",
+        "--backend",
+        "tcp",
+        "--min",
+        "1K",
+        "--max",
+        "1K",
+        "--vs",
+        "mpi",
+        "--json",
+        "--turns",
+        "2",
+    )
     (row,) = json.loads(run(capfd, *options))["rows"]
     assert list(row["subjects"]) == ["tcp", "mpi"]
     assert all(measured["wrong"] == 0 for measured in row["subjects"].values())
 
 
 def test_it_measures_as_the_rank_that_it_was_started_as():
-    options = ["bench", "broadcast", "--root", "1", "--min", "1K", "--max", "1K", "--turns", "1"]
+    options = ["bench", "broadcast", "--root", "1", "--backend", "tcp", "--min", "1K", "--max", "1K", "--turns", "1"]
     command = [sys.executable, "-m", "echelon", "run", "-n", "2", "-m", "echelon", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert ended.returncode == 0, ended.stderr

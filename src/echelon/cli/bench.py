@@ -21,7 +21,7 @@ def bench(
     num_ranks: Annotated[
         int | None, typer.Option("-n", "--num-ranks", help="How many ranks to start.  [default: 2]")
     ] = None,
-    backend: Annotated[str, typer.Option(help="auto, tcp, ...; or simulated, in virtual time.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, shm, tcp, or simulated: in virtual time.")] = "auto",
     smallest: Annotated[str, typer.Option("--min", metavar="BYTES", help="The smallest array.")] = "8",
     largest: Annotated[str, typer.Option("--max", metavar="BYTES", help="The largest array.")] = "64M",
     factor: Annotated[int, typer.Option(help="Each array is so many times as large as the one before.")] = 2,
