@@ -162,7 +162,7 @@ def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
         ("send_recv --algorithm ring", "--algorithm ring: a message needs none; leave --algorithm out"),
         ("send_recv -n 1", "send_recv with 1 rank: there is nobody to send to; give -n 2 or more"),
         ("broadcast --root 2", "--root=2 is not a rank of this group of 2: use 0 to 1"),
-        ("all_reduce --backend carrier", "backend='carrier' is unknown: use one of auto, tcp, "),
+        ("all_reduce --backend carrier", "backend='carrier' is unknown: use one of auto, "),
         ("all_reduce --network 10GbE", "--network 10GbE: only simulated ranks have that; add --backend simulated"),
         ("all_reduce --backend simulated --network slow", "network='slow': use one of 1GbE, "),
         (
@@ -172,6 +172,10 @@ def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
         ("all_reduce --backend simulated --hosts 2x2", "--hosts 2x2 is for 4, not for 2 ranks"),
         ("all_reduce -n 3 --backend simulated --hosts a,b,a", "--hosts a,b,a: simulated hosts have ranks in a row"),
         ("all_reduce --backend simulated --vs gloo", "--vs gloo needs processes: leave out --backend simulated"),
+        (
+            "all_reduce --backend shm --algorithm ring",
+            "--algorithm ring: an algorithm is one of messages, not of shared memory; leave out --backend shm",
+        ),
         ("all_reduce --backend simulated --op sum --dtype bool", "op='sum' has no meaning for torch.bool: convert "),
     ],
 )

@@ -71,6 +71,21 @@ class Request:
                 raise LaunchError(f"--algorithm {self.algorithm}: a message needs none; leave --algorithm out")
             find(self.operation, self.algorithm)
 
+    def backend(self, name: str) -> str:
+        """Returns the backend to take where `name` is asked for: an algorithm is one of messages.
+
+        Raises:
+            LaunchError: an algorithm for ranks that share memory.
+        """
+        if self.algorithm is None or name not in ("auto", "shm"):
+            return name
+        if name == "shm":
+            raise LaunchError(
+                f"--algorithm {self.algorithm}: an algorithm is one of messages, not of shared memory; leave out "
+                "--backend shm"
+            )
+        return "tcp"
+
     def cases(self, num_ranks: int) -> tuple[Case, ...]:
         """Returns what to measure on so many ranks, each size once."""
         size_of = DTYPES[self.dtype]

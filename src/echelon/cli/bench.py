@@ -28,7 +28,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="Of the elements.")] = "float32",
     op: Annotated[str, typer.Option(help="Of a reduction.")] = "sum",
     root: Annotated[int, typer.Option(help="The rank that a broadcast or scatter is from, a reduce or gather to.")] = 0,
-    algorithm: Annotated[str | None, typer.Option(help="Which one to take.  [default: what a group takes]")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Of messages.  [default: what a group takes]")] = None,
     vs: Annotated[str | None, typer.Option(metavar="gloo|mpi", help="What to measure as well, in turns.")] = None,
     turns: Annotated[int, typer.Option(help="How often each takes its turn; the median counts.")] = 5,
     iterations: Annotated[int | None, typer.Option(help="Calls in a turn.  [default: as many as take 50 ms]")] = None,
@@ -53,6 +53,7 @@ def bench(
     request = Request(
         name, sizes, dtype, op, root, algorithm and algorithm.replace("-", "_"), turns, iterations, vs, as_json
     )
+    backend = request.backend(backend)
     for option, value in (("--network", network), ("--local-network", local_network), ("--hosts", hosts)):
         if value is not None and backend != "simulated":
             raise LaunchError(f"{option} {value}: only simulated ranks have that; add --backend simulated")
