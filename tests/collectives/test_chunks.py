@@ -7,7 +7,7 @@ import torch
 
 from echelon.backends.base import Work
 from echelon.collectives.algorithms import build
-from echelon.collectives.chunks import Parts, Tensors
+from echelon.collectives.chunks import Parts, Rows
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.collectives.run import Channel, run
 from echelon.collectives.select import Selector
@@ -26,7 +26,7 @@ class LateBackend:
     def now(self):
         return 0.0
 
-    def irecv(self, src, tag, *, out=None, note=""):
+    def irecv(self, src, tag, *, out=None, note="", must_fit=True):
         work = Work(self, "receive")
         work.complete(self.comes.clone() if out is None else out.copy_(self.comes))
         return work
@@ -78,11 +78,11 @@ def test_parts_are_sent_from_where_they_are_and_received_to_where_they_go():
 
 
 def test_a_tensor_of_its_own_is_sent_as_it_is_and_several_as_their_rows():
-    tensors = Tensors(3, {0: torch.ones(2, 3), 1: torch.zeros(0, 3)})
+    tensors = Rows(3, {0: torch.ones(2, 3), 1: torch.zeros(0, 3)})
     assert tensors.outgoing(Send(1, (0,)))[0] is tensors[0]
     counts, rows = tensors.outgoing(Send(1, (0, 1)))
     assert (counts.tolist(), rows.shape) == ([2, 0], (2, 3))
-    other = Tensors(3, {})
+    other = Rows(3, {})
     other.keep(Recv(0, (1, 2)), [counts, rows], None)
     assert (other[1].shape, other[2].shape) == ((2, 3), (0, 3))
     other.copy(Copy(1, 0))
@@ -91,4 +91,4 @@ def test_a_tensor_of_its_own_is_sent_as_it_is_and_several_as_their_rows():
 
 def test_what_is_not_there_is_noticed():
     with pytest.raises(AssertionError):
-        Tensors(2, {})[0]
+        Rows(2, {})[0]

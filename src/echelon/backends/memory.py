@@ -65,12 +65,39 @@ def describe(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def check_tensor(tensor: torch.Tensor, devices: frozenset[str], what: str) -> None:
-    """Raises UnsupportedOp unless `tensor` is a contiguous dense tensor on one of `devices`."""
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Says whether the values of a dense tensor are what is in its memory, one behind the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a dense tensor, outside of autograd, in its own memory if it is plain, else copied."""
+    tensor = tensor.detach()
+    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def check_dense(tensor: torch.Tensor, devices: frozenset[str], what: str) -> None:
+    """Raises UnsupportedOp unless `tensor` is a dense tensor on one of `devices`, of a dtype that can be sent."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}")
     if tensor.device.type not in devices:
         known = ", ".join(sorted(devices))
         raise UnsupportedOp(f"{what}: a tensor on {tensor.device}, but this backend can only move tensors on {known}")
-    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if tensor.layout != torch.strided:
+        raise UnsupportedOp(f"{what} takes a dense tensor, not one of layout {tensor.layout}: call .to_dense() first")
+    dtype_code(tensor.dtype)
+
+
+def check_tensor(tensor: torch.Tensor, devices: frozenset[str], what: str) -> None:
+    """Raises UnsupportedOp unless `check_dense` passes and the tensor is plain."""
+    check_dense(tensor, devices, what)
+    if not is_plain(tensor):
         raise UnsupportedOp(f"{what} takes a contiguous dense tensor: call .contiguous() (or .resolve_conj()) first")
+
+
+def check_writable(tensor: torch.Tensor, what: str) -> None:
+    """Raises UnsupportedOp if elements of a tensor share memory, as those of an expanded one do."""
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise UnsupportedOp(f"{what} writes the tensor in place, but its elements share memory: call .clone() first")

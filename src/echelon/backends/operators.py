@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -38,20 +38,25 @@ class Operator:
         return total.div_(num_ranks) if self.divides else total
 
 
-def _is_number(dtype: torch.dtype) -> bool:
-    return dtype not in (torch.bool, torch.uint64)  # torch neither adds nor compares uint64
-
-
-def _is_ordered(dtype: torch.dtype) -> bool:
-    return not dtype.is_complex and dtype != torch.uint64
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Where torch lacks the arithmetic, which is the same bits for numbers with a sign; what overflows wraps around."""
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
 
 
 def _is_continuous(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    return dtype.is_complex or (dtype.is_floating_point and dtype != torch.float4_e2m1fn_x2)  # two numbers in one
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype in _INTEGERS or _is_continuous(dtype)
+
+
+def _is_ordered(dtype: torch.dtype) -> bool:
+    return not dtype.is_complex and (dtype == torch.bool or _is_number(dtype))
 
 
 def _is_bits(dtype: torch.dtype) -> bool:
-    return not _is_continuous(dtype)
+    return dtype == torch.bool or dtype in _INTEGERS
 
 
 _OPERATORS = {
@@ -70,7 +75,7 @@ _OPERATORS = {
 
 
 def operator(name: str, dtype: torch.dtype) -> Operator:
-    """Returns the reduction of that name.
+    """Returns the reduction of that name, for tensors of `accumulation_dtype(dtype)`.
 
     Raises:
         UnsupportedOp: there is none of that name, or not for this dtype.
@@ -80,15 +85,32 @@ def operator(name: str, dtype: torch.dtype) -> Operator:
         raise UnsupportedOp(f"op={name!r}: use one of {', '.join(_OPERATORS)}")
     if not found.accepts(dtype):
         raise UnsupportedOp(f"op={name!r} has no meaning for {dtype}: convert the tensor, or use another op")
-    return found
+    if dtype not in _SIGNED:
+        return found
+    return replace(found, function=_with_sign(found.function, _SIGNED[dtype], is_order=name in ("min", "max")))
 
 
-_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.complex32: torch.complex64}
-"""Where torch lacks the arithmetic; what overflows wraps around as it would in the narrow dtype."""
+def _with_sign(function: Function, signed: torch.dtype, is_order: bool) -> Function:
+    """Returns a function of numbers without a sign, made of one of numbers with it.
+
+    Shifted by the lowest number, those without a sign have the order of those with it.
+    """
+    lowest = torch.iinfo(signed).min
+
+    def apply(input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        left, right, result = input.view(signed), other.view(signed), out.view(signed)
+        if is_order:
+            function(left ^ lowest, right ^ lowest, out=result)
+            result ^= lowest
+        else:
+            function(left, right, out=result)
+        return out
+
+    return apply
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that values of `dtype` are combined in: float32 for 8- and 16-bit floats."""
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        return torch.float32
-    return _WIDER.get(dtype, dtype)
+    if dtype == torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

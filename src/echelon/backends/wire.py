@@ -51,6 +51,12 @@ DTYPES: tuple[tuple[str, int], ...] = (
     ("float8_e4m3fnuz", 1),
     ("float8_e5m2fnuz", 1),
     ("float8_e8m0fnu", 1),
+    ("float4_e2m1fn_x2", 1),
+    ("bits8", 1),
+    ("bits16", 2),
+    ("bits1x8", 1),
+    ("bits2x4", 1),
+    ("bits4x2", 1),
 )
 """Name and item size in bytes of every dtype, at the place that is its code on the wire. Only append."""
 

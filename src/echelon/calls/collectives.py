@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.backends.base import Work
 from echelon.calls.member import Member, No, Seconds, Yes
-from echelon.collectives import operations
+from echelon.collectives import operations, rows
 from echelon.errors import SizeMismatch
 
 
@@ -31,7 +31,7 @@ class Collectives(Member):
             async_op: return a Work at once; `tensor` belongs to it until it is done.
             timeout: seconds for the whole operation.
         """
-        self._check(tensor, "all_reduce")
+        self._check(tensor, "all_reduce", in_place=True)
         return self._call(operations.all_reduce(tensor, op), async_op, timeout)
 
     @overload
@@ -49,8 +49,8 @@ class Collectives(Member):
             tensor, op, async_op, timeout: as in `all_reduce`.
             dst: the rank that gets the result.
         """
-        self._check(tensor, "reduce")
         self._check_rank(dst, "dst")
+        self._check(tensor, "reduce", in_place=self.rank == dst)
         return self._call(operations.reduce(tensor, dst, op), async_op, timeout)
 
     @overload
@@ -67,8 +67,8 @@ class Collectives(Member):
             src: the rank whose tensor it is.
             async_op, timeout: as in `all_reduce`.
         """
-        self._check(tensor, "broadcast")
         self._check_rank(src, "src")
+        self._check(tensor, "broadcast", in_place=self.rank != src)
         return self._call(operations.broadcast(tensor, src), async_op, timeout)
 
     @overload
@@ -93,7 +93,7 @@ class Collectives(Member):
             SizeMismatch: `out` has not the shape or dtype of the result.
         """
         self._check(tensor, "all_gather")
-        return self._call(operations.all_gather(tensor), async_op, timeout, out)
+        return self._call(rows.all_gather(tensor, out), async_op, timeout, out)
 
     @overload
     def gather(self, tensor: Tensor, dst: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor | None: ...
@@ -111,7 +111,7 @@ class Collectives(Member):
         """
         self._check(tensor, "gather")
         self._check_rank(dst, "dst")
-        return self._call(operations.gather(tensor, dst), async_op, timeout)
+        return self._call(rows.gather(tensor, dst), async_op, timeout)
 
     @overload
     def scatter(self, tensor: Tensor | None, src: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -138,7 +138,7 @@ class Collectives(Member):
                     "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
                 )
             self._check(tensor, "scatter")
-        return self._call(operations.scatter(tensor, src), async_op, timeout)
+        return self._call(rows.scatter(tensor, src), async_op, timeout)
 
     @overload
     def reduce_scatter(
@@ -171,7 +171,7 @@ class Collectives(Member):
         self._check(tensor, "reduce_scatter")
         if tensor.dim() == 0:
             raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
-        return self._call(operations.reduce_scatter(tensor, op), async_op, timeout, out)
+        return self._call(operations.reduce_scatter(tensor, op, out), async_op, timeout, out)
 
     @overload
     def all_to_all(
@@ -217,14 +217,14 @@ class Collectives(Member):
             CollectiveMismatch: other numbers of rows came than `out_splits` says.
         """
         self._check(tensor, "all_to_all")
-        rows = len(tensor) if tensor.dim() else 1
+        num_rows = len(tensor) if tensor.dim() else 1
         if in_splits is not None and (
-            len(in_splits) != self.world_size or sum(in_splits) != rows or min(in_splits) < 0
+            len(in_splits) != self.world_size or sum(in_splits) != num_rows or min(in_splits) < 0
         ):
             raise SizeMismatch(
-                f"{self.world_size} numbers that add up to {rows}", list(in_splits), "all_to_all(in_splits=)"
+                f"{self.world_size} numbers that add up to {num_rows}", list(in_splits), "all_to_all(in_splits=)"
             )
-        return self._call(operations.all_to_all(tensor, in_splits, out_splits), async_op, timeout, out)
+        return self._call(rows.all_to_all(tensor, in_splits, out_splits, out), async_op, timeout, out)
 
     def barrier(self, timeout: Seconds = None) -> None:
         """Returns when every rank has called it."""

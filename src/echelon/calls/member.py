@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from echelon.backends.base import Backend, Tag, Work
-from echelon.backends.memory import check_tensor
+from echelon.backends.memory import check_dense, check_tensor, check_writable
 from echelon.collectives.operations import Operation
-from echelon.errors import InvalidRank, SelfSend, SizeMismatch, UnsupportedOp
+from echelon.errors import InvalidRank, SelfSend, SizeMismatch
 
 T = TypeVar("T")
 Seconds: TypeAlias = float | None
@@ -57,14 +56,11 @@ class Member(ABC):
     def _check_open(self) -> None:
         """Raises Closed after the group was closed."""
 
-    def _check(self, tensor: Tensor, what: str) -> None:
+    def _check(self, tensor: Tensor, what: str, *, in_place: bool = False) -> None:
         self._check_open()
-        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-            if tensor.is_conj() or tensor.is_neg():
-                raise UnsupportedOp(f"{what} takes plain tensors: call .resolve_conj().resolve_neg() first")
-            if tensor.device.type in self.backend.devices:
-                return
-        check_tensor(tensor, self.backend.devices, what)
+        check_dense(tensor, self.backend.devices, what)
+        if in_place:
+            check_writable(tensor, what)
 
     def _check_out(self, out: Tensor | None) -> None:
         self._check_open()

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar, cast
 from torch import Tensor
 
 from echelon.backends.base import Received, Work
+from echelon.backends.memory import plain
 from echelon.calls.member import Member, Seconds
 from echelon.errors import InvalidWorldSize, Timeout
 
@@ -96,7 +97,7 @@ class PointToPoint(Member):
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
         self._check(tensor, "send")
-        return self.backend.isend(tensor.detach().contiguous(), self._peer(dst, "dst"), self._tag(tag))
+        return self.backend.isend(plain(tensor), self._peer(dst, "dst"), self._tag(tag))
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""

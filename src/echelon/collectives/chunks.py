@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +15,9 @@ from echelon.collectives.plan import Copy, Numbers, Recv, Reduce, Send, runs
 
 class Chunks(ABC):
     """What the interpreter needs to know of the chunks. One message of a plan may be several tensors on the wire."""
+
+    sizes_are_known: bool
+    """Whether a message that does not fit its place is an error."""
 
     @abstractmethod
     def outgoing(self, step: Send) -> list[Tensor]:
@@ -40,6 +43,8 @@ class Parts(Chunks):
     memory, so nothing is copied.
     """
 
+    sizes_are_known = True
+
     def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
         self._flat = flat
         self._bounds = list(accumulate(sizes, initial=0))
@@ -48,8 +53,7 @@ class Parts(Chunks):
     @classmethod
     def equal(cls, flat: Tensor, count: int) -> Parts:
         """Divides a tensor as evenly as can be, the larger parts first."""
-        size, larger = divmod(flat.numel(), count)
-        return cls(flat, [size + 1] * larger + [size] * (count - larger))
+        return cls(flat, even_sizes(flat.numel(), count))
 
     def part(self, number: int) -> Tensor:
         """Returns a chunk."""
@@ -89,15 +93,76 @@ class Parts(Chunks):
         self.part(step.chunk).copy_(self.part(step.source))
 
 
-class Tensors(Chunks):
+class Borrowed(Chunks):
+    """Chunks that are parts of one flat tensor which stays as it is. On the wire they are what `Parts` are.
+
+    What is combined is kept in the memory of what came, so nothing is copied. A chunk that one rank ends with may be
+    combined in either order: no other rank has to have the same bits.
+    """
+
+    sizes_are_known = True
+
+    def __init__(self, flat: Tensor, sizes: Sequence[int], wanted: int = -1, place: Tensor | None = None) -> None:
+        """Divides a tensor.
+
+        Args:
+            flat: the tensor.
+            sizes: of the chunks.
+            wanted: the chunk that is to end up in `place`, if it is received by itself.
+            place: flat.
+        """
+        self._sizes = sizes
+        self._chunks = list(torch.split(flat, list(sizes)))
+        self._owned: set[int] = set()
+        self._wanted, self._place = wanted, place
+
+    def take(self, number: int) -> Tensor:
+        """Returns a chunk in memory of its own."""
+        chunk = self._chunks[number]
+        is_placed = self._place is not None and chunk.data_ptr() == self._place.data_ptr()
+        is_alone = number in self._owned and chunk.untyped_storage().nbytes() == chunk.nbytes
+        return chunk if is_placed or is_alone else chunk.clone()
+
+    def outgoing(self, step: Send) -> list[Tensor]:  # noqa: D102
+        return [_join(self._chunks[run.start : run.stop]) for run in runs(step.chunks)]
+
+    def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
+        if step.chunks == (self._wanted,) and self._wanted not in self._owned:
+            return [self._place]
+        return [None] * len(runs(step.chunks))
+
+    def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: D102
+        for run, piece in zip(runs(step.chunks), came, strict=True):
+            if isinstance(step, Reduce):
+                assert combine is not None, "a plan with Reduce steps needs an operator"
+                combine(piece, _join(self._chunks[run.start : run.stop]))
+            self._chunks[run.start : run.stop] = torch.split(piece, list(self._sizes[run.start : run.stop]))
+            self._owned.update(run)
+
+    def copy(self, step: Copy) -> None:  # noqa: D102
+        self._chunks[step.chunk] = self._chunks[step.source]
+        (self._owned.add if step.source in self._owned else self._owned.discard)(step.chunk)
+
+
+class Rows(Chunks):
     """Chunks that are tensors of their own, with rows of one kind but any number of them, and are never written.
 
     A rank learns the size of a chunk when it comes. Several chunks in one message are sent as their rows, one behind
-    the other, and a tensor of how many rows each has.
+    the other, and a tensor of how many rows each has. A chunk is received in its place if it fits there.
     """
 
-    def __init__(self, count: int, given: dict[int, Tensor]) -> None:
+    sizes_are_known = False
+
+    def __init__(self, count: int, given: Mapping[int, Tensor], places: Mapping[int, Tensor] | None = None) -> None:
+        """Begins with the chunks that this rank has.
+
+        Args:
+            count: how many chunks there are.
+            given: those that are here, by number.
+            places: where others are to be, if they are as large as that.
+        """
         self._tensors: list[Tensor | None] = [given.get(number) for number in range(count)]
+        self._places = places or {}
 
     def __getitem__(self, number: int) -> Tensor:
         tensor = self._tensors[number]
@@ -111,10 +176,14 @@ class Tensors(Chunks):
         if not tensors:  # as in a barrier; to make a tensor of a list takes seven times as long
             return [torch.empty(0, dtype=torch.int64, device="cpu")]
         counts = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
-        return [counts, torch.cat(tensors)]
+        return [counts, _join(tensors)]
 
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
-        return [None] if len(step.chunks) < 2 else [None, None]
+        places = [self._places.get(number) for number in step.chunks]
+        if len(places) == 1:
+            return places
+        known = [place for place in places if place is not None]
+        return [None, _adjacent(known) if len(known) == len(places) else None] if places else [None]
 
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: ARG002, D102
         assert isinstance(step, Recv), "tensors of their own are not combined"
@@ -124,3 +193,32 @@ class Tensors(Chunks):
 
     def copy(self, step: Copy) -> None:  # noqa: D102
         self._tensors[step.chunk] = self[step.source]
+
+
+def even_sizes(total: int, count: int) -> list[int]:
+    """Divides a number as evenly as can be, the larger parts first, as torch.tensor_split does."""
+    size, larger = divmod(total, count)
+    return [size + 1] * larger + [size] * (count - larger)
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenates tensors along dim 0; without copying them where they lie one behind the other."""
+    whole = _adjacent(tensors)
+    return torch.cat(list(tensors)) if whole is None else whole
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns contiguous tensors that lie one behind the other in memory as one; None if they do not."""
+    if len(tensors) == 1:
+        return tensors[0]
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return None
+    first, memory = filled[0], filled[0].untyped_storage().data_ptr()
+    end = first.storage_offset()
+    for tensor in filled:
+        if tensor.storage_offset() != end or tensor.untyped_storage().data_ptr() != memory:
+            return None
+        end += tensor.numel()
+    flat = first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+    return flat.view(-1, *first.shape[1:])

@@ -1,10 +1,11 @@
-"""The collectives: each a function from its arguments to what ranks compare and what this rank does.
+"""The collectives on tensors of one shape: each a function from its arguments to what ranks compare and what they do.
 
 Nothing here waits or sends by itself; the group gives an `Operation` a channel to act over.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from echelon.backends.memory import describe
+from echelon.backends.memory import describe, is_plain, plain
 from echelon.backends.operators import Combine, accumulation_dtype, operator
 from echelon.collectives import select
 from echelon.collectives.algorithms import OPERATIONS
-from echelon.collectives.chunks import Chunks, Parts, Tensors
+from echelon.collectives.chunks import Borrowed, Chunks, Parts, Rows, even_sizes
 from echelon.collectives.run import Channel, run
-from echelon.errors import CollectiveMismatch, SizeMismatch
+from echelon.errors import SizeMismatch
 
 T = TypeVar("T")
 
@@ -42,9 +43,10 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
         if channel.native is not None:
             channel.native.all_reduce(channel, tensor.detach(), reduction)
             return tensor
-        wide = _widen(tensor).contiguous()
-        _run(
-            "all_reduce", channel, lambda count: Parts.equal(wide.view(-1), count), tensor.nbytes, 0, reduction.combine
+        wide = _widen(tensor)
+        flat = wide.view(-1)
+        run_plan(
+            "all_reduce", channel, lambda count: Parts.equal(flat, count), tensor.nbytes, combine=reduction.combine
         )
         return _keep(tensor, reduction.finish(wide, channel.num_ranks))
 
@@ -56,8 +58,15 @@ def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
     reduction = operator(op, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
-        wide = _widen(tensor).contiguous().clone()
-        _run("reduce", channel, lambda count: Parts.equal(wide.view(-1), count), tensor.nbytes, dst, reduction.combine)
+        wide = _widen(tensor)
+        flat = wide.view(-1)
+
+        def chunks(count: int) -> Chunks:
+            if channel.rank == dst:
+                return Parts.equal(flat, count)
+            return Borrowed(flat, even_sizes(flat.numel(), count))
+
+        run_plan("reduce", channel, chunks, tensor.nbytes, dst, reduction.combine)
         return _keep(tensor, reduction.finish(wide, channel.num_ranks)) if channel.rank == dst else tensor
 
     return Operation(f"reduce({op}, dst={dst}) of {describe(tensor.shape, tensor.dtype)}", act)
@@ -67,107 +76,87 @@ def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
     """Overwrites `tensor` with that of rank `src`, in place."""
 
     def act(channel: Channel) -> Tensor:
-        flat = tensor.detach().contiguous()
-        _run("broadcast", channel, lambda count: Parts.equal(flat.view(-1), count), tensor.nbytes, src)
-        return _keep(tensor, flat) if channel.rank != src else tensor
+        is_source = channel.rank == src
+        whole = plain(tensor) if is_source or is_plain(tensor) else torch.empty_like(tensor, memory_format=_PACKED)
+        flat = whole.view(-1)
+        run_plan("broadcast", channel, lambda count: Parts.equal(flat, count), tensor.nbytes, src)
+        return tensor if is_source else _keep(tensor, whole)
 
     return Operation(f"broadcast(src={src}) of {describe(tensor.shape, tensor.dtype)}", act)
 
 
-def all_gather(tensor: Tensor) -> Operation[Tensor]:
-    """Returns the tensors of all ranks, concatenated along dim 0."""
-    rows = _rows(tensor)
+def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operation[Tensor]:
+    """Combines `tensor` over all ranks and returns this rank's part of the result; `out`, if it fits."""
+    operator(op, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
-        chunks = Tensors(channel.num_ranks, {channel.rank: rows.contiguous()})
-        _run("all_gather", channel, lambda _: chunks)
-        return torch.cat([chunks[rank] for rank in range(channel.num_ranks)])
-
-    return Operation(f"all_gather of {_kind(rows)}", act)
-
-
-def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
-    """Returns the tensors of all ranks, concatenated along dim 0, on rank `dst`; None on others."""
-    rows = _rows(tensor)
-
-    def act(channel: Channel) -> Tensor | None:
-        chunks = Tensors(channel.num_ranks, {channel.rank: rows.contiguous()})
-        _run("gather", channel, lambda _: chunks, root=dst)
-        return torch.cat([chunks[rank] for rank in range(channel.num_ranks)]) if channel.rank == dst else None
-
-    return Operation(f"gather(dst={dst}) of {_kind(rows)}", act)
-
-
-def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
-    """Returns this rank's part of the tensor of rank `src`."""
-
-    def act(channel: Channel) -> Tensor:
-        given: dict[int, Tensor] = {}
-        if channel.rank == src:
-            assert tensor is not None
-            given = _numbered(tensor.detach().tensor_split(channel.num_ranks))
-        chunks = Tensors(channel.num_ranks, given)
-        _run("scatter", channel, lambda _: chunks, root=src)
-        part = chunks[channel.rank]
-        return part.clone() if channel.rank == src else part
-
-    return Operation(f"scatter(src={src})", act)
-
-
-def reduce_scatter(tensor: Tensor, op: str) -> Operation[Tensor]:
-    """Combines `tensor` over all ranks and returns this rank's part of the result."""
-    reduction = operator(op, tensor.dtype)
-
-    def act(channel: Channel) -> Tensor:
-        wide = _widen(tensor).contiguous()
-        own = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
-        views = own.tensor_split(channel.num_ranks)
-        parts = Parts(own.view(-1), [view.numel() for view in views])
-        _run("reduce_scatter", channel, lambda _: parts, tensor.nbytes, 0, reduction.combine)
-        return reduction.finish(views[channel.rank], channel.num_ranks).to(tensor.dtype, copy=True)
+        num_rows, *row = tensor.shape
+        rows = even_sizes(num_rows, channel.num_ranks)
+        shape = (rows[channel.rank], *row)
+        place = out if out is not None and can_hold(out, shape, tensor) else None
+        part = reduce_parts(channel, tensor, op, [size * math.prod(row) for size in rows], place)
+        return part.view(shape) if place is None else place
 
     return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act)
 
 
-def all_to_all(tensor: Tensor, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None) -> Operation[Tensor]:
-    """Sends part r of `tensor` to every rank r, and returns the parts that came, concatenated along dim 0."""
-    rows = _rows(tensor)
+def reduce_parts(channel: Channel, tensor: Tensor, op: str, sizes: Sequence[int], place: Tensor | None) -> Tensor:
+    """Combines a tensor over all ranks and returns one part of it, flat.
 
-    def act(channel: Channel) -> Tensor:
-        parts = rows.tensor_split(channel.num_ranks) if in_splits is None else torch.split(rows, list(in_splits))
-        chunks = Tensors(2 * channel.num_ranks, _numbered(parts))
-        _run("all_to_all", channel, lambda _: chunks)
-        came = [chunks[channel.num_ranks + src] for src in range(channel.num_ranks)]
-        sizes = [len(chunk) for chunk in came]
-        if out_splits is not None and sizes != list(out_splits):
-            raise CollectiveMismatch(f"out_splits={list(out_splits)}, but the ranks sent {sizes} rows: make them agree")
-        return torch.cat(came)
-
-    return Operation(f"all_to_all of {_kind(rows)}", act)
+    Args:
+        channel: whom to talk to.
+        tensor: stays as it is.
+        op: the reduction.
+        sizes: in elements, of the part of each rank.
+        place: contiguous, as large as this rank's part; written. None: a new tensor.
+    """
+    reduction = operator(op, tensor.dtype)
+    wide = _widen(tensor).view(-1)
+    own, flat = channel.rank, None if place is None else place.view(-1)
+    parts = Borrowed(wide, sizes, own, flat if wide.dtype == tensor.dtype else None)
+    run_plan("reduce_scatter", channel, lambda _: parts, tensor.nbytes, combine=reduction.combine)
+    total = reduction.finish(parts.take(own), channel.num_ranks)
+    if flat is None:
+        return total.to(tensor.dtype)
+    if total.data_ptr() != flat.data_ptr():
+        flat.copy_(total)
+    return flat
 
 
 def barrier() -> Operation[None]:
     """Returns when all ranks have come."""
 
     def act(channel: Channel) -> None:
-        _run("barrier", channel, lambda count: Tensors(count, {}))
+        run_plan("barrier", channel, lambda count: Rows(count, {}))
 
     return Operation("barrier", act)
 
 
+def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
+    """Says whether `out` can be filled piece by piece with a result of that shape, which is made from `source`."""
+    return (
+        list(out.shape) == list(shape)
+        and (out.dtype, out.device) == (source.dtype, source.device)
+        and is_plain(out)
+        and out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+    )
+
+
 def write_out(out: Tensor, result: Tensor, note: str) -> Tensor:
-    """Copies a result into the tensor that the caller gave for it.
+    """Copies a result into the tensor that the caller gave for it, unless it is there already.
 
     Raises:
         SizeMismatch: it has another shape or dtype.
     """
+    if result is out:
+        return out
     if out.shape != result.shape or out.dtype != result.dtype:
         raise SizeMismatch(describe(result.shape, result.dtype), describe(out.shape, out.dtype), f"{note}, out=")
     out.detach().copy_(result)
     return out
 
 
-def _run(
+def run_plan(
     operation: str,
     channel: Channel,
     chunks: Callable[[int], Chunks],
@@ -184,14 +173,13 @@ def _run(
 
 
 _VARIABLES = {operation: select.variable_of(operation) for operation in OPERATIONS}
-
-
-def _numbered(parts: Sequence[Tensor]) -> dict[int, Tensor]:
-    return {number: part.contiguous() for number, part in enumerate(parts)}
+_PACKED = torch.contiguous_format
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(accumulation_dtype(tensor.dtype))
+    """Returns what is combined: contiguous, in the dtype to add up in; the tensor itself where it is so already."""
+    dtype = accumulation_dtype(tensor.dtype)
+    return plain(tensor) if dtype == tensor.dtype else tensor.detach().to(dtype, memory_format=_PACKED)
 
 
 def _keep(tensor: Tensor, result: Tensor) -> Tensor:
@@ -199,12 +187,3 @@ def _keep(tensor: Tensor, result: Tensor) -> Tensor:
     if result.data_ptr() != tensor.data_ptr() or result.dtype != tensor.dtype:
         tensor.detach().copy_(result)
     return tensor
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
-
-
-def _kind(rows: Tensor) -> str:
-    """What tensors must have in common to be concatenated."""
-    return f"rows of {describe(rows.shape[1:], rows.dtype)}"

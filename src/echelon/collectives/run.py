@@ -78,12 +78,15 @@ def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = 
 
 
 def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine: Combine | None) -> None:
-    backend, ranks, note = channel.backend, channel.ranks, channel.note
+    backend, ranks, note, must_fit = channel.backend, channel.ranks, channel.note, chunks.sizes_are_known
     leaving = [step for step in steps if isinstance(step, Send)]
     coming = [step for step in steps if isinstance(step, _COMING)]
     busy = {chunk for step in leaving for chunk in step.chunks}
     receives = [
-        [backend.irecv(ranks[step.peer], tag, out=place, note=note) for place in chunks.places(step, busy)]
+        [
+            backend.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit)
+            for place in chunks.places(step, busy)
+        ]
         for step in coming
     ]
     sends = [

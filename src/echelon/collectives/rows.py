@@ -1,0 +1,136 @@
+"""The collectives on tensors of any number of rows: they are moved, and concatenated along dim 0.
+
+How many rows other ranks have is learned when they come. Places are made for as many as this rank has, and what fits is
+received where it belongs; only if ranks differ is anything copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.backends.memory import describe, new_tensor, plain
+from echelon.collectives.chunks import Rows, even_sizes
+from echelon.collectives.operations import Operation, can_hold, run_plan
+from echelon.collectives.run import Channel
+from echelon.errors import CollectiveMismatch
+
+
+def all_gather(tensor: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+    """Returns the tensors of all ranks, concatenated along dim 0; `out`, if it fits."""
+    rows = _rows(tensor)
+
+    def act(channel: Channel) -> Tensor:
+        result = _Result(rows, [len(rows)] * channel.num_ranks, out)
+        chunks = Rows(channel.num_ranks, {channel.rank: result.put(channel.rank, plain(rows))}, result.places)
+        run_plan("all_gather", channel, lambda _: chunks)
+        return result.of([chunks[rank] for rank in range(channel.num_ranks)])
+
+    return Operation(f"all_gather of {_kind(rows)}", act)
+
+
+def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
+    """Returns the tensors of all ranks, concatenated along dim 0, on rank `dst`; None on others."""
+    rows = _rows(tensor)
+
+    def act(channel: Channel) -> Tensor | None:
+        if channel.rank != dst:
+            given = Rows(channel.num_ranks, {channel.rank: plain(rows)})
+            run_plan("gather", channel, lambda _: given, root=dst)
+            return None
+        result = _Result(rows, [len(rows)] * channel.num_ranks, None)
+        chunks = Rows(channel.num_ranks, {dst: result.put(dst, plain(rows))}, result.places)
+        run_plan("gather", channel, lambda _: chunks, root=dst)
+        return result.of([chunks[rank] for rank in range(channel.num_ranks)])
+
+    return Operation(f"gather(dst={dst}) of {_kind(rows)}", act)
+
+
+def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
+    """Returns this rank's part of the tensor of rank `src`."""
+
+    def act(channel: Channel) -> Tensor:
+        given: dict[int, Tensor] = {}
+        if channel.rank == src:
+            assert tensor is not None
+            given = dict(enumerate(plain(tensor).tensor_split(channel.num_ranks)))
+        chunks = Rows(channel.num_ranks, given)
+        run_plan("scatter", channel, lambda _: chunks, root=src)
+        part = chunks[channel.rank]
+        is_alone = channel.rank != src and part.untyped_storage().nbytes() == part.nbytes
+        return part if is_alone else part.clone()
+
+    return Operation(f"scatter(src={src})", act)
+
+
+def all_to_all(
+    tensor: Tensor,
+    in_splits: Sequence[int] | None,
+    out_splits: Sequence[int] | None,
+    out: Tensor | None = None,
+) -> Operation[Tensor]:
+    """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated; `out`, if it fits."""
+    rows = _rows(tensor)
+
+    def act(channel: Channel) -> Tensor:
+        ranks = range(channel.num_ranks)
+        sends = even_sizes(len(rows), channel.num_ranks) if in_splits is None else list(in_splits)
+        expected = [sends[channel.rank] for _ in ranks] if out_splits is None else list(out_splits)
+        result = _Result(rows, expected, out)
+        places = {channel.num_ranks + src: place for src, place in result.places.items()}
+        chunks = Rows(2 * channel.num_ranks, dict(enumerate(torch.split(plain(rows), sends))), places)
+        run_plan("all_to_all", channel, lambda _: chunks)
+        came = [chunks[channel.num_ranks + src] for src in ranks]
+        sizes = [len(chunk) for chunk in came]
+        if out_splits is not None and sizes != expected:
+            raise CollectiveMismatch(f"out_splits={expected}, but the ranks sent {sizes} rows: make them agree")
+        return result.of(came)
+
+    return Operation(f"all_to_all of {_kind(rows)}", act)
+
+
+class _Result:
+    """Where the rows of all ranks are put together."""
+
+    def __init__(self, rows: Tensor, sizes: Sequence[int], out: Tensor | None) -> None:
+        """Makes room for rows of the kind of `rows`, `sizes` from each rank: in `out` if it has that shape."""
+        shape = (sum(sizes), *rows.shape[1:])
+        self._out = out
+        self._buffer: Tensor | None = None
+        self.places: Mapping[int, Tensor] = {}
+        """Where the rows of each rank belong, if there are as many as expected."""
+        if out is None:
+            self._buffer = new_tensor(shape, rows.dtype)
+        elif can_hold(out, shape, rows):
+            self._buffer = out
+        if self._buffer is not None:
+            self.places = dict(enumerate(torch.split(self._buffer.detach(), list(sizes))))
+
+    def put(self, rank: int, part: Tensor) -> Tensor:
+        """Copies a rank's rows to where they belong, and returns them there."""
+        place = self.places.get(rank)
+        return part if place is None else place.copy_(part)
+
+    def of(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the rows of all ranks as one tensor."""
+        if self._buffer is not None and all(part.shape == self.places[rank].shape for rank, part in enumerate(parts)):
+            for rank, part in enumerate(parts):
+                if part.data_ptr() != self.places[rank].data_ptr():
+                    self.places[rank].copy_(part)
+            return self._buffer
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
+        if self._out is not None and self._out is not self._buffer and can_hold(self._out, shape, parts[0]):
+            torch.cat(list(parts), out=self._out.detach())
+            return self._out
+        return torch.cat(list(parts))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+
+
+def _kind(rows: Tensor) -> str:
+    """What tensors must have in common to be concatenated."""
+    return f"rows of {describe(rows.shape[1:], rows.dtype)}"
