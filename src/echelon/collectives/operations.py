@@ -41,8 +41,9 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
 
     def act(channel: Channel) -> Tensor:
         if channel.native is not None:
-            channel.native.all_reduce(channel, tensor.detach(), reduction)
-            return tensor
+            values = plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor.detach()
+            channel.native.all_reduce(channel, values, reduction)
+            return _keep(tensor, values)
         wide = _widen(tensor)
         flat = wide.view(-1)
         run_plan(
