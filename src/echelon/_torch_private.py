@@ -76,7 +76,8 @@ def storage_users(tensor: torch.Tensor) -> int:
     torch has no public way: views of views, and what autograd saved, own the memory without the tensor that it was made
     for.
     """
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    storage = tensor.untyped_storage()  # counts itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -57,13 +57,13 @@ def check_runnable(schedule: Schedule) -> None:
         )
 
 
-def agreed_group(group: ProcessGroup, schedule: Schedule, loss_reduction: str) -> ProcessGroup:
-    """Returns a group of the same ranks with messages of its own, once all ranks have shown the same schedule.
+def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str]) -> ProcessGroup:
+    """Returns a group of the same ranks with messages of its own, once all ranks have shown the same arguments.
 
     Raises:
         CollectiveMismatch: they have not.
     """
-    mine = [repr(schedule), hashlib.sha256(str(schedule).encode()).hexdigest()[:16], loss_reduction]
+    mine = [repr(schedule), hashlib.sha256(str(schedule).encode()).hexdigest()[:16], *others]
     for rank, theirs in enumerate(group.all_gather_object(list(mine))):
         if theirs != mine:
             raise CollectiveMismatch(

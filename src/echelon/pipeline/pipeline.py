@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.agreement import agreed_group, check_runnable, choose_schedule
 from echelon.pipeline.loss import LossScale, Reduction, num_samples
+from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
 from echelon.pipeline.nested import Value
 from echelon.pipeline.outcome import Span, StepOutput, tell
@@ -49,6 +50,7 @@ class Pipeline:
         at: Sequence[str] | None = None,
         loss_reduction: Reduction = "mean",
         loss_weight: Callable[[Value], float] | None = None,
+        recompute: bool | Collection[int] = False,
     ) -> None:
         """Cuts the model, keeps this rank's stages, and checks the schedule.
 
@@ -67,6 +69,8 @@ class Pipeline:
             at: names of the layers of an nn.Sequential at which stages 1, 2, ... begin; None: balanced by parameters.
             loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
             loss_weight: loss_weight(target), what a microbatch counts in the mean; None: its number of samples.
+            recompute: True, or the stages, that keep nothing but their input from forward to backward and then run the
+                forward again: less memory for a third more time.
 
         Raises:
             ScheduleError: an unknown name, a schedule with problems, or one for another number of ranks.
@@ -79,7 +83,8 @@ class Pipeline:
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model)
         self.schedule.check()
         check_runnable(self.schedule)
-        self._group = agreed_group(group, self.schedule, loss_reduction)
+        recomputed = range(self.num_stages) if recompute is True else sorted(recompute or ())
+        self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={list(recomputed)}"])
         self.stages = cut(model, self.schedule.placement, group.rank, at)
         self._weights = Weights(self.stages, self._group)
         self._loss_fn = loss_fn
@@ -95,7 +100,7 @@ class Pipeline:
                 self._replicate(stage, data_parallel)
         replicas = [reducer.group for reducer in self._reducers.values()]
         self._runtime = Runtime(
-            self.stages, self._group, replicas if data_parallel is None else [data_parallel, *replicas]
+            self.stages, self._group, replicas if data_parallel is None else [data_parallel, *replicas], recomputed
         )
         self._runtime.load(self.schedule)
 
@@ -218,6 +223,14 @@ class Pipeline:
     def eval(self) -> Pipeline:
         """Puts this rank's stages into evaluation mode."""
         return self.train(False)
+
+    def memory(self) -> Memory:
+        """Returns the bytes of activations that this rank held at most in the first step, and what was planned.
+
+        Raises:
+            ScheduleError: no step has been run.
+        """
+        return self._runtime.memory
 
     # Parameters
 

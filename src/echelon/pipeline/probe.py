@@ -15,7 +15,7 @@ from echelon.pipeline.deferred import SplitBackward
 from echelon.pipeline.junctions import CannotSplit, Group, Root, edge_of
 from echelon.pipeline.nested import Value, map_tensors, tensors_of
 from echelon.pipeline.repeated import RepeatedWork
-from echelon.pipeline.saved import SavedTensors
+from echelon.pipeline.saved import SavedTensors, num_bytes
 from echelon.pipeline.separate_uses import SeparateUses
 from echelon.pipeline.stage import Forward, Halves, Stage
 
@@ -64,11 +64,11 @@ def _try(stage: Stage, forward: Forward, reused: tuple[nn.Parameter, ...]) -> Ha
     )
     _refuse_custom_formulas(split.groups)
     del roots
-    before = len(saved.tensors())
+    before = num_bytes(saved.tensors())
     try:
         with watch, saved.dropping():
             split.run_input(saved)
-        frees = len(saved.tensors()) < before
+        frees = num_bytes(saved.tensors()) < before
         watch.next_part()
         with watch:
             split.run_weights(lambda group: setattr(watch, "label", group), into_leaves=False)

@@ -14,6 +14,9 @@ import torch
 
 from echelon._torch_private import TorchDispatchMode, version_of
 
+_CHEAP = ("_prelu_kernel_backward",)
+"""Pointwise, but torch does not say so."""
+
 
 class Repeated(NamedTuple):
     """An operation that was done before, and the label there was when it was done again."""
@@ -46,9 +49,11 @@ class RepeatedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         work = (str(func), self._describe(args), self._describe(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and torch.Tag.pointwise not in func.tags and any(True for _ in _tensors(args)):
+        name = func.overloadpacket.__name__
+        is_cheap = func.is_view or torch.Tag.pointwise in func.tags or name in _CHEAP
+        if not is_cheap and any(True for _ in _tensors(args)):
             if work in self._earlier:
-                self.found.append(Repeated(func.overloadpacket.__name__, self.label))
+                self.found.append(Repeated(name, self.label))
             self._now.add(work)
         for index, tensor in enumerate(_tensors(result)):
             self._alive.append(tensor)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -67,17 +67,27 @@ class _Loaded(NamedTuple):
 class Runtime:
     """Runs schedules on the stages of one rank."""
 
-    def __init__(self, stages: Sequence[Stage], group: ProcessGroup, replicas: Sequence[ProcessGroup]) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        group: ProcessGroup,
+        replicas: Sequence[ProcessGroup],
+        recomputed: Collection[int] = (),
+    ) -> None:
         """Prepares to run.
 
         Args:
             stages: this rank's.
             group: the ranks of the pipeline; its transfers and nothing else use it.
             replicas: groups whose ranks wait for this one in a step as well.
+            recomputed: the stages, of all ranks, that keep their input alone and run their forward again.
         """
         self._stages = {stage.index: stage for stage in stages}
         self._group = group
         self._replicas = replicas
+        self._recomputed = frozenset(recomputed)
+        for stage in stages:
+            stage.recomputes = stage.index in self._recomputed
         self._steps = 0
         self._loaded: dict[Schedule, _Loaded] = {}
         self._latest: tuple[Schedule, _Loaded] | None = None
@@ -190,7 +200,7 @@ class Runtime:
         loaded = self._loaded.get(schedule)
         if loaded is None:
             schedule.check()
-            program = lower(schedule, [stage.index for stage in self._stages.values() if stage.recomputes])
+            program = lower(schedule, () if schedule.forward_only else self._recomputed)
             check_program(program)
             loaded = _Loaded(program, Ports(self._group, self.buffers), split_stages(schedule))
             self._loaded[schedule] = loaded

@@ -185,7 +185,7 @@ class Stage:
         separate = SeparateUses(self.halves.reused) if splits and self.halves.reused else nullcontext()
         with nullcontext() if held.saved is None else held.saved.saving(), separate:
             made = forward.make()
-        held.roots = [edge_of(tensor) for tensor in made.roots]
+        held.roots = [edge_of(tensor) for tensor in made.roots if tensor.requires_grad]
         return made
 
     def _roots(self, held: _Microbatch, microbatch: int, gradients: Sequence[Gradient]) -> list[Root]:

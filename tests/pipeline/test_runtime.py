@@ -1,0 +1,360 @@
+"""What the runtime promises beside right numbers: memory, buffers, schedules planned again, failures that are told."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.pipeline import Pipeline, schedules
+from echelon.pipeline.fuse import split_stages
+from tests.pipeline.alone import WIDTH, gradients, make_batch, make_model, train_alone
+from tests.pipeline.named import sizes_of
+
+TRAINING = [name for name in schedules.names() if name != "forward-only"]
+
+
+def simulate(fn, world_size, *args):
+    return echelon.simulate(fn, world_size, args, timeout=20.0).results
+
+
+def named(name, num_ranks, num_microbatches, num_chunks=1):
+    return schedules.build(name, *sizes_of(name, num_ranks, num_microbatches, num_chunks))
+
+
+def step(pipe, batch, **kwargs):
+    inputs, target = batch
+    return pipe.step(inputs if pipe.is_first else None, target=target if pipe.is_last else None, **kwargs)
+
+
+def assert_gradients(results, model):
+    got = {name: gradient for rank in results for name, gradient in rank.items()}
+    expected = gradients(model)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(got[name], gradient), name
+
+
+# Stages without halves
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def recurrent_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Recurrent(), nn.Linear(WIDTH, WIDTH))
+
+
+def train_recurrent(group):
+    pipe = Pipeline(recurrent_model(), group, "zb-h2", 3, nn.functional.mse_loss, at=["2", "3"])
+    batch = make_batch(6, torch.float32)
+    if any(isinstance(stage.module[0], Recurrent) for stage in pipe.stages):
+        with pytest.warns(UserWarning, match=r"stage 1 does its backward as a whole .*: 2.lstm \(LSTM\)"):
+            step(pipe, batch)
+    else:
+        step(pipe, batch)
+    assert split_stages(pipe.schedule) == {0, 2}
+    assert pipe.timeline.steps == pipe.schedule.orders
+    return gradients(pipe_modules(pipe))
+
+
+def pipe_modules(pipe):
+    return nn.ModuleDict() if not pipe.stages else _Named(pipe)
+
+
+class _Named:
+    def __init__(self, pipe):
+        self.named_parameters = pipe.named_parameters
+
+
+def test_a_stage_that_cannot_be_split_is_planned_again_on_all_ranks():
+    results = simulate(train_recurrent, 3)
+    model = recurrent_model()
+    train_alone(model, make_batch(6, torch.float32), 3)
+    assert_gradients(results, model)
+
+
+# Memory
+
+
+class Block(nn.Module):
+    """Keeps more for I than for W, as attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x + torch.sin(torch.tanh(torch.exp(self.layer(x) / 9))))
+
+
+def measure(group, name, recompute):
+    torch.manual_seed(0)
+    schedule = named(name, 2, 6)
+    model = nn.Sequential(*[Block() for _ in range(8)])
+    pipe = Pipeline(model, group, schedule, loss_fn=nn.functional.mse_loss, recompute=recompute)
+    step(pipe, make_batch(12, torch.float32))
+    return pipe.memory()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", TRAINING)
+def test_memory_is_what_the_plan_says(name, recompute):
+    for planned, measured in simulate(measure, 2, name, recompute):
+        assert measured == planned > 0
+
+
+def test_more_microbatches_in_flight_hold_more():
+    (gpipe, _), (one_f_one_b, _) = (simulate(measure, 2, name, False) for name in ("gpipe", "1f1b"))
+    assert gpipe.measured == 3 * one_f_one_b.measured, "all 6 of them, not 2"
+    recomputed, _ = simulate(measure, 2, "gpipe", True)
+    assert recomputed.measured < gpipe.measured / 4
+
+
+# Buffers
+
+
+def count_buffers(group, num_microbatches, num_steps):
+    pipe = Pipeline(make_model(4), group, "1f1b", num_microbatches, nn.functional.mse_loss)
+    for _ in range(num_steps):
+        step(pipe, make_batch(2 * num_microbatches))
+    return len(pipe._runtime.buffers)
+
+
+def test_receive_buffers_are_as_many_as_the_plan_holds_not_as_there_are_microbatches(pool):
+    """1F1B holds at most ranks - rank microbatches; up to 3 steps ahead, one more of each direction is posted."""
+    for counts in (simulate(count_buffers, 4, 16, 3), pool.run(count_buffers, 4, 16, 3)):
+        for rank, count in enumerate(counts):
+            assert 0 < count <= (4 - rank) + 2 + 2
+        assert counts == simulate(count_buffers, 4, 32, 2), "twice as many microbatches need no more"
+
+
+def change_shapes(group):
+    pipe = Pipeline(make_model(3), group, "zb-h1", 3, nn.functional.mse_loss)
+    for num_samples in (7, 3, 12, 12, 5):
+        step(pipe, make_batch(num_samples))
+    return dict(gradients(pipe_modules(pipe)))
+
+
+def test_shapes_change_between_steps_and_between_microbatches():
+    results = simulate(change_shapes, 3)
+    model = make_model(3)
+    for num_samples in (7, 3, 12, 12, 5):
+        train_alone(model, make_batch(num_samples), 3)
+    assert_gradients(results, model)
+
+
+class Grows(nn.Module):
+    """Passes on another number of tensors each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return [x / (self.calls % 4 + 1)] * (self.calls % 4 + 1) if self.calls % 5 else ({"é" * 2000: [x]},)
+
+
+class Sums(nn.Module):
+    def forward(self, parts):
+        return parts["é" * 2000][0] if isinstance(parts, dict) else torch.stack(parts).sum(0)
+
+
+def change_structure(group):
+    pipe = Pipeline([make_model(1), Grows(), Sums()], group, "1f1b", 3, nn.functional.mse_loss)
+    return [step(pipe, make_batch(6)).loss for _ in range(4)]
+
+
+def test_structures_change_between_steps_and_between_microbatches():
+    loss = train_alone(make_model(1), make_batch(6), 3)
+    for losses in simulate(change_structure, 3):
+        for one in losses:
+            torch.testing.assert_close(one, loss)
+
+
+def keep_outputs(group):
+    pipe = Pipeline([make_model(1), nn.Identity()], group, "1f1b", 2, nn.functional.mse_loss)
+    outputs = [step(pipe, make_batch(4), return_outputs=True).outputs for _ in range(3)]
+    kept = []
+    pipe.stages[-1].module.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+    step(pipe, (make_batch(4)[0] * 2, make_batch(4)[1]))
+    step(pipe, make_batch(4))
+    return outputs, kept
+
+
+def test_what_the_user_keeps_of_a_received_value_is_not_overwritten():
+    outputs, kept = simulate(keep_outputs, 2)[1]
+    whole = make_model(1)(make_batch(4)[0]).detach()
+    for output in outputs:
+        torch.testing.assert_close(output, whole)
+    torch.testing.assert_close(torch.cat(kept[2:]).detach(), whole)
+    assert not torch.equal(torch.cat(kept[:2]), whole)
+
+
+# Recomputation and reduction
+
+
+def recompute(group, stages):
+    torch.manual_seed(group.rank)
+    model = nn.Sequential(*make_model(2), nn.Dropout(0.0), *make_model(2))
+    pipe = Pipeline(model, group, "zb-v", 4, nn.functional.mse_loss, recompute=stages)
+    calls = []
+    for stage in pipe.stages:
+        stage.module.register_forward_hook(lambda *_, index=stage.index: calls.append(index))
+    step(pipe, make_batch(9))
+    counted = [calls.count(stage.index) for stage in pipe.stages]
+    calls.clear()
+    step(pipe, make_batch(9))
+    assert [calls.count(stage.index) for stage in pipe.stages] <= counted
+    return dict(gradients(pipe_modules(pipe))), {index: calls.count(index) for index in calls}
+
+
+@pytest.mark.parametrize("stages", [[1], True])
+def test_recomputed_stages_run_their_forward_twice_and_give_the_same(stages):
+    results = simulate(recompute, 2, stages)
+    model = nn.Sequential(*make_model(2), nn.Dropout(0.0), *make_model(2))
+    for _ in range(2):
+        train_alone(model, make_batch(9), 4)
+    assert_gradients([rank for rank, _ in results], model)
+    calls = {index: count for _, counted in results for index, count in counted.items()}
+    assert calls == {stage: 8 if stages is True or stage in stages else 4 for stage in range(4)}
+
+
+def random_recompute(group, recompute):
+    torch.manual_seed(3)
+    pipe = Pipeline(
+        nn.Sequential(*make_model(1), nn.Dropout(0.5), *make_model(1)), group, "1f1b", 2, recompute=recompute
+    )
+    pipe._loss_fn = nn.functional.mse_loss
+    loss = step(pipe, make_batch(8)).loss
+    return loss, dict(gradients(pipe_modules(pipe)))
+
+
+def test_recomputation_draws_the_same_random_numbers():
+    (loss, plain), (again, recomputed) = (simulate(random_recompute, 1, flag)[0] for flag in (False, True))
+    assert torch.equal(loss, again)
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, recomputed[name])
+
+
+def watch_reductions(group, name):
+    schedule = named(name, 2, 4)
+    pipe = Pipeline(make_model(4), group, schedule, loss_fn=nn.functional.mse_loss)
+    seen = []
+
+    def done(stage):
+        gradient = [parameter.grad.clone() for parameter in pipe.stages[place[stage]].module.parameters()]
+        seen.append((stage, gradient))
+
+    place = {stage.index: number for number, stage in enumerate(pipe.stages)}
+    pipe._start_reduction = done
+    step(pipe, make_batch(8))
+    assert sorted(stage for stage, _ in seen) == sorted(place)
+    for stage, at_reduction in seen:
+        for parameter, gradient in zip(pipe.stages[place[stage]].module.parameters(), at_reduction, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+    return [stage for stage, _ in seen]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_each_stage_is_reduced_once_and_when_its_gradients_are_complete(name):
+    simulate(watch_reductions, 2, name)
+
+
+# Failures
+
+
+class Fuse(nn.Module):
+    def forward(self, x):
+        if len(x) == 1:
+            raise RuntimeError("the fuse has blown")
+        return x
+
+
+def blow(group):
+    pipe = Pipeline([make_model(1), Fuse(), make_model(1)], group, "zb-h1", 3, nn.functional.mse_loss)
+    try:
+        step(pipe, make_batch(5))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_an_exception_reaches_every_rank_with_the_line_it_comes_from(pool):
+    for results in (simulate(blow, 3), pool.run(blow, 3)):
+        assert results[1] == ("RuntimeError", "the fuse has blown")
+        for kind, message in (results[0], results[2]):
+            assert kind == "PeerFailed"
+            assert "RuntimeError" in message
+            assert "the fuse has blown" in message
+            assert "test_runtime.py" in message
+            assert 'in forward: raise RuntimeError("the fuse has blown")' in message
+
+
+def not_finite(group):
+    pipe = Pipeline(make_model(2), group, "1f1b", 3, nn.functional.mse_loss)
+    inputs, target = make_batch(6)
+    target[4] = float("nan")
+    try:
+        step(pipe, (inputs, target))
+    except echelon.EchelonError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_a_loss_that_is_not_finite_names_its_microbatch():
+    first, last = simulate(not_finite, 2)
+    assert last[0] == "NotFinite"
+    assert "the loss of microbatch 2 is nan" in last[1]
+    assert first[0] == "PeerFailed"
+    assert "NotFinite in 1F2: the loss of microbatch 2 is nan" in first[1]
+
+
+class Detaches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = make_model(1)
+
+    def forward(self, x):
+        return self.layer(x.detach())
+
+
+def lose_gradient(group, frozen):
+    stages = [make_model(1).requires_grad_(not frozen), Detaches()]
+    pipe = Pipeline(stages, group, "zb-h1", 2, nn.functional.mse_loss)
+    try:
+        step(pipe, make_batch(4))
+    except echelon.EchelonError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_a_missing_gradient_is_named():
+    first, last = simulate(lose_gradient, 2, False)
+    assert first[0] == "ScheduleError"
+    assert "no gradient came back for what stage 0 returned for microbatch 0: stage 1 does not use it" in first[1]
+    assert last[0] == "PeerFailed"
+    assert simulate(lose_gradient, 2, True) == [("no error", "")] * 2
+
+
+def train_frozen(group):
+    pipe = Pipeline(make_model(2).requires_grad_(False), group, "1f1b", 2, nn.functional.mse_loss)
+    try:
+        step(pipe, make_batch(4))
+    except echelon.EchelonError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_a_loss_without_a_gradient_is_named():
+    first, last = simulate(train_frozen, 2)
+    assert last[0] == "UnsupportedOp"
+    assert "the loss of microbatch 0 depends on nothing that requires a gradient" in last[1]
+    assert first[0] == "PeerFailed"
