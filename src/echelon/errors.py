@@ -27,6 +27,8 @@ Each is also the nearest builtin, so `except TimeoutError` and `except ValueErro
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 
 class EchelonError(Exception):
     """The base of every exception that Echelon raises on purpose."""
@@ -81,7 +83,21 @@ class SizeMismatch(EchelonError, ValueError):
 
 
 class CollectiveMismatch(EchelonError, RuntimeError):
-    """Ranks that called different collectives, or the same one with different arguments."""
+    """Ranks that called different collectives, the same one with different arguments, or not as many."""
+
+    def __init__(self, message: str, rank: int | None = None, theirs: str = "") -> None:
+        """Says that `rank` of the world, if it is known which, is in `theirs`, where this rank is in something else."""
+        self.rank = rank
+        self.theirs = theirs
+        super().__init__(message)
+
+    def noticed_by(self, operation: str) -> CollectiveMismatch:  # noqa: ARG002
+        """Returns it as an operation raises it: anew."""
+        return CollectiveMismatch(str(self), self.rank, self.theirs)
+
+    def told_by(self, rank: int) -> CollectiveMismatch:  # noqa: ARG002
+        """Returns it as other ranks hear it from `rank`: unchanged."""
+        return self
 
 
 class Closed(EchelonError, RuntimeError):
@@ -119,12 +135,24 @@ class DeadlockError(EchelonError, RuntimeError):
 class PeerFailed(EchelonError, ConnectionError):
     """Another rank died, closed its connections or left with an exception."""
 
-    def __init__(self, rank: int, reason: str, operation: str = "") -> None:
-        """Says which rank of the world failed, why, and during which operation of this rank it was noticed."""
+    def __init__(self, rank: int, reason: str, operation: str = "", *, has_closed: bool = False) -> None:
+        """Says which rank of the world failed, why, and during which operation of this rank it was noticed.
+
+        A rank that `has_closed` its group has not failed: it has made fewer calls than this one.
+        """
         self.rank = rank
         self.reason = reason
         self.operation = operation
+        self.has_closed = has_closed
         super().__init__(f"rank {rank} failed: {reason}" + (f" (noticed by {operation})" if operation else ""))
+
+    def noticed_by(self, operation: str) -> PeerFailed:
+        """Returns it as an operation of this rank raises it."""
+        return PeerFailed(self.rank, self.reason, operation)
+
+    def told_by(self, rank: int) -> PeerFailed:
+        """Returns it as other ranks hear it from `rank`."""
+        return self if rank == self.rank else PeerFailed(self.rank, f"{self.reason} (told by rank {rank})")
 
 
 class ConnectError(EchelonError, ConnectionError):
@@ -141,3 +169,7 @@ class ProtocolError(EchelonError, ConnectionError):
 
 class Timeout(EchelonError, TimeoutError):
     """An operation that did not finish in the time it was given."""
+
+
+Failure: TypeAlias = PeerFailed | CollectiveMismatch
+"""What ends the collectives of a group on all its ranks."""

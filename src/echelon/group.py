@@ -108,6 +108,7 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
         if len(set(members)) != len(members) or not members:
             raise InvalidRank(members, self.world_size, "ranks")
         self._num_subgroups += 1
+        self._caller.mark(f"subgroup({members})")
         context = _context_of(self.context, self._num_subgroups)
         if self.rank not in members:
             return None
@@ -122,10 +123,15 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
         )
 
     def close(self) -> None:
-        """Finishes what was sent and frees the connections, if this is the whole world's group. May be called twice."""
+        """Finishes what was sent and frees the connections, if this is the whole world's group. May be called twice.
+
+        Raises:
+            EchelonError: an asynchronous operation of this group had failed, and nobody had waited for it.
+        """
         self._closed = True
         if self._owns_backend:
             self.backend.close()
+        self._caller.check_seen()
 
     def abort(self, reason: str, origin: int | None = None) -> None:
         """Gives up: every rank of the world that waits for this one gets PeerFailed with `reason`, and so later."""

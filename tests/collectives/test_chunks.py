@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from echelon.backends.base import Work
+from echelon.backends.simulated import SimulatedBackend
 from echelon.collectives.algorithms import build
 from echelon.collectives.chunks import Parts, Rows
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.collectives.run import Channel, run
 from echelon.collectives.select import Selector
+from echelon.collectives.watch import Watch
+from echelon.flights import FlightRecorder
 
 
 class LateBackend:
@@ -46,7 +49,9 @@ class Late:
 def play(plan, own, comes):
     """Runs rank 0 and returns what it sent."""
     backend = LateBackend(comes)
-    channel = Channel(backend, range(plan.num_ranks), 0, 1, 1, "", 1.0, Selector((0,) * plan.num_ranks))
+    ranks = range(plan.num_ranks)
+    watch = Watch(SimulatedBackend.create_group(1)[0], ranks, FlightRecorder().begin("world", 1, 1, 0, "plan"))
+    channel = Channel(backend, ranks, 0, 1, 1, "", 1.0, Selector((0,) * plan.num_ranks), watch)
     run(plan, channel, Parts.equal(own, plan.num_chunks), torch.Tensor.add_)
     return backend.sent
 

@@ -7,6 +7,7 @@ result, the error of the operation, `PeerFailed` as soon as the peer is known to
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +16,21 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from echelon.backends.memory import check_tensor
+from echelon.backends.memory import check_tensor, describe
 from echelon.backends.native import NativeCollectives
+from echelon.backends.status import Question, Status
 from echelon.backends.wire import MAX_STEP
-from echelon.errors import Closed, InvalidRank, InvalidWorldSize, PeerFailed, SelfSend, SizeMismatch, Timeout
+from echelon.errors import (
+    Closed,
+    Failure,
+    InvalidRank,
+    InvalidWorldSize,
+    PeerFailed,
+    SelfSend,
+    SizeMismatch,
+    Timeout,
+)
+from echelon.flights import Flight, FlightRecorder
 
 T = TypeVar("T")
 
@@ -81,7 +93,18 @@ class Driver(Protocol):
 class Work(Generic[T]):
     """One operation under way. Completed once, by the backend, with a result or an error."""
 
-    __slots__ = ("_callbacks", "_completed", "_driver", "_error", "_result", "_timeout", "description", "note")
+    __slots__ = (
+        "_callbacks",
+        "_completed",
+        "_driver",
+        "_error",
+        "_flight",
+        "_result",
+        "_timeout",
+        "_when_seen",
+        "description",
+        "note",
+    )
 
     def __init__(self, driver: Driver, description: object, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.description = description
@@ -94,6 +117,8 @@ class Work(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self._flight: Flight | None = None
+        self._when_seen: Callable[[], object] = _nothing
 
     def is_completed(self) -> bool:
         """Says whether the operation has ended, with a result or an error. Never blocks."""
@@ -120,11 +145,14 @@ class Work(Generic[T]):
         if not self._completed:
             raise Timeout(f"{self.description}: still under way; call wait() first")
         if self._error is not None:
+            self._when_seen()
             raise self._error
         return self._result  # type: ignore[return-value]
 
     def exception(self) -> BaseException | None:
         """Returns the error of a completed operation, None if it succeeded or is still under way."""
+        if self._error is not None:
+            self._when_seen()
         return self._error
 
     def complete(self, result: T | None = None, error: BaseException | None = None) -> None:
@@ -132,6 +160,8 @@ class Work(Generic[T]):
         if self._completed:
             return
         self._result, self._error, self._completed = result, error, True
+        if self._flight is not None:
+            _end(self._flight, result, error)
         for callback in self._callbacks:
             callback()
         self._callbacks.clear()
@@ -143,9 +173,29 @@ class Work(Generic[T]):
         else:
             self._callbacks.append(callback)
 
+    def when_seen(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` when somebody learns of the operation's error."""
+        self._when_seen = callback
+
+    def record(self, flight: Flight) -> None:
+        """Has the end of the operation written down in the flight recorder."""
+        self._flight = flight
+        if self._completed:
+            _end(flight, self._result, self._error)
+
     def __repr__(self) -> str:
         state = "under way" if not self._completed else "failed" if self._error else "done"
         return f"<Work {self.description}: {state}>"
+
+
+def _end(flight: Flight, result: object, error: BaseException | None) -> None:
+    tensor = result.tensor if isinstance(result, Received) else result
+    if isinstance(tensor, torch.Tensor):
+        flight.got(describe(tensor.shape, tensor.dtype), tensor.nbytes)
+    flight.end(error)
+
+
+def _nothing() -> None: ...
 
 
 class Backend(ABC):
@@ -158,6 +208,8 @@ class Backend(ABC):
 
     devices: frozenset[str] = frozenset({"cpu"})
     """The device types whose tensors this backend can move."""
+    doubts_after = 1.0
+    """Seconds that a collective waits for a rank before it asks whether that one makes the same calls."""
 
     def __init__(self, rank: int, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> None:
         if world_size < 1:
@@ -167,6 +219,8 @@ class Backend(ABC):
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
+        self.flight_recorder = FlightRecorder()
+        """What this rank has done last."""
         self._num_barriers = 0
 
     @property
@@ -262,7 +316,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:
+    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:
         """Ends all collectives of `context`, here and on its other `ranks`, now and later, with `failure`.
 
         Returns the first failure that this rank knows of for the context: `failure`, or what was told before.
@@ -281,6 +335,14 @@ class Backend(ABC):
             ranks: the members, this rank included.
         """
         return None
+
+    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002
+        """Asks other ranks where they are; returns what those say that answer within `timeout` seconds."""
+        return {}
+
+    def last_heard(self, rank: int) -> str:  # noqa: ARG002
+        """Returns the note of the last message that came from a rank; empty if there was none."""
+        return ""
 
     def now(self) -> float:
         """Returns the time, in seconds, that timeouts of this backend run on."""
@@ -362,6 +424,14 @@ class Backend(ABC):
             raise InvalidRank(peer, self.world_size, what)
         if peer == self.rank:
             raise SelfSend(self.rank)
+
+    def farewell(self) -> PeerFailed:
+        """Makes what this rank is to its peers when it closes: gone, and if it closes because of an error, failed."""
+        error = sys.exc_info()[1]
+        reason = "" if error is None else f" while it handled {type(error).__name__}: {error}"
+        return PeerFailed(
+            self.rank, f"it has closed its group{reason}, {self.flight_recorder.activity()}", has_closed=error is None
+        )
 
     def closed_error(self) -> Closed:
         """Makes the error for a call after `close`."""

@@ -10,7 +10,7 @@ import torch
 
 from echelon.backends.base import Received, Tag, Work
 from echelon.backends.memory import bytes_of, describe, new_tensor
-from echelon.backends.wire import as_sent
+from echelon.backends.wire import as_sent, readable
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
 
 ANY = -1
@@ -56,9 +56,12 @@ class Receive:
         A place that it does not fit is given up, unless it must.
         """
         if self.note is not None and note != self.note:
+            theirs = readable(note) or "send"
             return CollectiveMismatch(
-                f"rank {src} is in {note or 'send'}, this rank in {self.note or 'recv'}: "
-                "every rank must call the same operations in the same order with the same arguments"
+                f"rank {src} is in {theirs}, this rank in {readable(self.note) or 'recv'}: "
+                "every rank must call the same operations in the same order with the same arguments",
+                src,
+                theirs,
             )
         if self.out is not None and (tuple(self.out.shape) != tuple(shape) or self.out.dtype != dtype):
             if not self.must_fit:

@@ -15,7 +15,7 @@ import torch
 
 from echelon.backends.base import Tag, Work
 from echelon.backends.delivery import ANY, Delivery, Receive
-from echelon.errors import EchelonError, PeerFailed
+from echelon.errors import EchelonError, Failure, PeerFailed
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[int, Tag]
@@ -37,9 +37,7 @@ class Mailbox:
         self._served: dict[Tag, int] = {}
         """The source that a receive from any was served from last, where several had sent."""
         self._failed_peers: dict[int, PeerFailed] = {}
-        self._left: set[int] = set()
-        """Those of the failed peers that left in good order."""
-        self._failed_contexts: dict[int, PeerFailed] = {}
+        self._failed_contexts: dict[int, Failure] = {}
         self._told: set[tuple[int, int]] = set()
         """Of which deaths receives from any were told: context and rank."""
 
@@ -134,7 +132,7 @@ class Mailbox:
         posted = (receive for receives in self._posted.values() for receive in receives)
         return any(src == receive.src or src in receive.sources for receive in posted)
 
-    def fail_peer(self, rank: int, error: PeerFailed, in_good_order: bool = False) -> PeerFailed:
+    def fail_peer(self, rank: int, error: PeerFailed) -> PeerFailed:
         """Ends every receive from `rank`, now and later, except of messages that have arrived.
 
         Of receives from any rank one is told of a death, and none of a rank that left in good order, unless nobody is
@@ -144,12 +142,10 @@ class Mailbox:
             The first cause.
         """
         first = self._failed_peers.setdefault(rank, error)
-        if in_good_order and first is error:
-            self._left.add(rank)
         self._end(lambda receive: self._failure_of(receive) if rank == receive.src or rank in receive.sources else None)
         return first
 
-    def fail_context(self, context: int, error: PeerFailed, arriving: Iterable[Delivery] = ()) -> PeerFailed:
+    def fail_context(self, context: int, error: Failure, arriving: Iterable[Delivery] = ()) -> Failure:
         """Ends every receive of a collective of that context, now and later; returns the first cause ever given.
 
         Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.
@@ -181,7 +177,7 @@ class Mailbox:
         gone = [src for src in receive.sources if src in self._failed_peers]
         for src in gone:
             death = (receive.tag.context, src)
-            if src not in self._left and death not in self._told:
+            if not self._failed_peers[src].has_closed and death not in self._told:
                 self._told.add(death)
                 return self._failed_peers[src]
         if len(gone) < len(receive.sources):

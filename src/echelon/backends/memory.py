@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -60,6 +61,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+@functools.lru_cache(1024)
 def describe(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
     """Returns shape and dtype in few characters, such as "float32[2, 3]"."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -19,18 +19,21 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from echelon.backends import wire
 from echelon.backends.base import Tag, Work
 from echelon.backends.connection import Connection
 from echelon.backends.delivery import Delivery, Receive
+from echelon.backends.inquiries import Inquiry
 from echelon.backends.matching import Mailbox
 from echelon.backends.members import Member
 from echelon.backends.memory import dtype_of
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Progress
-from echelon.errors import EchelonError, PeerFailed
+from echelon.backends.status import Question, Standing, Status, status_of
+from echelon.errors import CollectiveMismatch, EchelonError, Failure, PeerFailed, ProtocolError
+from echelon.flights import FlightRecorder
 
 logger = logging.getLogger("echelon")
 
@@ -47,7 +50,14 @@ _LAST_WORDS_SECONDS = 0.05
 class Peers:
     """The connections of one rank, and the processes behind them."""
 
-    def __init__(self, poller: Poller, progress: Progress, mailbox: Mailbox, max_unclaimed_bytes: int) -> None:
+    def __init__(
+        self,
+        poller: Poller,
+        progress: Progress,
+        mailbox: Mailbox,
+        recorder: FlightRecorder,
+        max_unclaimed_bytes: int,
+    ) -> None:
         self._max_unclaimed_bytes = max_unclaimed_bytes
         self._held: dict[int, int] = {}
         """Ranks from which nothing is read, because their next message has no place, and the number of that hold."""
@@ -57,11 +67,22 @@ class Peers:
         self._poller = poller
         self._progress = progress
         self._mailbox = mailbox
+        self._recorder = recorder
+        self._inquiries: list[Inquiry] = []
+        self.last_notes: dict[int, str] = {}
+        """Of each rank, the note of its last message."""
         self._connections: dict[int, Connection] = {}
         self._writing: set[int] = set()
         """Ranks whose socket is full: the epoll watches for room."""
         self._pidfds: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
+        self._words: dict[wire.FrameKind, Callable[[int, wire.Frame], None]] = {
+            wire.FrameKind.GOODBYE: self._on_goodbye,
+            wire.FrameKind.FAILED: self._on_failed,
+            wire.FrameKind.MISMATCH: self._on_mismatch,
+            wire.FrameKind.QUESTION: self._on_question,
+            wire.FrameKind.ANSWER: self._on_answer,
+        }
 
     # Watching
 
@@ -98,6 +119,21 @@ class Peers:
             if connection := self._connections.get(rank):
                 connection.enqueue_word(frame.encode())
                 self._flush(connection)
+
+    def ask(self, inquiry: Inquiry) -> None:
+        """Sends a question; ranks that have gone are not waited for."""
+        question = inquiry.question
+        self._inquiries.append(inquiry)
+        frame = wire.Frame(wire.FrameKind.QUESTION, question.context, question.sequence, question.signature)
+        for rank in inquiry.awaited:
+            if rank in self._connections:
+                self.tell(frame, [rank])
+            if rank not in self._connections:
+                inquiry.drop(rank)
+
+    def forget(self, inquiry: Inquiry) -> None:
+        """Says that answers are no longer waited for."""
+        self._inquiries.remove(inquiry)
 
     def _flush(self, connection: Connection) -> None:
         try:
@@ -198,6 +234,7 @@ class Peers:
     def _on_frame(self, rank: int, frame: wire.Frame) -> Delivery | None:
         if frame.kind == wire.FrameKind.DATA:
             tag = Tag(frame.context, frame.sequence, frame.step)
+            self.last_notes[rank] = frame.note
             delivery = self._mailbox.arrive(rank, tag, frame.shape, dtype_of(frame.dtype), frame.note)
             is_small = frame.payload_bytes <= _HOLD_BYTES
             if (
@@ -207,16 +244,35 @@ class Peers:
             ):
                 delivery.place()
             return delivery
-        if frame.kind == wire.FrameKind.GOODBYE:
-            self._mailbox.fail_peer(rank, PeerFailed(rank, "it has closed its group"), in_good_order=True)
-            return None
-        origin = frame.step
-        failure = PeerFailed(origin, frame.note if origin == rank else f"{frame.note} (told by rank {rank})")
+        self._words[frame.kind](rank, frame)
+        return None
+
+    def _on_goodbye(self, rank: int, frame: wire.Frame) -> None:
+        self._mailbox.fail_peer(rank, PeerFailed(rank, frame.note, has_closed=True))
+
+    def _on_failed(self, rank: int, frame: wire.Frame) -> None:
+        failure = PeerFailed(frame.step, frame.note).told_by(rank)
         if frame.context:
             self.revoke(frame.context, failure)
         else:
             self._mailbox.fail_peer(rank, failure)
-        return None
+
+    def _on_mismatch(self, _: int, frame: wire.Frame) -> None:
+        self.revoke(frame.context, CollectiveMismatch(frame.note))
+
+    def _on_question(self, rank: int, frame: wire.Frame) -> None:
+        status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step))
+        kind = wire.FrameKind.ANSWER
+        self.tell(wire.Frame(kind, frame.context, frame.sequence, status.standing, note=status.text), [rank])
+
+    def _on_answer(self, rank: int, frame: wire.Frame) -> None:
+        if frame.step not in list(Standing):
+            raise ProtocolError(f"answer of unknown kind {frame.step}: the peer does not speak this protocol")
+        status = Status(Standing(frame.step), frame.note)
+        for inquiry in self._inquiries:
+            if inquiry.question[:2] == (frame.context, frame.sequence):
+                inquiry.take(rank, status)
+        self._progress.wake()
 
     # The end of a peer
 
@@ -232,9 +288,11 @@ class Peers:
         if (pidfd := self._pidfds.pop(rank, None)) is not None:
             self._poller.forget(pidfd)
             os.close(pidfd)
+        for inquiry in self._inquiries:
+            inquiry.drop(rank)
         self._progress.wake()
 
-    def revoke(self, context: int, failure: PeerFailed) -> PeerFailed:
+    def revoke(self, context: int, failure: Failure) -> Failure:
         """Ends what is under way for the collectives of a context; returns the first cause ever given."""
         first = self._mailbox.fail_context(context, failure, self.deliveries())
         for connection in self._connections.values():

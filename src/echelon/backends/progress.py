@@ -9,7 +9,6 @@ over. Closing pokes whoever polls, and frees the poller only when nobody does.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from echelon.backends.base import Work
 from echelon.backends.poller import Poller
 from echelon.errors import Closed
 
-logger = logging.getLogger("echelon")
-
-_WARN_SECONDS = 60.0
-"""A wait that takes this long is worth a warning."""
+_GLANCE_SECONDS = 0.25
+"""While nothing is under way, the background thread looks this often whether a peer asks where this rank is."""
+_STEP_SECONDS = 60.0
+"""A thread that waits looks again after this long at the latest."""
 _LEAVE_SECONDS = 1.0
 """How long closing waits for the thread that polls to notice."""
 
@@ -38,7 +37,7 @@ class Progress:
         may_spin: Callable[[], bool],
         closed_error: Callable[[], Closed],
     ) -> None:
-        """Starts no thread yet.
+        """Starts no thread yet: see `start_background`.
 
         Args:
             rank: shown in warnings and the name of the thread.
@@ -69,9 +68,7 @@ class Progress:
 
         Takes the lock itself.
         """
-        begin = time.monotonic()
-        deadline = float("inf") if timeout is None else begin + timeout
-        warn_at = begin + _WARN_SECONDS
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         with self.lock:
             self._num_waiters += 1
             try:
@@ -79,10 +76,7 @@ class Progress:
                     now = time.monotonic()
                     if now >= deadline:
                         return False
-                    if now >= warn_at:
-                        logger.warning("rank %d: %s: waiting since %.0f s", self._rank, work.description, now - begin)
-                        warn_at = now + _WARN_SECONDS
-                    self.step(min(deadline, warn_at) - now)
+                    self.step(min(deadline - now, _STEP_SECONDS))
                 return True
             finally:
                 self._num_waiters -= 1
@@ -139,21 +133,25 @@ class Progress:
         """Has the background thread drive what is under way, unless a thread waits, or said that it will."""
         if self._num_waiters or threading.get_ident() in self._attending or self.is_closed or not self._is_busy():
             return
-        if self._background is None:
-            name = f"echelon rank {self._rank}, progress"
-            self._background = threading.Thread(target=self._run_background, name=name, daemon=True)
-            self._background.start()
-        elif not self._background_polls:
+        if not self._background_polls:
             self._background_wanted.notify()
+
+    def start_background(self) -> None:
+        """Starts the background thread."""
+        name = f"echelon rank {self._rank}, progress"
+        self._background = threading.Thread(target=self._run_background, name=name, daemon=True)
+        self._background.start()
 
     def _run_background(self) -> None:
         with self.lock:
             while not self.is_closed:
+                seconds = -1.0
                 if self._num_waiters or self._is_polling or not self._is_busy():
-                    self._background_wanted.wait()
-                    continue
+                    if self._background_wanted.wait(_GLANCE_SECONDS) or self._num_waiters or self._is_polling:
+                        continue
+                    seconds = 0.0
                 self._background_polls = True
-                self._poll(-1, False)
+                self._poll(seconds, False)
                 self._background_polls = False
 
     def _poll(self, seconds: float, spins: bool) -> None:

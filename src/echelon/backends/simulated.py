@@ -17,8 +17,9 @@ from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
+from echelon.backends.status import Question, Status, status_of
 from echelon.backends.wire import as_sent
-from echelon.errors import InvalidWorldSize, PeerFailed, Timeout
+from echelon.errors import Failure, InvalidWorldSize, PeerFailed, Timeout
 
 T = TypeVar("T")
 
@@ -104,23 +105,27 @@ class SimulatedBackend(Backend):
         with self._changed:
             return self._changed.wait_for(work.is_completed, timeout)
 
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
+    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002, D102
+        peers = [self._world[rank] for rank in ranks if rank != self.rank]
+        return {peer.rank: status_of(peer.flight_recorder, question) for peer in peers if not peer._closed}
+
+    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
         with self._changed:
             first = self._mailbox.fail_context(context, failure)
             self._changed.notify_all()
-        told = _told(first, self.rank)
+        told = first.told_by(self.rank)
         for rank in set(ranks) - {self.rank}:
             self._world[rank]._hear(lambda mailbox: mailbox.fail_context(context, told))
         return first
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         failure = PeerFailed(self.rank if origin is None else origin, reason)
-        self._leave(_told(failure, self.rank), in_good_order=False)
+        self._leave(failure.told_by(self.rank))
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
-        self._leave(PeerFailed(self.rank, "it has closed its group"), timeout, in_good_order=True)
+        self._leave(self.farewell(), timeout)
 
-    def _leave(self, failure: PeerFailed, timeout: float | None = 0.5, *, in_good_order: bool) -> None:
+    def _leave(self, failure: PeerFailed, timeout: float | None = 0.5) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -129,7 +134,7 @@ class SimulatedBackend(Backend):
             self._changed.notify_all()
         for peer in self._world:
             if peer is not self:
-                peer._hear(lambda mailbox: mailbox.fail_peer(self.rank, failure, in_good_order))
+                peer._hear(lambda mailbox: mailbox.fail_peer(self.rank, failure))
         self._lanes.close(self.timeout if timeout is None else timeout)
 
     def _deliver(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
@@ -143,7 +148,3 @@ class SimulatedBackend(Backend):
         with self._changed:
             tell(self._mailbox)
             self._changed.notify_all()
-
-
-def _told(failure: PeerFailed, by: int) -> PeerFailed:
-    return failure if failure.rank == by else PeerFailed(failure.rank, f"{failure.reason} (told by rank {by})")

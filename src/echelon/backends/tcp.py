@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from echelon.backends import wire
 from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
 from echelon.backends.delivery import ANY, Receive
+from echelon.backends.inquiries import Inquiry
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
 from echelon.backends.members import Job, Member, machine_id
@@ -26,7 +28,8 @@ from echelon.backends.peers import MAX_UNCLAIMED_BYTES, Peers
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Attendance, Progress
 from echelon.backends.rendezvous import Store, World, meet, meet_through_store
-from echelon.errors import AuthenticationError, EchelonError, PeerFailed, Timeout
+from echelon.backends.status import Question, Status
+from echelon.errors import AuthenticationError, Closed, EchelonError, Failure, PeerFailed, Timeout
 
 T = TypeVar("T")
 
@@ -143,13 +146,15 @@ class TcpBackend(Backend):
         self._lanes = Lanes(f"echelon rank {self.rank}", self.timeout)
         poller = Poller()
         self._progress = Progress(self.rank, poller, lambda: self._peers.is_busy(), self._may_spin, self.closed_error)
-        self._peers = Peers(poller, self._progress, self._mailbox, max_unclaimed_bytes)
+        self._peers = Peers(poller, self._progress, self._mailbox, self.flight_recorder, max_unclaimed_bytes)
         with self._progress.lock:
             for peer, sock in sorted(world.sockets.items()):
                 self._peers.connect(peer, sock, max_message_bytes)
             for member in world.members:
                 if member.rank != self.rank and member.machine == here:
                     self._peers.watch_process(member)
+            if world.sockets:
+                self._progress.start_background()
         _open_backends.add(self)
 
     def __repr__(self) -> str:
@@ -238,12 +243,32 @@ class TcpBackend(Backend):
         """Returns why a collective of that context cannot be finished with a rank; as far as was heard."""
         return self._mailbox.failure(rank, Tag(context, 1))
 
+    # Where the others are
+
+    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: D102
+        work: Work[None] = Work(self, "answers", self.timeout)
+        inquiry = Inquiry(question, set(ranks) - {self.rank}, work)
+        with self._progress.lock:
+            self._peers.ask(inquiry)
+        with suppress(Closed):
+            self._progress.drive(work, timeout)  # type: ignore[arg-type]
+        with self._progress.lock:
+            self._peers.forget(inquiry)
+        return inquiry.answers
+
+    def last_heard(self, rank: int) -> str:  # noqa: D102
+        return wire.readable(self._peers.last_notes.get(rank, ""))
+
     # The end
 
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
+    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
         with self._progress.lock:
             first = self._peers.revoke(context, failure)
-            self._peers.tell(wire.Frame(wire.FrameKind.FAILED, context, 0, first.rank, note=first.reason), ranks)
+            if isinstance(first, PeerFailed):
+                frame = wire.Frame(wire.FrameKind.FAILED, context, 0, first.rank, note=first.reason)
+            else:
+                frame = wire.Frame(wire.FrameKind.MISMATCH, context, note=str(first))
+            self._peers.tell(frame, ranks)
             return first
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
@@ -259,7 +284,10 @@ class TcpBackend(Backend):
         Raises:
             Timeout: not everything could be sent in time, because a rank does not receive it.
         """
-        unsent = self._leave(wire.Frame(wire.FrameKind.GOODBYE), self.timeout if timeout is None else timeout)
+        farewell = self.farewell()
+        kind = wire.FrameKind.GOODBYE if farewell.has_closed else wire.FrameKind.FAILED
+        frame = wire.Frame(kind, step=self.rank, note=farewell.reason)
+        unsent = self._leave(frame, self.timeout if timeout is None else timeout)
         if unsent:
             raise Timeout(f"close of rank {self.rank}: ranks {unsent} did not take all that was sent to them in time")
 

@@ -70,6 +70,12 @@ class FrameKind(IntEnum):
     """The sender has closed; nothing follows."""
     FAILED = 3
     """Operations of `context` (0: all) cannot finish, because of rank `step`; the note says why."""
+    MISMATCH = 4
+    """Ranks have made different calls in `context`; the note says which."""
+    QUESTION = 5
+    """Where is the receiver, seen from operation `sequence` of `context` with signature `step`?"""
+    ANSWER = 6
+    """The standing of the sender, in `step`; context and sequence are the question's, the note says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,17 @@ def as_sent(note: str) -> str:
     if note.isascii() and len(note) <= MAX_NOTE_BYTES:
         return note
     return _encode_note(note).decode()
+
+
+def signed(note: str, signature: int) -> str:
+    """Returns a note that two ranks compare together with a signature of all that they have called before."""
+    return f"{note} ~{signature:08x}"
+
+
+def readable(note: str) -> str:
+    """Returns a note without its signature, if it has one."""
+    head, mark, tail = note.partition(" ~")
+    return head + tail[8:] if mark else note
 
 
 def _encode_note(note: str) -> bytes:

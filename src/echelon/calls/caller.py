@@ -8,18 +8,23 @@ up.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from echelon.backends.base import Backend, Work
+from echelon.backends.wire import signed
 from echelon.collectives.operations import Operation, write_out
 from echelon.collectives.run import Channel
 from echelon.collectives.select import Selector
+from echelon.collectives.watch import Watch
 from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
+from echelon.flights import Flight
 
 T = TypeVar("T")
 
@@ -43,8 +48,12 @@ class Caller:
         self._context = context
         self._name = name
         self._selector = selector
-        self._sequences = itertools.count(1)
         self._native = backend.native_collectives(context, ranks)
+        self._numbering = threading.Lock()
+        self._sequence = 0
+        self._signature = zlib.crc32(repr(list(ranks)).encode())
+        self._marks: tuple[str, ...] = ()
+        self._unseen: dict[int, Exception] = {}
 
     def call(self, operation: Operation[T], async_op: bool, timeout: float, out: Tensor | None = None) -> T | Work[T]:
         """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks.
@@ -59,41 +68,97 @@ class Caller:
             CollectiveMismatch, PeerFailed, Timeout, Closed: it could not be finished; the group cannot go on.
             SizeMismatch: `out` does not fit the result; the group stays usable.
         """
-        sequence = next(self._sequences)
-        note = f"{operation.note}, #{sequence}"
-        native = self._native
+        flight = self._begin(operation.note, operation.num_bytes)
 
         def attempt() -> T:
-            deadline = self._backend.now() + timeout
-            channel = Channel(
-                self._backend, self._ranks, self._rank, self._context, sequence, note, deadline, self._selector, native
-            )
             with torch.no_grad():
-                try:
-                    result = operation.act(channel)
-                except Exception as error:
-                    told = self._give_up(error, f"rank {self._backend.rank} in {note} of group {self._name!r}")
-                    if told is error:
-                        raise
-                    raise told from error
-                return result if out is None else cast("T", write_out(out, cast("Tensor", result), note))
+                result = self._run(operation, flight, timeout)
+                return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
 
-        if async_op:
-            return self._backend.start(attempt, f"{note} of group {self._name!r}", self._context)
-        return attempt()
+        if not async_op:
+            return attempt()
+        work = self._backend.start(partial(self._beside, attempt, flight), str(flight), self._context)
+        work.when_seen(lambda: self._unseen.pop(flight.sequence, None))
+        return work
 
-    def _give_up(self, error: Exception, operation: str) -> Exception:
-        """Ends the group's collectives on all ranks, and returns the error with the operation's name in it."""
+    def mark(self, note: str) -> None:
+        """Counts a call that says nothing to the other ranks, but which they must make as well."""
+        with self._numbering:
+            self._signature = zlib.crc32(note.encode(), self._signature)
+            self._marks += (note,)
+
+    def check_seen(self) -> None:
+        """Raises the error of the first asynchronous operation that failed and that nobody has waited for."""
+        for sequence in sorted(self._unseen):
+            raise self._unseen.pop(sequence)
+
+    def _begin(self, note: str, num_bytes: int) -> Flight:
+        with self._numbering:
+            self._sequence += 1
+            self._signature = signature = zlib.crc32(note.encode(), self._signature)
+            marks, self._marks = self._marks, ()
+            return self._backend.flight_recorder.begin(
+                self._name, self._context, self._sequence, signature, note, num_bytes, marks
+            )
+
+    def _run(self, operation: Operation[T], flight: Flight, timeout: float) -> T:
+        watch = Watch(self._backend, self._ranks, flight)
+        note = signed(f"{flight.operation}, #{flight.sequence}", flight.signature)
+        channel = Channel(
+            self._backend,
+            self._ranks,
+            self._rank,
+            self._context,
+            flight.sequence,
+            note,
+            self._backend.now() + timeout,
+            self._selector,
+            watch,
+            self._native,
+        )
+        try:
+            result = operation.act(channel)
+        except (Exception, KeyboardInterrupt) as error:
+            told = self._give_up(error, watch, f"rank {self._backend.rank} in {flight}")
+            flight.end(told)
+            if told is error:
+                raise
+            raise told from error
+        flight.end()
+        return result
+
+    def _beside(self, attempt: Callable[[], T], flight: Flight) -> T:
+        try:
+            return attempt()
+        except Exception as error:
+            self._unseen[flight.sequence] = error
+            raise
+
+    def _give_up(self, error: BaseException, watch: Watch, operation: str) -> BaseException:
+        """Ends the group's collectives on all ranks, and returns the error to raise on this one."""
         if isinstance(error, Closed):
             return error
-        if isinstance(error, PeerFailed):
-            first = self._backend.revoke(self._context, self._ranks, error)
-            return PeerFailed(first.rank, first.reason, operation)
-        told: Exception = error
-        if isinstance(error, Timeout):
-            told = Timeout(f"{operation}: {error}")
-        elif isinstance(error, CollectiveMismatch | SizeMismatch):
-            told = CollectiveMismatch(f"{operation}: {error}")
-        failure = PeerFailed(self._backend.rank, f"{type(told).__name__}: {told}")
-        self._backend.revoke(self._context, self._ranks, failure)
+        told = _explained(error, watch, operation)
+        failure = told
+        if not isinstance(failure, PeerFailed | CollectiveMismatch):
+            failure = PeerFailed(self._backend.rank, f"{type(told).__name__}: {told}")
+        first = self._backend.revoke(self._context, self._ranks, failure)
+        if isinstance(first, CollectiveMismatch) or isinstance(told, PeerFailed):
+            return first.noticed_by(operation)
         return told
+
+
+def _explained(error: BaseException, watch: Watch, operation: str) -> BaseException:
+    """Returns an error with what is known of the other ranks."""
+    try:
+        if isinstance(error, Timeout):
+            return Timeout(f"{operation}: {watch.whereabouts()}")
+    except CollectiveMismatch as mismatch:
+        return mismatch
+    if isinstance(error, CollectiveMismatch) and error.rank is not None:
+        return watch.disagreement(error.rank, error.theirs, str(error))
+    if isinstance(error, SizeMismatch):
+        return CollectiveMismatch(f"{operation}: {error}")
+    if isinstance(error, PeerFailed) and error.has_closed:
+        return watch.departure(error)
+    return error

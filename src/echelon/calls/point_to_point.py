@@ -8,9 +8,10 @@ from typing import NamedTuple, TypeVar, cast
 from torch import Tensor
 
 from echelon.backends.base import Received, Work
-from echelon.backends.memory import plain
+from echelon.backends.memory import describe, plain
 from echelon.calls.member import Member, Seconds
 from echelon.errors import InvalidWorldSize, Timeout
+from echelon.flights import Flight
 
 T = TypeVar("T")
 
@@ -97,12 +98,19 @@ class PointToPoint(Member):
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
         self._check(tensor, "send")
-        return self.backend.isend(plain(tensor), self._peer(dst, "dst"), self._tag(tag))
+        peer = self._peer(dst, "dst")
+        what = f"send to rank {peer}, tag {tag} of {describe(tensor.shape, tensor.dtype)}"
+        work = self.backend.isend(plain(tensor), peer, self._tag(tag))
+        work.record(self._recorded(what, tensor.nbytes))
+        return work
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""
         self._check_out(out)
-        return self.backend.irecv(self._peer(src, "src"), self._tag(tag), out=out)
+        peer = self._peer(src, "src")
+        work = self.backend.irecv(peer, self._tag(tag), out=out)
+        work.record(self._recorded(f"receive from rank {peer}, tag {tag}"))
+        return work
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
         """Starts to receive a tensor from any rank; the Work's result is what `recv_any` returns."""
@@ -110,7 +118,9 @@ class PointToPoint(Member):
         if self.world_size == 1:
             raise InvalidWorldSize("recv_any in a group of 1 rank: there is nobody who could send")
         others = {peer: rank for rank, peer in enumerate(self.ranks) if rank != self.rank}
-        return self.backend.irecv_any(others, self._tag(tag))
+        work = self.backend.irecv_any(others, self._tag(tag))
+        work.record(self._recorded(f"receive from any rank, tag {tag}"))
+        return work
 
     def batch_isend_irecv(self, messages: Sequence[SendTo | RecvFrom]) -> list[Work[Tensor] | Work[None]]:
         """Starts to send and to receive several tensors; returns their Works in the order of `messages`.
@@ -139,6 +149,9 @@ class PointToPoint(Member):
                 if isinstance(message, SendTo):
                     works[number] = self.isend(*message)
         return [works[number] for number in range(len(messages))]
+
+    def _recorded(self, operation: str, num_bytes: int = 0) -> Flight:
+        return self.backend.flight_recorder.begin(self.name, self.context, 0, 0, operation, num_bytes)
 
     def _receive(self, work: Work[T], timeout: Seconds) -> T:
         """Waits for a receive, and withdraws it when its time is up."""

@@ -33,6 +33,8 @@ class Operation(Generic[T]):
     """What must be equal on all ranks, as text."""
     act: Callable[[Channel], T]
     """Does this rank's part over a channel."""
+    num_bytes: int = 0
+    """Of this rank's tensor."""
 
 
 def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
@@ -51,7 +53,7 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
         )
         return _keep(tensor, reduction.finish(wide, channel.num_ranks))
 
-    return Operation(f"all_reduce({op}) of {describe(tensor.shape, tensor.dtype)}", act)
+    return Operation(f"all_reduce({op}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
 
 
 def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
@@ -70,7 +72,7 @@ def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
         run_plan("reduce", channel, chunks, tensor.nbytes, dst, reduction.combine)
         return _keep(tensor, reduction.finish(wide, channel.num_ranks)) if channel.rank == dst else tensor
 
-    return Operation(f"reduce({op}, dst={dst}) of {describe(tensor.shape, tensor.dtype)}", act)
+    return Operation(f"reduce({op}, dst={dst}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
 
 
 def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
@@ -83,7 +85,7 @@ def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
         run_plan("broadcast", channel, lambda count: Parts.equal(flat, count), tensor.nbytes, src)
         return tensor if is_source else _keep(tensor, whole)
 
-    return Operation(f"broadcast(src={src}) of {describe(tensor.shape, tensor.dtype)}", act)
+    return Operation(f"broadcast(src={src}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
 
 
 def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operation[Tensor]:
@@ -98,7 +100,7 @@ def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operat
         part = reduce_parts(channel, tensor, op, [size * math.prod(row) for size in rows], place)
         return part.view(shape) if place is None else place
 
-    return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act)
+    return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
 
 
 def reduce_parts(channel: Channel, tensor: Tensor, op: str, sizes: Sequence[int], place: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ def all_gather(tensor: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         run_plan("all_gather", channel, lambda _: chunks)
         return result.of([chunks[rank] for rank in range(channel.num_ranks)])
 
-    return Operation(f"all_gather of {_kind(rows)}", act)
+    return Operation(f"all_gather of {_kind(rows)}", act, rows.nbytes)
 
 
 def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
@@ -45,7 +45,7 @@ def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
         run_plan("gather", channel, lambda _: chunks, root=dst)
         return result.of([chunks[rank] for rank in range(channel.num_ranks)])
 
-    return Operation(f"gather(dst={dst}) of {_kind(rows)}", act)
+    return Operation(f"gather(dst={dst}) of {_kind(rows)}", act, rows.nbytes)
 
 
 def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
@@ -62,7 +62,7 @@ def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
         is_alone = channel.rank != src and part.untyped_storage().nbytes() == part.nbytes
         return part if is_alone else part.clone()
 
-    return Operation(f"scatter(src={src})", act)
+    return Operation(f"scatter(src={src})", act, 0 if tensor is None else tensor.nbytes)
 
 
 def all_to_all(
@@ -88,7 +88,7 @@ def all_to_all(
             raise CollectiveMismatch(f"out_splits={expected}, but the ranks sent {sizes} rows: make them agree")
         return result.of(came)
 
-    return Operation(f"all_to_all of {_kind(rows)}", act)
+    return Operation(f"all_to_all of {_kind(rows)}", act, rows.nbytes)
 
 
 class _Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from echelon.backends.base import Backend, Tag, Work
 from echelon.backends.native import NativeCollectives
@@ -11,6 +12,10 @@ from echelon.backends.operators import Combine
 from echelon.collectives.chunks import Chunks
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Round, Send
 from echelon.collectives.select import Selector
+from echelon.collectives.watch import Watch
+from echelon.errors import Timeout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class Channel:
     """In the backend's time."""
     selector: Selector
     """What chooses the algorithm."""
+    watch: Watch
+    """What looks into it when it takes long."""
     native: NativeCollectives | None = None
     """Does the operation instead of a plan, if there is one."""
 
@@ -35,10 +42,6 @@ class Channel:
     def num_ranks(self) -> int:
         """The number of ranks of the plan."""
         return len(self.ranks)
-
-    def seconds_left(self) -> float:
-        """Returns the time that is left until the deadline."""
-        return max(0.0, self.deadline - self.backend.now())
 
     def by(self, algorithm: str) -> Channel:
         """Returns this channel with the algorithm in its note, so that ranks compare that as well."""
@@ -52,8 +55,25 @@ class Channel:
             note,
             self.deadline,
             self.selector,
+            self.watch,
             self.native,
         )
+
+    def wait(self, work: Work[T], peer: int) -> T:
+        """Waits for a message from or to rank `peer` of the backend; has it looked into when that takes long.
+
+        Raises:
+            Timeout: it is past the deadline.
+            CollectiveMismatch: the peer makes other calls than this rank.
+            EchelonError: the message failed.
+        """
+        while True:
+            try:
+                return work.wait(max(0.0, min(self.deadline, self.watch.looks_at) - self.backend.now()))
+            except Timeout:
+                if self.backend.now() >= self.deadline:
+                    raise
+                self.watch.look(peer, work)  # type: ignore[arg-type]
 
 
 _COMING = (Recv, Reduce)
@@ -90,20 +110,22 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
         for step in coming
     ]
     sends = [
-        backend.isend(part, ranks[step.peer], tag, note=note) for step in leaving for part in chunks.outgoing(step)
+        (backend.isend(part, ranks[step.peer], tag, note=note), ranks[step.peer])
+        for step in leaving
+        for part in chunks.outgoing(step)
     ]
     for step in steps:
         if isinstance(step, Copy):
             chunks.copy(step)
     for step, works in zip(coming, receives, strict=True):
-        came = [work.wait(channel.seconds_left()) for work in works]
+        came = [channel.wait(work, ranks[step.peer]) for work in works]
         if not busy.isdisjoint(step.chunks):
             _finish(sends, channel)
         chunks.keep(step, came, combine)
     _finish(sends, channel)
 
 
-def _finish(sends: list[Work[None]], channel: Channel) -> None:
-    for sent in sends:
-        sent.wait(channel.seconds_left())
+def _finish(sends: list[tuple[Work[None], int]], channel: Channel) -> None:
+    for work, dst in sends:
+        channel.wait(work, dst)
     sends.clear()

@@ -11,23 +11,15 @@ import dataclasses
 import json
 import os
 import sys
-import sysconfig
 import time
 import traceback
 from types import TracebackType
 from typing import Protocol
 
 from echelon.launch.failure import RankFailure, blamed_rank
+from echelon.places import is_foreign
 
 ERROR_FILE = "ECHELON_ERROR_FILE"
-
-_FOREIGN = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    sysconfig.get_path("stdlib") + os.sep,
-    sysconfig.get_path("purelib") + os.sep,
-    "<",
-)
-"""Where a line is not the user's own: this package, the standard library, installed packages, frozen modules."""
 
 
 class Abortable(Protocol):
@@ -55,11 +47,6 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
         blames=blamed_rank(error),
     )
-
-
-def is_foreign(path: str) -> bool:
-    """Says whether a source file is this package's, the standard library's or an installed one, not the user's own."""
-    return path.startswith(_FOREIGN)
 
 
 def summarize(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from echelon.errors import PeerFailed, ScheduleError
+from echelon.errors import CollectiveMismatch, Failure, PeerFailed, ScheduleError
 from echelon.group import ProcessGroup
 from echelon.pipeline.action import actions_of as actions_of
 from echelon.pipeline.buffers import Buffers
@@ -189,9 +189,9 @@ class Runtime:
             for stage in self._stages.values():
                 stage.forget()
             mine = PeerFailed(self._group.backend.rank, _told(error, current()))
-            first = self._revoke(error if isinstance(error, PeerFailed) else mine)
+            first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
             if isinstance(error, PeerFailed):
-                raise PeerFailed(first.rank, first.reason, error.operation) from error
+                raise first.noticed_by(error.operation) from error
             raise
 
     def _load(self, schedule: Schedule) -> _Loaded:
@@ -236,7 +236,7 @@ class Runtime:
             tensors += [*stage.module.parameters(), *stage.module.buffers()]
         return Meter(self._stages, frozenset(map(address, tensors)))
 
-    def _revoke(self, failure: PeerFailed) -> PeerFailed:
+    def _revoke(self, failure: Failure) -> Failure:
         """Ends what the ranks of the pipeline wait for, and its replicas; returns the first cause that is known."""
         for group in (*self._replicas, self._group):
             failure = group.backend.revoke(group.context, group.ranks, failure)

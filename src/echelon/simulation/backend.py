@@ -18,8 +18,11 @@ import torch
 
 from echelon.backends.base import Backend, Received, Tag, Work
 from echelon.backends.delivery import ANY, Receive
-from echelon.errors import PeerFailed, Timeout
-from echelon.simulation.place import calling_place
+from echelon.backends.status import Question, Status
+from echelon.backends.wire import readable
+from echelon.errors import Failure, PeerFailed, Timeout
+from echelon.flights import FlightRecorder
+from echelon.places import calling_place, source_of
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World
 
@@ -125,10 +128,14 @@ class _Attention:
 class VirtualBackend(Backend):
     """One rank of a simulated world."""
 
+    doubts_after = math.inf  # when no rank can go on, that is noticed at once
+
     def __init__(self, rank: int, world_size: int, world: World, timeout: float) -> None:
         super().__init__(rank, world_size, timeout)
         self.world = world
         self._scheduler = world.scheduler
+        self.flight_recorder = FlightRecorder(lambda: world.scheduler.now)
+        world.flight_recorders[rank] = self.flight_recorder
         self._meter = world.meter
         self._random_states = world.random_states
         self._mailbox = world.mailboxes[rank]
@@ -294,7 +301,7 @@ class VirtualBackend(Backend):
         line = self._lanes.setdefault(lane, _Lane())
         line.jobs.append((function, work))  # type: ignore[arg-type]
         line.last = work  # type: ignore[assignment]
-        place = calling_place()
+        place = source_of(calling_place())
         if line.task is None:
             line.task = self._scheduler.add(self.rank, partial(self._work_off, line), len(self._lanes), place)
         else:
@@ -328,16 +335,19 @@ class VirtualBackend(Backend):
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
         if not self._closed and not self._has_ended():
             self.drain(timeout)
-            self._part(PeerFailed(self.rank, "it has closed its group"), in_good_order=True)
+            self._part(self.farewell())
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         if not self._closed and not self._has_ended():
             failure = PeerFailed(self.rank if origin is None else origin, reason)
-            self._part(_told(failure, self.rank), in_good_order=False)
+            self._part(failure.told_by(self.rank))
 
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
+    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002, D102
+        return self.world.answers(set(ranks) - {self.rank}, question)
+
+    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
         first = self._mailbox.fail_context(context, failure)
-        told = _told(first, self.rank)
+        told = first.told_by(self.rank)
         if not self._closed and not self._has_ended():
             for rank in sorted(set(ranks) - {self.rank}):
                 self.world.tell(self.rank, rank, lambda mailbox: mailbox.fail_context(context, told))
@@ -349,14 +359,14 @@ class VirtualBackend(Backend):
             if lane.last is not None and not lane.last.has_ended:
                 self.drive(lane.last, self.timeout if timeout is None else timeout)
 
-    def _part(self, failure: PeerFailed, in_good_order: bool) -> None:
+    def _part(self, failure: PeerFailed) -> None:
         """Leaves the world: nothing more is sent or received."""
         self._closed = True
-        self.world.note(self.rank, f"leaves: {failure.reason}")
+        self.world.note(self.rank, f"leaves: {failure}")
         self._mailbox.fail_all(self.closed_error())
         for peer in range(self.world_size):
             if peer != self.rank:
-                self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure, in_good_order))
+                self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure))
 
     def forget(self) -> None:
         """Lets go of everything, after the end of the simulation."""
@@ -386,7 +396,7 @@ class VirtualBackend(Backend):
             self.world.kill(self.rank)
             raise Ended
         if note and not _is_plain(tag):
-            task.operation = note
+            task.operation = readable(note)
         return task
 
     def begin(self) -> None:
@@ -404,7 +414,3 @@ class VirtualBackend(Backend):
 def _is_plain(tag: Tag) -> bool:
     """Says whether a message is no part of a collective."""
     return tag.sequence == 0 or tag.sequence >= _TRANSFERS
-
-
-def _told(failure: PeerFailed, by: int) -> PeerFailed:
-    return failure if failure.rank == by else PeerFailed(failure.rank, f"{failure.reason} (told by rank {by})")

@@ -18,13 +18,13 @@ from echelon.group import ProcessGroup
 from echelon.launch.failure import RankFailure, first_cause
 from echelon.launch.init import provide
 from echelon.launch.report import describe
+from echelon.places import place_of_thread, source_of
 from echelon.simulation.backend import VirtualBackend, VirtualWork
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import Waiting, deadlock
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import NetworkLike, host_numbers, link_function
 from echelon.simulation.one_core import on_one_core
-from echelon.simulation.place import place_of_thread
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World
@@ -221,7 +221,7 @@ def _waiting(task: Task) -> Waiting:
         rank=task.rank,
         peer=work.peer,
         doing=work.operation or str(work.description),
-        place=task.origin if task.number else place_of_thread(task.thread.ident),
+        place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
         is_beside=task.number > 0,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,8 +11,10 @@ import torch
 
 from echelon.backends.base import Tag
 from echelon.backends.matching import Mailbox
-from echelon.backends.wire import as_sent
+from echelon.backends.status import Question, Status, status_of
+from echelon.backends.wire import as_sent, readable
 from echelon.errors import CollectiveMismatch, PeerFailed
+from echelon.flights import FlightRecorder
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.memory import MemoryMeter
@@ -56,6 +58,7 @@ class World:
         self.random_states = RandomStates(seed, world_size)
         self.mailboxes = [Mailbox() for _ in range(world_size)]
         self.memory_meters = [MemoryMeter() for _ in range(world_size)] if measures_memory else []
+        self.flight_recorders: dict[int, FlightRecorder] = {}
         self.returned: set[int] = set()
         """Ranks whose function has ended."""
         self.killed: set[int] = set()
@@ -120,6 +123,14 @@ class World:
         if passage.arrives < math.inf:
             self.scheduler.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
 
+    def answers(self, ranks: Iterable[int], question: Question) -> dict[int, Status]:
+        """Returns where ranks are, seen from a collective of another one. To ask takes no time; the dead are silent."""
+        return {
+            rank: status_of(self.flight_recorders[rank], question)
+            for rank in ranks
+            if rank in self.flight_recorders and rank not in self.killed
+        }
+
     def kill(self, rank: int) -> None:
         """Ends a rank, unless its function has ended already."""
         if rank in self.killed or rank in self.returned:
@@ -130,17 +141,17 @@ class World:
         failure = PeerFailed(rank, f"killed at {self.scheduler.now:g} s by a fault of the simulation")
         for peer in range(len(self.mailboxes)):
             if peer != rank:
-                self.tell(rank, peer, partial(_fail_peer, rank, failure, False))
+                self.tell(rank, peer, partial(_fail_peer, rank, failure))
 
     def tell_of_returned(self) -> bool:
         """Tells all that ranks have gone whose functions have returned; says whether that was news."""
         news = sorted(self.returned - self._told_of)
         self._told_of.update(news)
         for rank in news:
-            failure = PeerFailed(rank, "its function has returned")
+            failure = PeerFailed(rank, "its function has returned", has_closed=True)
             for peer in range(len(self.mailboxes)):
                 if peer != rank:
-                    self.tell(rank, peer, partial(_fail_peer, rank, failure, True))
+                    self.tell(rank, peer, partial(_fail_peer, rank, failure))
         return bool(news)
 
     def expect(self, src: int, dst: int, tag: Tag, num_messages: int) -> None:
@@ -164,8 +175,8 @@ class World:
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
                 return CollectiveMismatch(
-                    f"rank {dst} has returned without {note or 'a collective'}, which rank {src} called: every rank "
-                    "must call the same operations in the same order with the same arguments"
+                    f"rank {dst} has returned without {readable(note) or 'a collective'}, which rank {src} called: "
+                    "every rank must call the same operations in the same order with the same arguments"
                 )
         return None
 
@@ -186,5 +197,5 @@ class World:
         return Passage(left, done, arrives, draw)
 
 
-def _fail_peer(rank: int, failure: PeerFailed, in_good_order: bool, mailbox: Mailbox) -> None:
-    mailbox.fail_peer(rank, failure, in_good_order)
+def _fail_peer(rank: int, failure: PeerFailed, mailbox: Mailbox) -> None:
+    mailbox.fail_peer(rank, failure)

@@ -24,8 +24,9 @@ from echelon.backends.shared.collectives import SharedCollectives
 from echelon.backends.shared.meeting import Unshared, meet
 from echelon.backends.shared.segment import Segment, Window
 from echelon.backends.shared.waiting import Waiter
+from echelon.backends.status import Question, Status
 from echelon.backends.tcp import TcpBackend
-from echelon.errors import LaunchError, PeerFailed, Timeout
+from echelon.errors import Failure, LaunchError, Timeout
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class SharedMemoryBackend(Backend):
         """Takes over a backend that is connected, and the segment that these ranks share; `connect` makes both."""
         super().__init__(tcp.rank, tcp.world_size, tcp.timeout)
         self._tcp = tcp
+        self.flight_recorder = tcp.flight_recorder
         self._local_ranks = frozenset(local_ranks)
         self._segment = segment
         self.waiter = Waiter(len(local_ranks))
@@ -128,9 +130,17 @@ class SharedMemoryBackend(Backend):
     def attend(self) -> AbstractContextManager[object]:  # noqa: D102
         return self._tcp.attend()
 
+    # Where the others are
+
+    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: D102
+        return self._tcp.ask(ranks, question, timeout)
+
+    def last_heard(self, rank: int) -> str:  # noqa: D102
+        return self._tcp.last_heard(rank)
+
     # The end
 
-    def revoke(self, context: int, ranks: Iterable[int], failure: PeerFailed) -> PeerFailed:  # noqa: D102
+    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
         return self._tcp.revoke(context, ranks, failure)
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102

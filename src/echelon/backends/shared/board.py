@@ -16,7 +16,7 @@ from echelon.backends.native import Call
 from echelon.backends.shared import futex, layout
 from echelon.backends.shared.segment import Window
 from echelon.backends.shared.waiting import Waiter
-from echelon.backends.wire import as_sent
+from echelon.backends.wire import as_sent, readable
 from echelon.errors import CollectiveMismatch
 
 LookAround = Callable[[int, Call], None]
@@ -148,11 +148,13 @@ class Board:
 
     def _mismatch(self, peer: _Peer) -> CollectiveMismatch:
         start = peer.notes[self._number]
-        theirs = self._memory[start : start + layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
-        ours = self._text[:-1].decode()
+        note = self._memory[start : start + layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
+        theirs = readable(note) or "an operation without a note"
         return CollectiveMismatch(
-            f"rank {self._names[peer.rank]} is in {theirs or 'an operation without a note'}, this rank in {ours}: "
-            "every rank must call the same operations in the same order with the same arguments"
+            f"rank {self._names[peer.rank]} is in {theirs}, this rank in {readable(self._text[:-1].decode())}: "
+            "every rank must call the same operations in the same order with the same arguments",
+            self._names[peer.rank],
+            theirs,
         )
 
 

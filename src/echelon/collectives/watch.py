@@ -1,0 +1,139 @@
+"""Looks into a collective that takes long: do the others make the same calls, and where are they?
+
+Strategy. A rank that waits asks the rank that it waits for, after a second and then ever more seldom. If that one has
+called something else as this operation, or has finished it, what is waited for will never come. When the time is up,
+all ranks are asked, so that the error names the one that is behind, not one that itself waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from echelon.backends.base import Backend, Work
+from echelon.backends.status import Question, Standing, Status
+from echelon.errors import CollectiveMismatch, PeerFailed
+from echelon.flights import Flight
+
+logger = logging.getLogger("echelon")
+
+_ANSWER_SECONDS = 2.0
+"""How long a rank has to answer."""
+_WARN_SECONDS = 60.0
+"""A wait that takes this long is worth a warning, and another one every time that it has taken as long again."""
+_NAMED = 4
+"""How many ranks that are behind are described; of the others there is only the number."""
+_ADVICE = "every rank must call the same operations in the same order with the same arguments"
+
+
+class Watch:
+    """Watches over one collective of this rank."""
+
+    def __init__(self, backend: Backend, ranks: Sequence[int], flight: Flight) -> None:
+        """Begins when the collective begins to wait.
+
+        Args:
+            backend: what the ranks are asked over.
+            ranks: the backend's rank of each member of the group.
+            flight: the collective.
+        """
+        self._backend = backend
+        self._ranks = ranks
+        self._flight = flight
+        self._begun = backend.now()
+        self.looks_at = self._begun + backend.doubts_after
+        """When to look next, in the backend's time."""
+
+    def look(self, peer: int, work: Work[object]) -> None:
+        """Asks the rank of the backend that `work` waits for whether it makes the same calls.
+
+        Raises:
+            CollectiveMismatch: it does not.
+        """
+        waited = self._backend.now() - self._begun
+        self.looks_at = self._begun + (2 * waited if 2 * waited <= _WARN_SECONDS else _whole_minutes(waited) + 60)
+        if waited >= _WARN_SECONDS:
+            logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.whereabouts())
+        status = self._ask([peer]).get(peer)
+        if status is None or work.is_completed():
+            return
+        if status.standing == Standing.ELSEWHERE:
+            raise self.disagreement(peer)
+        if status.standing == Standing.PAST:
+            raise CollectiveMismatch(
+                f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
+                f"what is waited for: choose the same algorithm on every rank, and {_ADVICE}"
+            )
+
+    def disagreement(self, peer: int, theirs: str = "", detail: str = "") -> CollectiveMismatch:
+        """Makes the error for a rank that does not make the same calls, with the first difference of the two.
+
+        Args:
+            peer: the backend's rank of it.
+            theirs: its operation, as its message says; empty: not known.
+            detail: what its message was refused for.
+        """
+        flight: Flight | None = self._flight
+        mine, differs = self._mine(), False
+        while flight is not None:
+            status = self._ask([peer], flight).get(peer)
+            if status is None or status.standing != Standing.ELSEWHERE:
+                break
+            mine, theirs, differs = f"{flight.with_marks()} on rank {self._backend.rank}", status.text, True
+            flight = self._backend.flight_recorder.find(flight.context, flight.sequence - 1)
+        if detail and not differs:
+            return CollectiveMismatch(f"{mine}: {detail}")
+        return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}: {_ADVICE}")
+
+    def departure(self, failure: PeerFailed) -> CollectiveMismatch:
+        """Makes the error for a rank that has closed its group, which is to make fewer calls."""
+        return CollectiveMismatch(f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}")
+
+    def whereabouts(self) -> str:
+        """Says how long this rank has waited, for whom, and where all are.
+
+        Raises:
+            CollectiveMismatch: a rank makes other calls.
+        """
+        waited = self._backend.now() - self._begun
+        statuses = self._ask(self._ranks)
+        for rank, status in statuses.items():
+            if status.standing == Standing.ELSEWHERE:
+                raise self.disagreement(rank)
+        others = [rank for rank in self._ranks if rank != self._backend.rank]
+        behind = [rank for rank in others if rank in statuses and statuses[rank].standing == Standing.BEFORE]
+        silent = [rank for rank in others if rank not in statuses]
+        there = [rank for rank in others if rank in statuses and rank not in behind]
+        culprits = [f"rank {rank}, which is {statuses[rank].text}" for rank in behind]
+        culprits += [f"rank {rank}, which {self._silence(rank)}" for rank in silent]
+        if len(culprits) > _NAMED:
+            culprits[_NAMED:] = [f"{len(culprits) - _NAMED} more"]
+        if not culprits:
+            details = "; ".join(f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED])
+            return f"waited {waited:.1f} s, though all ranks have called it: {details}"
+        rest = f"; {_and(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
+        return f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
+
+    def _ask(self, ranks: Sequence[int], flight: Flight | None = None) -> Mapping[int, Status]:
+        flight = flight or self._flight
+        others = [rank for rank in ranks if rank != self._backend.rank]
+        question = Question(flight.context, flight.sequence, flight.signature)
+        return self._backend.ask(others, question, _ANSWER_SECONDS)
+
+    def _mine(self) -> str:
+        return f"{self._flight} on rank {self._backend.rank}"
+
+    def _silence(self, rank: int) -> str:
+        heard = self._backend.last_heard(rank)
+        last = f"; its last message was of {heard}" if heard else ""
+        return f"has not answered for {_ANSWER_SECONDS:.0f} s: computing without a pause, or stopped{last}"
+
+
+def _whole_minutes(seconds: float) -> float:
+    return seconds // _WARN_SECONDS * _WARN_SECONDS
+
+
+def _and(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
