@@ -2,10 +2,11 @@
 
     python benchmarks/prediction/run.py
 
-Two ranks, one thread each. First two real processes measure their link, what computing alone takes, and the steps. Then
-the same steps are simulated with that link and with the CPU time that they take here, times a factor: what computing
-alone took both processes at once, over the CPU time that it takes here. Where this user may make network namespaces (as
-root, with ip and tc), the same again over a link that tc has shaped to 1 Gbit/s.
+Two ranks, one thread each. First two real processes measure their link, what computing alone takes, by how much moving
+bytes slows it down, and the steps. Then the same steps are simulated with these figures and with the CPU time that they
+take here, times a factor: what computing alone took both processes at once, over the CPU time that it takes here. Where
+this user may make network namespaces (as root, with ip and tc), the same again over a link that tc has shaped to 1
+Gbit/s.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from gpt import loss_of, make_gpt
 
 WARM_UP, STEPS, ROUNDS = 2, 9, 3
 CONTEXT, SAMPLES = 64, 8
+MESSAGE = 1 << 20
+"""Bytes of a message by which bandwidth is measured: a bucket of DDP's."""
 NAMESPACES, NETWORK = ("echelon-a", "echelon-b"), ("10.231.77.1", "10.231.77.2")
 FIGURES = "figures: "
 
@@ -99,21 +102,57 @@ def pipeline_steps(group: ProcessGroup) -> list[float]:
 PROGRAMS = {"DDP": ddp_steps, "pipeline, 1f1b, 4 microbatches": pipeline_steps}
 
 
-def link_figures(group: ProcessGroup) -> tuple[float, float]:
-    """Returns latency and bandwidth, both ranks sending at once as they do in collectives."""
+def exchange(group: ProcessGroup, tensor: torch.Tensor) -> None:
+    sent = group.isend(tensor, 1 - group.rank)
+    group.recv(1 - group.rank)
+    sent.wait()
 
-    def exchange(tensor: torch.Tensor) -> None:
-        sent = group.isend(tensor, 1 - group.rank)
-        group.recv(1 - group.rank)
-        sent.wait()
 
-    def median(numel: int, count: int) -> float:
-        tensor = torch.ones(numel)
-        return statistics.median(timed(group, lambda: exchange(tensor), count))
+def link_figures(group: ProcessGroup) -> dict[str, float]:
+    """Returns latency and bandwidth, both ranks sending at once as they do in collectives, and overhead."""
 
-    latency = median(1, 400)
-    numel = 1 << 18
-    return latency, 4 * numel / (median(numel, 60) - latency)
+    def median(num_bytes: int, count: int) -> float:
+        tensor = torch.ones(num_bytes // 4)
+        return statistics.median(timed(group, lambda: exchange(group, tensor), count))
+
+    latency = median(4, 400)
+    seconds = median(MESSAGE, 60) - latency
+    return {"latency": latency, "bandwidth": MESSAGE / seconds, "overhead": overhead(group, seconds)}
+
+
+def overhead(group: ProcessGroup, seconds: float) -> float:
+    """Returns the seconds by which a byte that comes or goes makes computing longer.
+
+    Args:
+        group: two ranks.
+        seconds: what exchanging a message takes.
+    """
+    inputs, target = batch(group)
+    alone = model()
+    message = torch.ones(MESSAGE // 4)
+
+    def compute() -> None:
+        for _ in range(3):
+            loss_of(alone(inputs), target).backward()
+
+    without = statistics.median(timed(group, compute, 7))
+    # As many messages as fill two thirds of the time, the same number on both ranks.
+    count = int(str(group.broadcast_object(max(1, int(without / seconds * 2 / 3)))))
+
+    def move() -> None:
+        for _ in range(count):
+            exchange(group, message)
+
+    def both() -> None:
+        moving = group.backend.start(move, "messages")
+        began = group.backend.now()
+        compute()
+        longer.append(group.backend.now() - began - without)
+        moving.wait()
+
+    longer: list[float] = []
+    timed(group, both, 9)
+    return max(0.0, statistics.median(longer)) / (2 * count * MESSAGE)
 
 
 def be_a_rank() -> None:
@@ -175,6 +214,8 @@ def shaped_link() -> Iterator[list[list[str]] | None]:
         )
         for name, device, address in zip(NAMESPACES, ("ech-a", "ech-b"), NETWORK, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", device)
+            # As a network card does: what leaves is cut into packets behind the queue, not by this machine's cores.
+            ip("-n", name, "link", "set", "dev", device, "gso_max_size", "32768")
             ip("-n", name, "link", "set", device, "up")
             ip("-n", name, "link", "set", "lo", "up")
             shape = [
@@ -206,15 +247,15 @@ def shaped_link() -> Iterator[list[list[str]] | None]:
 def report(where: str, prefixes: Sequence[Sequence[str]], address: str) -> None:
     for _ in range(ROUNDS):
         real = run_processes(prefixes, address)
-        latency, bandwidth = real["link"]
-        network = echelon.Network(latency=latency, bandwidth=bandwidth)
+        network = echelon.Network(**real["link"])
         local = statistics.median(echelon.simulate(local_steps, 2, costs="measured").results[0])
         costs = Measured(factor=statistics.median(real["local"]) / local)
         for name, program in PROGRAMS.items():
             run = echelon.simulate(program, 2, network=network, costs=costs)
             predicted, measured = statistics.median(run.results[0]), statistics.median(real[name])
             print(
-                f"| {where} | {latency * 1e6:.0f} us, {bandwidth / 1e6:.0f} MB/s | {costs.factor:.2f} | {name} | "
+                f"| {where} | {network.latency * 1e6:.0f} us, {network.bandwidth / 1e6:.0f} MB/s, "
+                f"{network.overhead * 1e9:.2f} s/GB | {costs.factor:.2f} | {name} | "
                 f"{predicted * 1e3:.1f} | "
                 f"{measured * 1e3:.1f} | {predicted / measured:.2f} |",
                 flush=True,
@@ -223,7 +264,10 @@ def report(where: str, prefixes: Sequence[Sequence[str]], address: str) -> None:
 
 def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
-    print("| link | measured: latency, bandwidth | computing takes | step | predicted (ms) | measured (ms) | ratio |")
+    print(
+        "| link | measured: latency, bandwidth, overhead | computing takes | step "
+        "| predicted (ms) | measured (ms) | ratio |"
+    )
     print("|---|---|---|---|---|---|---|")
     report("loopback TCP", [[], []], "127.0.0.1")
     with shaped_link() as prefixes:

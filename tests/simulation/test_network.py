@@ -109,7 +109,9 @@ def test_presets_have_names():
         echelon.simulate(send_one, 2, (1,), network="token ring")
 
 
-@pytest.mark.parametrize("bad", [{"latency": -1}, {"bandwidth": 0}, {"hosts": [2, 0]}, {"latency": math.inf}])
+@pytest.mark.parametrize(
+    "bad", [{"latency": -1}, {"overhead": -1}, {"bandwidth": 0}, {"hosts": [2, 0]}, {"latency": math.inf}]
+)
 def test_networks_that_cannot_be_are_refused(bad):
     with pytest.raises(echelon.LaunchError, match="give"):
         echelon.Network(**bad)
@@ -202,3 +204,48 @@ def use_the_backend_itself(group):
 
 def test_the_backends_own_barrier_costs_its_rounds():
     assert echelon.simulate(use_the_backend_itself, 5, network=NETWORK).elapsed == 3 * ALPHA
+
+
+def compute_while_they_talk(group, num_bytes):
+    """Rank 0 sends beside its computing, rank 1 only receives, rank 2 only computes."""
+    if group.rank == 0:
+        work = group.isend(torch.zeros(num_bytes, dtype=torch.uint8), 1)
+    with group.backend.compute("model" if group.rank != 1 else "nothing"):
+        pass
+    if group.rank == 0:
+        work.wait()
+    if group.rank == 1:
+        group.recv(0)
+    return group.backend.now()
+
+
+def test_moving_bytes_takes_time_from_computing_and_from_nothing_else():
+    network = echelon.Network(latency=ALPHA, bandwidth=1 / BETA, overhead=BETA / 4)
+    run = echelon.simulate(compute_while_they_talk, 3, (1 << 20,), network=network, costs={"model": 4.0})
+    assert run.results == [4.25, 1 + ALPHA, 4.0]
+
+
+def test_what_holds_computing_up_may_be_held_up_itself():
+    network = echelon.Network(latency=0.0, bandwidth=math.inf, overhead=1.0)
+
+    def act(group):
+        if group.rank == 0:
+            for seconds in (0.5, 1.0, 9.0):
+                with group.backend.compute(seconds):
+                    pass
+                group.send(torch.zeros(1, dtype=torch.uint8), 1)
+            return None
+        with group.backend.compute(1.0):
+            pass
+        return group.backend.now()
+
+    # It would compute until 1; a byte that comes at 0.5 makes that 2, another at 1.5 makes it 3.
+    run = echelon.simulate(act, 2, network=network, costs=lambda _, step: step)
+    assert run.results[1] == 3.0
+
+
+def test_a_collective_alone_takes_no_longer_for_its_overhead():
+    slow = echelon.Network(latency=ALPHA, bandwidth=1 / BETA, overhead=1.0)
+    for operation in ("all_reduce", "barrier"):
+        runs = [echelon.simulate(call, 4, (operation, 4096), network=network) for network in (NETWORK, slow)]
+        assert runs[0].elapsed == runs[1].elapsed

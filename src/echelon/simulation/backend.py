@@ -283,8 +283,7 @@ class VirtualBackend(Backend):
     def _spend(self, seconds: float) -> None:
         if self.world.faults.faults:
             seconds = self.world.faults.duration(self.rank, self._scheduler.now, seconds)
-        if seconds > 0:
-            self._scheduler.sleep(seconds)
+        self.world.traffic.compute(self.rank, seconds)
 
     def memory_meter(self) -> AbstractContextManager[object]:
         """Counts the memory of the tensors that are made inside, if that was asked for."""

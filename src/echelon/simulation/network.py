@@ -25,9 +25,11 @@ class Network:
             `latency` and `bandwidth` are those between hosts.
         local_latency: seconds between two ranks of one host.
         local_bandwidth: bytes per second between two ranks of one host.
+        overhead: seconds of computing that a byte costs its sender, and again its receiver, if they compute meanwhile;
+            0 where a core of its own moves the messages. Only between hosts. (The o of LogGP: Alexandrov et al., 1995.)
 
     Raises:
-        LaunchError: a negative latency, a bandwidth that is not above 0, or a host without ranks.
+        LaunchError: a negative latency or overhead, a bandwidth that is not above 0, or a host without ranks.
     """
 
     latency: float = 1e-5
@@ -35,9 +37,10 @@ class Network:
     hosts: Sequence[int] | None = None
     local_latency: float = 1e-6
     local_bandwidth: float = 1e10
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency", "local_latency"):
+        for name in ("latency", "local_latency", "overhead"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise LaunchError(f"{name}={value}: give seconds, at least 0")

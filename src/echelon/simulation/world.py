@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -22,16 +21,7 @@ from echelon.simulation.network import Network
 from echelon.simulation.random_state import RandomStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler
-
-
-class Passage(NamedTuple):
-    """When a message leaves and arrives (math.inf: never), and its place among what happens then."""
-
-    left: float
-    done: float
-    """When its sender takes it for arrived: faults on the way are unknown to it."""
-    arrives: float
-    draw: float
+from echelon.simulation.traffic import Traffic
 
 
 class World:
@@ -54,6 +44,7 @@ class World:
         self.meter = meter
         self.hosts = hosts
         """The host of each rank, by number."""
+        self.traffic = Traffic(self.scheduler, world_size, link, faults)
         self.recorder = Recorder(world_size)
         self.random_states = RandomStates(seed, world_size)
         self.mailboxes = [Mailbox() for _ in range(world_size)]
@@ -64,12 +55,6 @@ class World:
         self.killed: set[int] = set()
         self.deaths_by_op = {kill.rank: kill.at_op for kill in faults.kills if kill.at_op is not None}
         self._told_of: set[int] = set()
-        self._link = link
-        self._links: dict[tuple[int, int], Network] = {}
-        self._free_at = [0.0] * world_size
-        """When what each rank has sent will have left it."""
-        self._last: dict[tuple[int, int], tuple[float, float]] = {}
-        """For each pair, when its last message arrives, with its draw: none overtakes another."""
         self._balance: dict[tuple[int, int, Tag], int] = {}
         """Of each collective's messages, those sent less those asked for."""
         if faults.pauses:
@@ -82,7 +67,7 @@ class World:
         """Sends a copy of a tensor; returns when its sender is done with it."""
         tensor = self._copy(src, tensor)
         num_bytes, recorder = tensor.nbytes, self.recorder
-        passage = self._send(src, dst, num_bytes)
+        passage = self.traffic.send(src, dst, num_bytes)
         recorder.bytes_sent[src, dst] += num_bytes
         recorder.events.append((self.scheduler.now, src, "sends to rank", num_bytes, dst, tag, note))
         if passage.arrives < math.inf:
@@ -109,17 +94,9 @@ class World:
             self.memory_meters[dst].count(tensor)
         self.mailboxes[dst].take(src, tag, tensor, as_sent(note))
 
-    def _send(self, src: int, dst: int, num_bytes: int) -> Passage:
-        link = self._links.get((src, dst))
-        if link is None:
-            link = self._links[src, dst] = self._link(src, dst)
-        left = max(self.scheduler.now, self._free_at[src]) + num_bytes / link.bandwidth
-        self._free_at[src] = left
-        return self._pass(src, dst, left, left + link.latency)
-
     def tell(self, src: int, dst: int, news: Callable[[Mailbox], object]) -> None:
         """Lets the other rank's mailbox know something, when it has crossed the network behind all that was sent."""
-        passage = self._send(src, dst, 0)
+        passage = self.traffic.send(src, dst, 0)
         if passage.arrives < math.inf:
             self.scheduler.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
 
@@ -183,18 +160,6 @@ class World:
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""
         self.recorder.events.append((self.scheduler.now, rank, what))
-
-    def _pass(self, src: int, dst: int, left: float, arrives: float) -> Passage:
-        done, draw = arrives, self.scheduler.draw()
-        if self.faults.faults:
-            arrives = self.faults.arrival(src, dst, left, arrives)
-            if arrives == math.inf:
-                self.scheduler.awaits_nothing_lost = False
-        last = self._last.get((src, dst))
-        if last is not None and last > (arrives, draw):
-            arrives, draw = last
-        self._last[src, dst] = (arrives, draw)
-        return Passage(left, done, arrives, draw)
 
 
 def _fail_peer(rank: int, failure: PeerFailed, mailbox: Mailbox) -> None:
