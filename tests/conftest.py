@@ -7,6 +7,8 @@ import pytest
 
 from echelon.testing import RankPool
 
+os.environ["ECHELON_TUNED"] = "off"  # what `echelon tune` may have written here does not matter to tests
+
 
 @pytest.fixture(scope="session")
 def pool():

@@ -86,6 +86,11 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
         """The host of each rank of this group, by number: 0 is that of rank 0. Collectives go by it."""
         return self._selector.hosts
 
+    @property
+    def table(self) -> Table:
+        """Which algorithms the collectives run by: `echelon.collectives.select.STATIC`, or what tuning found."""
+        return self._selector.table
+
     # Groups
 
     def subgroup(

@@ -42,15 +42,29 @@ def measure(
 
 
 def measure_case(
-    group: ProcessGroup, case: Case, subjects: Sequence[Subject], turns: int, iterations: int | None = None
+    group: ProcessGroup,
+    case: Case,
+    subjects: Sequence[Subject],
+    turns: int,
+    iterations: int | None = None,
+    seconds: float = _SECONDS,
 ) -> Row:
-    """Returns what each subject takes for one case, after having counted what it gets wrong."""
+    """Returns what each subject takes for one case, after having counted what it gets wrong.
+
+    Args:
+        group: the ranks that measure; what they agree by.
+        case: what to measure.
+        subjects: what takes turns.
+        turns: how often; the median counts.
+        iterations: calls in a turn; None: as many as take `seconds`.
+        seconds: how long a turn is to last.
+    """
     workload = Workload(case, group.rank)
     if group.backend.name == "simulated":
         turns, iterations = 1, 1
     wrong = [_count_wrong(group, workload, subject) for subject in subjects]
     calls = [subject.call(case, workload.input()) for subject in subjects]
-    numbers = [_num_calls(group, call, iterations) for call in calls]
+    numbers = [_num_calls(group, call, iterations, seconds) for call in calls]
     times: list[list[float]] = [[] for _ in subjects]
     for _ in range(turns):
         for call, number, mine in zip(calls, numbers, times, strict=True):
@@ -70,14 +84,14 @@ def _count_wrong(group: ProcessGroup, workload: Workload, subject: Subject) -> i
     return int(group.all_reduce(mine).item())
 
 
-def _num_calls(group: ProcessGroup, call: Call, iterations: int | None) -> int:
+def _num_calls(group: ProcessGroup, call: Call, iterations: int | None, seconds: float) -> int:
     """Warms up, and returns how many calls a turn has: on all ranks the same."""
     if iterations is not None:
         call()
         return iterations
     for _ in range(_WARM_UPS):
-        seconds = _turn(group, call, 1)
-    return max(1, min(MOST_ITERATIONS, int(_SECONDS / max(seconds, 1e-9))))
+        one = _turn(group, call, 1)
+    return max(1, min(MOST_ITERATIONS, int(seconds / max(one, 1e-9))))
 
 
 def _turn(group: ProcessGroup, call: Call, number: int) -> float:

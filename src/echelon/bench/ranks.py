@@ -14,6 +14,7 @@ from echelon.bench.figures import Row
 from echelon.bench.measure import measure
 from echelon.bench.request import Request
 from echelon.bench.subject import EchelonSubject, Subject
+from echelon.collectives.select import STATIC
 from echelon.group import ProcessGroup
 from echelon.wording import counted
 
@@ -55,7 +56,8 @@ def _head(group: ProcessGroup, request: Request) -> str:
     if group.backend.name == "simulated":
         return f"# {what}: {where}, simulated over {request.network or 'nothing'}, in virtual time"
     machine = f"{counted(os.cpu_count() or 1, 'core')}, torch {torch.__version__}, {platform.system()}"
-    return f"# {what}: {where} over {group.backend.name}, median of {counted(request.turns, 'turn')}; {machine}"
+    tuned = "" if group.table is STATIC else ", tuned"
+    return f"# {what}: {where} over {group.backend.name}{tuned}, median of {counted(request.turns, 'turn')}; {machine}"
 
 
 def _values(group: ProcessGroup, request: Request) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def _values(group: ProcessGroup, request: Request) -> dict[str, Any]:
         "num_ranks": group.world_size,
         "hosts": list(group.hosts),
         "backend": group.backend.name,
+        "tuned": group.table is not STATIC,
         "network": request.network or None,
         "turns": request.turns,
         "environment": {"cores": os.cpu_count(), "torch": torch.__version__, "platform": platform.platform()},

@@ -37,8 +37,8 @@ class Subject(ABC):
 class EchelonSubject(Subject):
     """A group of ours."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.name = group.backend.name
+    def __init__(self, group: ProcessGroup, name: str | None = None) -> None:
+        self.name = name or group.backend.name
         self._group = group
 
     def call(self, case: Case, tensor: Tensor | None) -> Call:  # noqa: D102

@@ -12,6 +12,7 @@ from echelon.cli.bench import bench
 from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
+from echelon.cli.tune import tune
 from echelon.errors import EchelonError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ collectives = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("plan")(plan)
 app.command("bench")(bench)
+app.command("tune")(tune)
 collectives.command()(plan_collective)
 
 

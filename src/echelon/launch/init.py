@@ -25,6 +25,7 @@ from echelon.group import ProcessGroup
 from echelon.launch import environment
 from echelon.launch.environment import Environment
 from echelon.launch.report import report_uncaught
+from echelon.launch.tuned import agreed_table
 
 CONNECT_TIMEOUT = 60.0
 """Seconds in which all ranks have to find each other."""
@@ -64,8 +65,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> ProcessGrou
         timeout: seconds that a blocking call of the group waits unless told otherwise.
 
     Raises:
-        LaunchError: the environment or the arguments make no sense. Two of its kind have types of their own:
-            InvalidRank, InvalidWorldSize.
+        LaunchError: the environment or the arguments make no sense. Three of its kind have types of their own:
+            InvalidRank, InvalidWorldSize, and PlanError for a tuned table of collectives.
         ConnectError: the ranks did not all find each other within 60 s (or `timeout`, if that is shorter).
         AuthenticationError: a rank has another secret.
     """
@@ -80,7 +81,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> ProcessGrou
             "backend='simulated' exists only inside echelon.simulate(fn, world_size): call that, or use 'auto'"
         )
     launched = environment.read(os.environ)
-    group = ProcessGroup(share_memory(_connect(launched, timeout), name, min(timeout, CONNECT_TIMEOUT)))
+    connected = share_memory(_connect(launched, timeout), name, min(timeout, CONNECT_TIMEOUT))
+    group = ProcessGroup(connected, table=agreed_table(connected, min(timeout, CONNECT_TIMEOUT)))
     if launched is not None:
         report_uncaught(group)
         atexit.register(_close, weakref.ref(group))

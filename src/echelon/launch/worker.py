@@ -28,6 +28,7 @@ from echelon.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.failure import RankFailure, describe_exit, exit_status
 from echelon.launch.init import CONNECT_TIMEOUT, provide, share_memory
+from echelon.launch.tuned import agreed_table
 
 _FAREWELL = b""
 
@@ -158,7 +159,8 @@ def _perform(job: Job) -> Outcome:
             connect_timeout=CONNECT_TIMEOUT,
         )
         backend = share_memory(tcp, job.backend, CONNECT_TIMEOUT)
-        with ProcessGroup(backend) as group, provide(group):
+        table = agreed_table(backend, CONNECT_TIMEOUT)
+        with ProcessGroup(backend, table=table) as group, provide(group):
             result = function(group, *args)
         return Outcome(pickle.dumps(result))
     except BaseException as error:

@@ -1,0 +1,75 @@
+"""Which table of algorithms the groups of a job go by: the one that rank 0 finds, on every rank.
+
+Rank 0 looks for a file and tells all others what is in it, or that there is none, before the first group exists. So it
+does not matter which other hosts have such a file, and no two ranks go by different ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from echelon.backends.base import Backend
+from echelon.collectives.select import STATIC, Table
+from echelon.collectives.tuning import from_text
+from echelon.errors import LaunchError
+from echelon.group import ProcessGroup
+
+VARIABLE = "ECHELON_TUNED"
+"""A file to read, or "off"; not set: `default_path`, if it exists."""
+_OFF = ("off", "0", "false", "no")
+_MOST_BYTES = 1 << 20
+_CONTEXT = 2
+"""Of the messages that carry the table; the world's group has 1."""
+
+
+def default_path(environ: Mapping[str, str]) -> Path:
+    """Returns where `echelon tune` writes and jobs read, unless told otherwise."""
+    config = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
+    return Path(config) / "echelon" / "tuned.json"
+
+
+def agreed_table(backend: Backend, timeout: float, environ: Mapping[str, str] = os.environ) -> Table:
+    """Returns the table of the job. All ranks call it once, before anything else is sent.
+
+    Args:
+        backend: connects all ranks.
+        timeout: seconds for the ranks to agree.
+        environ: where rank 0 looks for `VARIABLE`; that of others does not matter.
+
+    Raises:
+        LaunchError, PlanError: rank 0 cannot read its file, or that is no table. On every rank.
+    """
+    source = text = problem = ""
+    if backend.rank == 0:
+        try:
+            source, text = _read(environ)
+        except LaunchError as error:
+            problem = str(error)
+    if backend.world_size > 1:
+        group = ProcessGroup(backend, range(backend.world_size), context=_CONTEXT, timeout=timeout, name="tuned table")
+        told = group.broadcast_object([source, text, problem], src=0)
+        assert isinstance(told, list)
+        source, text, problem = map(str, told)
+    if problem:
+        raise LaunchError(problem)
+    return from_text(text, source) if text else STATIC
+
+
+def _read(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Returns where a table was found, and its text; nothing, if there is none."""
+    given = environ.get(VARIABLE, "")
+    if given.lower() in _OFF:
+        return "", ""
+    path = Path(given) if given else default_path(environ)
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise LaunchError(f"{path}: more than {_MOST_BYTES} bytes are no table of algorithms; remove it")
+        return str(path), path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if not given:
+            return "", ""
+        raise LaunchError(f"{VARIABLE}={given}: there is no such file; run `echelon tune --output {given}`") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cannot read {path}: {error}; correct it, or set {VARIABLE}=off") from None
