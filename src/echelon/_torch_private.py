@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
-__all__ = ["TorchDispatchMode", "at_end_of_backward", "run_backward", "storage_users", "version_of"]
+__all__ = [
+    "TorchDispatchMode",
+    "TreeSpec",
+    "at_end_of_backward",
+    "draws_random_numbers",
+    "fake_tensors",
+    "guards_of",
+    "run_backward",
+    "storage_users",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "version_of",
+    "writes_in_place",
+]
 # TorchDispatchMode: the one way to see every tensor that a thread makes, in backward too. Documented, but in a module
 # whose name says that it is private.
+# tree_...: what torch.export takes inputs and outputs apart with. Libraries register their own containers there.
 
 
 def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
@@ -86,3 +106,29 @@ def version_of(tensor: torch.Tensor) -> int:
     torch compares it for what it saves for backward by itself, but not for what goes through `saved_tensors_hooks`.
     """
     return tensor._version
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Returns a context in which new tensors have a shape, a dtype and a device, and no data.
+
+    The meta device is no substitute: its tensors do not mix with those of the device that a model will run on.
+    """
+    return FakeTensorMode()
+
+
+def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:
+    """Returns what, called with the inputs (flat), raises AssertionError unless they take the path that was exported.
+
+    torch puts it into the module that an exported program becomes, under a private name; alone it cannot be had.
+    """
+    return dict(exported.module().named_children()).get("_guards_fn")
+
+
+def writes_in_place(operation: object) -> bool:
+    """Whether one of torch's operators changes its arguments. Only its schema says so, and that has no public name."""
+    return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
+
+
+def draws_random_numbers(operation: object) -> bool:
+    """Whether one of torch's operators draws from the generator of its device."""
+    return isinstance(operation, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operation.tags

@@ -308,7 +308,7 @@ def fail_with(group, case):
     [
         ("unknown schedule", "ScheduleError", "1f1b"),
         ("too few layers", "PartitionError", "1 layers cannot make 2 stages"),
-        ("not cuttable", "PartitionError", "pass an nn.Sequential"),
+        ("not cuttable", "PartitionError", "pass example=(inputs,)"),
         ("tied", "PartitionError", "is the same parameter as"),
         ("wrong names", "PartitionError", "nine"),
         ("other ranks", "ScheduleError", "for 3 ranks, the group has 2"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from echelon.errors import CollectiveMismatch, ScheduleError, UnsupportedOp
-from echelon.group import ProcessGroup
+from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
+from echelon.group import JsonLike, ProcessGroup
 from echelon.pipeline import schedules
+from echelon.pipeline.cut import Parts, StageMaker, split
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.split import StageMaker
+
+logger = logging.getLogger("echelon")
 
 
 def choose_schedule(
@@ -19,7 +22,8 @@ def choose_schedule(
     num_ranks: int,
     num_microbatches: int | None,
     num_chunks: int | None,
-    model: nn.Sequential | Sequence[StageMaker],
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    at: Sequence[str] | None,
 ) -> Schedule:
     """Returns the schedule asked for.
 
@@ -40,8 +44,9 @@ def choose_schedule(
         raise ScheduleError(
             f"num_microbatches is missing: say into how many parts a batch is cut, such as {2 * num_ranks}"
         )
-    if num_chunks is None and not isinstance(model, nn.Module):
-        num_chunks = max(1, len(model) // num_ranks)
+    if num_chunks is None:
+        parts = 0 if isinstance(model, nn.Module) else len(model)
+        num_chunks = max(1, (parts if at is None else len(at) + 1) // num_ranks) if parts or at is not None else None
     return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
 
 
@@ -72,3 +77,44 @@ def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str])
     own = group.subgroup(range(group.world_size), f"{group.name}/pipeline")
     assert own is not None
     return own
+
+
+def agreed_parts(
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    schedule: Schedule,
+    group: ProcessGroup,
+    data_parallel: ProcessGroup | None,
+    at: Sequence[str] | None,
+    example: Sequence[object] | None,
+    example_kwargs: Mapping[str, object] | None,
+) -> Parts:
+    """Cuts the model, the same everywhere: where layers are measured, one rank does it and tells the others.
+
+    Raises:
+        PartitionError: the model cannot be cut so.
+    """
+    measures = isinstance(model, nn.Module) and at is None and (example is not None or example_kwargs is not None)
+    if not measures:
+        return split(model, schedule.num_stages, at=at, example=example, example_kwargs=example_kwargs)
+    mine: dict[str, JsonLike] = {}
+    is_first = group.rank == 0 and (data_parallel is None or data_parallel.rank == 0)
+    if is_first:
+        try:
+            parts = split(model, schedule.num_stages, example=example, example_kwargs=example_kwargs)
+        except PartitionError as error:
+            mine = {"error": str(error)}
+        else:
+            mine = {"at": list(parts.at)}
+            logger.info("cut by measured time:\n%s", parts)
+    told = mine if data_parallel is None else data_parallel.broadcast_object(mine, src=0)
+    told = group.broadcast_object(told, src=0)
+    assert isinstance(told, dict)
+    if "error" in told:
+        raise PartitionError(str(told["error"]))
+    names = told["at"]
+    assert isinstance(names, list)
+    if is_first:
+        return parts
+    return split(
+        model, schedule.num_stages, at=[str(name) for name in names], example=example, example_kwargs=example_kwargs
+    )

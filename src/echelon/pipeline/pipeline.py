@@ -12,7 +12,8 @@ from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
-from echelon.pipeline.agreement import agreed_group, check_runnable, choose_schedule
+from echelon.pipeline.agreement import agreed_group, agreed_parts, check_runnable, choose_schedule
+from echelon.pipeline.cut import Parts, StageMaker, keep
 from echelon.pipeline.loss import LossScale, Reduction, num_samples
 from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
@@ -21,7 +22,6 @@ from echelon.pipeline.outcome import Span, StepOutput, tell
 from echelon.pipeline.runtime import Batch, Runtime
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.forward_only import forward_only
-from echelon.pipeline.split import StageMaker, cut
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.weights import Weights
 from echelon.trace import Timeline
@@ -39,7 +39,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Sequential | Sequence[StageMaker],
+        model: nn.Module | Sequence[StageMaker] | Parts,
         group: ProcessGroup,
         schedule: str | Schedule = "1f1b",
         num_microbatches: int | None = None,
@@ -48,6 +48,8 @@ class Pipeline:
         num_chunks: int | None = None,
         data_parallel: ProcessGroup | None = None,
         at: Sequence[str] | None = None,
+        example: Sequence[Value] | None = None,
+        example_kwargs: Mapping[str, Value] | None = None,
         loss_reduction: Reduction = "mean",
         loss_weight: Callable[[Value], float] | None = None,
         recompute: bool | Collection[int] = False,
@@ -55,10 +57,9 @@ class Pipeline:
         """Cuts the model, keeps this rank's stages, and checks the schedule.
 
         Args:
-            model: an nn.Sequential, cut between its layers; or a list with one entry per stage: a module, a callable
-            that
-                makes it, or None where another rank holds it. In a list, a tuple that a stage returns becomes the next
-                one's positional arguments.
+            model: any nn.Module, cut as `split` says; what `split` made of one; or a list with one entry per stage: a
+                module, a callable that makes it, or None where another rank holds it. In a list, a tuple that a stage
+                returns becomes the next one's positional arguments.
             group: the ranks of the pipeline.
             schedule: a name that `schedules.build` knows, or a Schedule, for `group.world_size` ranks.
             num_microbatches: into how many parts each batch is cut; None: as many as the Schedule has.
@@ -66,7 +67,10 @@ class Pipeline:
             num_chunks: stages per rank, for a schedule given by name; None: as many as a list has entries for, else 1.
             data_parallel: the group over which equal stages average their gradients. They start from the parameters and
                 buffers of its rank 0.
-            at: names of the layers of an nn.Sequential at which stages 1, 2, ... begin; None: balanced by parameters.
+            at: names of the layers at which stages 1, 2, ... begin.
+            example: positional inputs such as the model will get, as a tuple. Without `at`, one rank measures the
+                layers with them and divides them evenly; `Pipeline.at` says what it chose.
+            example_kwargs: keyword inputs, likewise.
             loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
             loss_weight: loss_weight(target), what a microbatch counts in the mean; None: its number of samples.
             recompute: True, or the stages, that keep nothing but their input from forward to backward and then run the
@@ -80,12 +84,15 @@ class Pipeline:
         """
         if loss_reduction not in ("mean", "sum"):
             raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
-        self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model)
+        self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
         self.schedule.check()
         check_runnable(self.schedule)
         recomputed = range(self.num_stages) if recompute is True else sorted(recompute or ())
         self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={list(recomputed)}"])
-        self.stages = cut(model, self.schedule.placement, group.rank, at)
+        parts = agreed_parts(model, self.schedule, self._group, data_parallel, at, example, example_kwargs)
+        self.at = parts.at
+        """The layers that stages 1, 2, ... begin with; none for a list of stages."""
+        self.stages = keep(parts, self.schedule.placement, group.rank)
         self._weights = Weights(self.stages, self._group)
         self._loss_fn = loss_fn
         self._loss_reduction: Reduction = loss_reduction
@@ -105,7 +112,8 @@ class Pipeline:
         self._runtime.load(self.schedule)
 
     def __repr__(self) -> str:
-        return f"<Pipeline of {self.num_stages} stages, here {self.stages}: {self.schedule!r}>"
+        cut = f" cut before {', '.join(self.at)}" if self.at else ""
+        return f"<Pipeline of {self.num_stages} stages{cut}, here {self.stages}: {self.schedule!r}>"
 
     @property
     def num_stages(self) -> int:

@@ -1,0 +1,52 @@
+"""Random numbers that belong to a microbatch in a stage, whenever and wherever it is run.
+
+Dropout draws from the generator of its device. While a stage runs, that generator has a state made from the numbers of
+step, stage and microbatch, so the same numbers are drawn under every schedule, in every process, and once more when the
+stage is run again to save memory. Then it has the state it had before: a program's own random numbers do not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def keyed(step: int = 0, stage: int = 0, microbatch: int = 0, *, replica: int = 0, seed: int = 0) -> Iterator[None]:
+    """Gives torch's generators a state that depends on these numbers only, and afterwards the state they had.
+
+    A loop in one process that runs stage `stage` of a model inside of `keyed(step, stage, microbatch)` draws what a
+    Pipeline draws there. On an accelerator it is the generator of the current device.
+
+    Args:
+        step: how many training steps were before.
+        stage: number of the stage.
+        microbatch: number of the microbatch in the step.
+        replica: rank in the data-parallel group.
+        seed: that of the Pipeline.
+    """
+    number = _number(step, stage, microbatch, replica, seed)
+    generators = _generators()
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(number)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _number(*key: int) -> int:
+    digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _generators() -> list[torch.Generator]:
+    """Returns the default generators that may be drawn from: the CPU's, and the current GPU's if it is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
