@@ -1,5 +1,9 @@
 """Nested values come apart and together again."""
 
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -41,7 +45,31 @@ def test_map_keeps_everything_but_the_tensors():
     assert map_tensors(lambda tensor: tensor.tolist(), value) == {"a": ([1.0, 1.0], None), "b": [3, "x"]}
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), {3: torch.ones(1)}, [torch.nn.Linear(1, 1)]])
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@dataclass(frozen=True)
+class Box:
+    inside: object
+
+
+def test_inputs_and_outputs_may_hold_containers_of_other_types():
+    value = Pair(Box([torch.ones(2), "x"]), OrderedDict(a=torch.zeros(1)))
+    assert [tensor.tolist() for tensor in tensors_of(value)] == [[1.0, 1.0], [0.0]]
+    assert map_tensors(torch.Tensor.tolist, value) == Pair(Box([[1.0, 1.0], "x"]), OrderedDict(a=[0.0]))
+    for part in value:
+        with pytest.raises(echelon.UnsupportedOp, match="cannot pass between stages"):
+            structure_of([part])
+
+
+def test_keys_may_be_numbers():
+    value = {1: torch.ones(1), None: [2.5]}
+    assert repr(value_of(structure_of(value), lambda _: torch.ones(1))) == repr(value)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), {(3, 4): torch.ones(1)}, [torch.nn.Linear(1, 1)]])
 def test_what_is_no_nested_value_is_refused_by_name(value):
     with pytest.raises(echelon.UnsupportedOp, match="pass"):
         structure_of(value)

@@ -1,16 +1,20 @@
 """Nested values: what a model takes and returns, taken apart into tensors and a structure that is plain text.
 
-A value is a tensor, None, a bool, int, float or str, or a tuple, list or dict (with text keys) of values.
+A value is a tensor, None, a bool, int, float or str, or a tuple, list or dict of values. Inputs, targets and outputs
+may hold named tuples, dataclasses and containers that are registered with torch as well. What travels between stages
+may not: it is written down as text, and nothing that a peer sends makes an object of a class of its choice.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from echelon._torch_private import tree_flatten, tree_unflatten
 from echelon.errors import ProtocolError, UnsupportedOp
 
 Value: TypeAlias = object
@@ -41,8 +45,29 @@ def map_tensors(function: Callable[[torch.Tensor], Value], value: Value) -> Valu
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, _PLAIN):
         return value
+    apart = _apart(value)
+    return apart.together([map_tensors(function, item) for item in apart.items])
+
+
+class _Apart(NamedTuple):
+    """A container of an uncommon type."""
+
+    items: Sequence[Value]
+    together: Callable[[Sequence[Value]], Value]
+
+
+def _apart(value: Value) -> _Apart:
+    leaves, spec = tree_flatten(value)
+    if not (len(leaves) == 1 and leaves[0] is value):
+        return _Apart(leaves, lambda items: tree_unflatten(items, spec))
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        return _Apart(
+            [getattr(value, name) for name in names],
+            lambda items: replace(value, **dict(zip(names, items, strict=True))),
+        )
     raise UnsupportedOp(
-        f"a value of type {type(value).__name__} cannot pass between stages: "
+        f"a value of type {type(value).__name__} cannot be an input or output of a stage: "
         "use tensors, None, numbers and text in tuples, lists and dicts"
     )
 
@@ -92,12 +117,15 @@ def num_tensors(structure: str) -> int:
 def _tensors(value: Value) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
+    elif not isinstance(value, _PLAIN):
+        for item in _items(value):
             yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+
+
+def _items(value: Value) -> Iterable[Value]:
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return value
+    return value.values() if type(value) is dict else _apart(value).items
 
 
 def _describe(value: Value) -> object:
@@ -110,10 +138,14 @@ def _describe(value: Value) -> object:
         return {"list": [_describe(item) for item in value]}
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {"dict": {key: _describe(item) for key, item in value.items()}}
+    if type(value) is dict and all(isinstance(key, _PLAIN) for key in value):
+        return {"pairs": [[key, _describe(item)] for key, item in value.items()]}
     if isinstance(value, _PLAIN):
         return {"plain": value}
-    map_tensors(lambda tensor: tensor, value)
-    raise UnsupportedOp("a dict that passes between stages needs keys that are text")
+    raise UnsupportedOp(
+        f"a value of type {type(value).__name__} cannot pass between stages: "
+        "use tensors, None, numbers and text in tuples, lists and dicts"
+    )
 
 
 def _build(spec: object, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
@@ -127,5 +159,7 @@ def _build(spec: object, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
         return inside
     if kind == "dict":
         return {key: _build(item, next_tensor) for key, item in inside.items()}
+    if kind == "pairs":
+        return {key: _build(item, next_tensor) for key, item in inside}
     items = [_build(item, next_tensor) for item in inside]
     return tuple(items) if kind == "tuple" else items
