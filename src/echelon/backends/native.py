@@ -3,42 +3,91 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from echelon.backends.operators import Operator
 
 
-class Call(Protocol):
-    """One call of a collective on one rank."""
+class Lookout(Protocol):
+    """What looks into an operation that takes long."""
 
     @property
-    def sequence(self) -> int:
-        """Its number in the group, from 1 on, the same on all ranks."""
+    def looks_at(self) -> float:
+        """When to look next, in the backend's time."""
         ...
 
-    @property
-    def note(self) -> str:
-        """What this rank believes it is doing; the same text on all ranks, or they disagree."""
+    def look(self, peer: int, has_come: Callable[[], bool]) -> None:
+        """Asks a rank of the backend where it is; raises CollectiveMismatch if what it is to do will never come."""
         ...
 
-    @property
-    def deadline(self) -> float:
-        """When its time is up, in the backend's time."""
-        ...
+
+class Call(NamedTuple):
+    """One call of a collective on one rank.
+
+    sequence: its number in the group, from 1 on, the same on all ranks. note: what this rank believes it is doing, the
+    same text on all ranks or they disagree. deadline: when its time is up, in the backend's time. lookout: see there.
+    """
+
+    sequence: int
+    note: str
+    deadline: float
+    lookout: Lookout
+
+
+Place: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
+"""Returns the contiguous tensor of a shape that a result is to be written into."""
+
+
+class Gathered(NamedTuple):
+    """Rows that came from all ranks, and how many from each."""
+
+    tensor: torch.Tensor
+    counts: list[int]
 
 
 class NativeCollectives(ABC):
-    """The collectives of one group as one rank does them. Every call of the group comes here, in its own order.
+    """The collectives of one group as one rank does them. Every call of the group comes here, whatever its thread.
 
-    All of them raise CollectiveMismatch if ranks give different notes, PeerFailed, Timeout, and Closed.
+    They mean what those of `ProcessGroup` mean; arguments have been checked, tensors may have any strides but no lazy
+    conjugate or negative, ranks are those of the group. All raise CollectiveMismatch if ranks give different notes,
+    PeerFailed, Timeout, and Closed.
     """
 
     @abstractmethod
     def all_reduce(self, call: Call, tensor: torch.Tensor, operator: Operator) -> None:
-        """Combines `tensor`, of any strides, over all ranks, in place."""
+        """Combines `tensor` over all ranks, in place."""
 
     @abstractmethod
-    def agree(self, call: Call) -> None:
-        """Returns when all ranks have come with the same note; what follows is done by messages."""
+    def reduce(self, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
+        """Combines `tensor` over all ranks, in place on rank `dst`."""
+
+    @abstractmethod
+    def reduce_scatter(self, call: Call, tensor: torch.Tensor, operator: Operator, place: Place) -> torch.Tensor:
+        """Combines `tensor` over all ranks and returns this rank's part of dim 0, split as torch.tensor_split does."""
+
+    @abstractmethod
+    def broadcast(self, call: Call, tensor: torch.Tensor, src: int) -> None:
+        """Overwrites `tensor` with that of rank `src`, in place."""
+
+    @abstractmethod
+    def all_gather(self, call: Call, rows: torch.Tensor, place: Place) -> torch.Tensor:
+        """Returns the rows of all ranks, of which each may have another number."""
+
+    @abstractmethod
+    def gather(self, call: Call, rows: torch.Tensor, dst: int, place: Place) -> torch.Tensor | None:
+        """Returns the rows of all ranks on rank `dst`, None on others."""
+
+    @abstractmethod
+    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int) -> torch.Tensor:
+        """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
+
+    @abstractmethod
+    def all_to_all(self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Place) -> Gathered:
+        """Sends so many rows to each rank (None: as torch.tensor_split does), and returns those that came."""
+
+    @abstractmethod
+    def barrier(self, call: Call) -> None:
+        """Returns when all ranks have come."""

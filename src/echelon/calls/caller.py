@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.backends.base import Backend, Work
+from echelon.backends.native import Call
 from echelon.backends.wire import signed
 from echelon.collectives.operations import Operation, write_out
 from echelon.collectives.run import Channel
@@ -104,20 +105,9 @@ class Caller:
     def _run(self, operation: Operation[T], flight: Flight, timeout: float) -> T:
         watch = Watch(self._backend, self._ranks, flight)
         note = signed(f"{flight.operation}, #{flight.sequence}", flight.signature)
-        channel = Channel(
-            self._backend,
-            self._ranks,
-            self._rank,
-            self._context,
-            flight.sequence,
-            note,
-            self._backend.now() + timeout,
-            self._selector,
-            watch,
-            self._native,
-        )
+        deadline = self._backend.now() + timeout
         try:
-            result = operation.act(channel)
+            result = self._act(operation, Call(flight.sequence, note, deadline, watch), watch)
         except (Exception, KeyboardInterrupt) as error:
             told = self._give_up(error, watch, f"rank {self._backend.rank} in {flight}")
             flight.end(told)
@@ -126,6 +116,22 @@ class Caller:
             raise told from error
         flight.end()
         return result
+
+    def _act(self, operation: Operation[T], call: Call, watch: Watch) -> T:
+        if self._native is not None:
+            return operation.native(self._native, call)
+        channel = Channel(
+            self._backend,
+            self._ranks,
+            self._rank,
+            self._context,
+            call.sequence,
+            call.note,
+            call.deadline,
+            self._selector,
+            watch,
+        )
+        return operation.act(channel)
 
     def _beside(self, attempt: Callable[[], T], flight: Flight) -> T:
         try:

@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from echelon.backends.memory import describe, is_plain, plain
+from echelon.backends.memory import describe, is_plain, new_tensor, plain
+from echelon.backends.native import Call, NativeCollectives, Place
 from echelon.backends.operators import Combine, accumulation_dtype, operator
 from echelon.collectives import select
 from echelon.collectives.algorithms import OPERATIONS
@@ -33,6 +34,8 @@ class Operation(Generic[T]):
     """What must be equal on all ranks, as text."""
     act: Callable[[Channel], T]
     """Does this rank's part over a channel."""
+    native: Callable[[NativeCollectives, Call], T]
+    """Has the backend do it, where it can."""
     num_bytes: int = 0
     """Of this rank's tensor."""
 
@@ -42,10 +45,6 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
     reduction = operator(op, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
-        if channel.native is not None:
-            values = plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor.detach()
-            channel.native.all_reduce(channel, values, reduction)
-            return _keep(tensor, values)
         wide = _widen(tensor)
         flat = wide.view(-1)
         run_plan(
@@ -53,7 +52,12 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
         )
         return _keep(tensor, reduction.finish(wide, channel.num_ranks))
 
-    return Operation(f"all_reduce({op}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        values = _resolved(tensor)
+        collectives.all_reduce(call, values, reduction)
+        return _keep(tensor, values)
+
+    return Operation(f"all_reduce({op}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
 
 
 def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
@@ -72,7 +76,12 @@ def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
         run_plan("reduce", channel, chunks, tensor.nbytes, dst, reduction.combine)
         return _keep(tensor, reduction.finish(wide, channel.num_ranks)) if channel.rank == dst else tensor
 
-    return Operation(f"reduce({op}, dst={dst}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        values = _resolved(tensor)
+        collectives.reduce(call, values, dst, reduction)
+        return _keep(tensor, values)
+
+    return Operation(f"reduce({op}, dst={dst}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
 
 
 def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
@@ -85,12 +94,17 @@ def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
         run_plan("broadcast", channel, lambda count: Parts.equal(flat, count), tensor.nbytes, src)
         return tensor if is_source else _keep(tensor, whole)
 
-    return Operation(f"broadcast(src={src}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        values = _resolved(tensor)
+        collectives.broadcast(call, values, src)
+        return _keep(tensor, values)
+
+    return Operation(f"broadcast(src={src}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
 
 
 def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operation[Tensor]:
     """Combines `tensor` over all ranks and returns this rank's part of the result; `out`, if it fits."""
-    operator(op, tensor.dtype)
+    reduction = operator(op, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
         num_rows, *row = tensor.shape
@@ -100,7 +114,10 @@ def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operat
         part = reduce_parts(channel, tensor, op, [size * math.prod(row) for size in rows], place)
         return part.view(shape) if place is None else place
 
-    return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act, tensor.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        return collectives.reduce_scatter(call, _resolved(tensor), reduction, place_of(out, tensor))
+
+    return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
 
 
 def reduce_parts(channel: Channel, tensor: Tensor, op: str, sizes: Sequence[int], place: Tensor | None) -> Tensor:
@@ -132,7 +149,10 @@ def barrier() -> Operation[None]:
     def act(channel: Channel) -> None:
         run_plan("barrier", channel, lambda count: Rows(count, {}))
 
-    return Operation("barrier", act)
+    def native(collectives: NativeCollectives, call: Call) -> None:
+        collectives.barrier(call)
+
+    return Operation("barrier", act, native)
 
 
 def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
@@ -143,6 +163,17 @@ def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
         and is_plain(out)
         and out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
     )
+
+
+def place_of(out: Tensor | None, source: Tensor) -> Place:
+    """Returns what gives `out` for a result that it can hold, and else a new tensor of the dtype of `source`."""
+
+    def place(shape: Sequence[int]) -> Tensor:
+        if out is not None and can_hold(out, shape, source):
+            return out
+        return new_tensor(tuple(shape), source.dtype)
+
+    return place
 
 
 def write_out(out: Tensor, result: Tensor, note: str) -> Tensor:
@@ -168,8 +199,6 @@ def run_plan(
     combine: Combine | None = None,
 ) -> None:
     """Runs an operation by the algorithm that is chosen for it. `chunks` makes as many as the plan has."""
-    if channel.native is not None:
-        channel.native.agree(channel)
     overruled = os.environ.get(_VARIABLES[operation], "")
     algorithm, plan = channel.selector.choose(operation, num_bytes, root, overruled)
     run(plan, channel.by(algorithm), chunks(plan.num_chunks), combine)
@@ -183,6 +212,11 @@ def _widen(tensor: Tensor) -> Tensor:
     """Returns what is combined: contiguous, in the dtype to add up in; the tensor itself where it is so already."""
     dtype = accumulation_dtype(tensor.dtype)
     return plain(tensor) if dtype == tensor.dtype else tensor.detach().to(dtype, memory_format=_PACKED)
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Returns the values of a tensor in its own memory, if that is what they are, else copied."""
+    return plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor.detach()
 
 
 def _keep(tensor: Tensor, result: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe, new_tensor, plain
+from echelon.backends.native import Call, NativeCollectives
 from echelon.collectives.chunks import Rows, even_sizes
-from echelon.collectives.operations import Operation, can_hold, run_plan
+from echelon.collectives.operations import Operation, can_hold, place_of, run_plan
 from echelon.collectives.run import Channel
 from echelon.errors import CollectiveMismatch
 
@@ -28,7 +29,10 @@ def all_gather(tensor: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         run_plan("all_gather", channel, lambda _: chunks)
         return result.of([chunks[rank] for rank in range(channel.num_ranks)])
 
-    return Operation(f"all_gather of {_kind(rows)}", act, rows.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        return collectives.all_gather(call, plain(rows), place_of(out, rows))
+
+    return Operation(f"all_gather of {_kind(rows)}", act, native, rows.nbytes)
 
 
 def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
@@ -45,7 +49,10 @@ def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
         run_plan("gather", channel, lambda _: chunks, root=dst)
         return result.of([chunks[rank] for rank in range(channel.num_ranks)])
 
-    return Operation(f"gather(dst={dst}) of {_kind(rows)}", act, rows.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor | None:
+        return collectives.gather(call, plain(rows), dst, place_of(None, rows))
+
+    return Operation(f"gather(dst={dst}) of {_kind(rows)}", act, native, rows.nbytes)
 
 
 def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
@@ -62,7 +69,10 @@ def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
         is_alone = channel.rank != src and part.untyped_storage().nbytes() == part.nbytes
         return part if is_alone else part.clone()
 
-    return Operation(f"scatter(src={src})", act, 0 if tensor is None else tensor.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        return collectives.scatter(call, None if tensor is None else plain(tensor), src)
+
+    return Operation(f"scatter(src={src})", act, native, 0 if tensor is None else tensor.nbytes)
 
 
 def all_to_all(
@@ -83,12 +93,21 @@ def all_to_all(
         chunks = Rows(2 * channel.num_ranks, dict(enumerate(torch.split(plain(rows), sends))), places)
         run_plan("all_to_all", channel, lambda _: chunks)
         came = [chunks[channel.num_ranks + src] for src in ranks]
-        sizes = [len(chunk) for chunk in came]
-        if out_splits is not None and sizes != expected:
-            raise CollectiveMismatch(f"out_splits={expected}, but the ranks sent {sizes} rows: make them agree")
+        check([len(chunk) for chunk in came])
         return result.of(came)
 
-    return Operation(f"all_to_all of {_kind(rows)}", act, rows.nbytes)
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        came = collectives.all_to_all(call, plain(rows), in_splits, place_of(out, rows))
+        check(came.counts)
+        return came.tensor
+
+    def check(counts: Sequence[int]) -> None:
+        if out_splits is not None and list(counts) != list(out_splits):
+            raise CollectiveMismatch(
+                f"out_splits={list(out_splits)}, but the ranks sent {list(counts)} rows: make them agree"
+            )
+
+    return Operation(f"all_to_all of {_kind(rows)}", act, native, rows.nbytes)
 
 
 class _Result:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from echelon.backends.base import Backend, Tag, Work
-from echelon.backends.native import NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.collectives.chunks import Chunks
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Round, Send
@@ -35,8 +34,6 @@ class Channel:
     """What chooses the algorithm."""
     watch: Watch
     """What looks into it when it takes long."""
-    native: NativeCollectives | None = None
-    """Does the operation instead of a plan, if there is one."""
 
     @property
     def num_ranks(self) -> int:
@@ -56,7 +53,6 @@ class Channel:
             self.deadline,
             self.selector,
             self.watch,
-            self.native,
         )
 
     def wait(self, work: Work[T], peer: int) -> T:
@@ -73,7 +69,7 @@ class Channel:
             except Timeout:
                 if self.backend.now() >= self.deadline:
                     raise
-                self.watch.look(peer, work)  # type: ignore[arg-type]
+                self.watch.look(peer, work.is_completed)
 
 
 _COMING = (Recv, Reduce)

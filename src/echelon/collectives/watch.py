@@ -8,9 +8,9 @@ all ranks are asked, so that the error names the one that is behind, not one tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from echelon.backends.base import Backend, Work
+from echelon.backends.base import Backend
 from echelon.backends.status import Question, Standing, Status
 from echelon.errors import CollectiveMismatch, PeerFailed
 from echelon.flights import Flight
@@ -44,8 +44,12 @@ class Watch:
         self.looks_at = self._begun + backend.doubts_after
         """When to look next, in the backend's time."""
 
-    def look(self, peer: int, work: Work[object]) -> None:
-        """Asks the rank of the backend that `work` waits for whether it makes the same calls.
+    def look(self, peer: int, has_come: Callable[[], bool]) -> None:
+        """Asks the rank of the backend that is waited for whether it makes the same calls.
+
+        Args:
+            peer: the rank.
+            has_come: says whether what is waited for has come meanwhile.
 
         Raises:
             CollectiveMismatch: it does not.
@@ -55,7 +59,7 @@ class Watch:
         if waited >= _WARN_SECONDS:
             logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.whereabouts())
         status = self._ask([peer]).get(peer)
-        if status is None or work.is_completed():
+        if status is None or has_come():
             return
         if status.standing == Standing.ELSEWHERE:
             raise self.disagreement(peer)

@@ -19,8 +19,9 @@ from echelon.backends.shared.waiting import Waiter
 from echelon.backends.wire import as_sent, readable
 from echelon.errors import CollectiveMismatch
 
-LookAround = Callable[[int, Call], None]
-"""Called at least every 20 ms while a rank waits, with the rank of the group that it waits for; raises to end it."""
+LookAround = Callable[[int, Callable[[], bool], Call], None]
+"""Called at least every 20 ms while a rank waits: for which rank of the group, what says whether it has come, and in
+which operation. Raises to end the wait."""
 
 
 class _Peer(NamedTuple):
@@ -143,7 +144,7 @@ class Board:
             level,
             self._address + peer.tick * layout.WORD_BYTES,
             self._own.asleep,
-            lambda: self._look_around(peer.rank, call),
+            lambda: self._look_around(peer.rank, lambda: self._words[peer.tick] >= level, call),
         )
 
     def _mismatch(self, peer: _Peer) -> CollectiveMismatch:

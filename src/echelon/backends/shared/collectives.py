@@ -11,14 +11,14 @@ time being up. The first operation of a group maps the group's region, which its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 
-from echelon.backends.native import Call, NativeCollectives
+from echelon.backends.native import Call, Gathered, NativeCollectives, Place
 from echelon.backends.operators import Operator
-from echelon.backends.shared import reducing
+from echelon.backends.shared import moving, reducing
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.room import Rooms, Shared
 from echelon.backends.shared.segment import Window
@@ -44,6 +44,10 @@ class Host(Protocol):
 
     def look_around(self, call: Call, context: int, rank: int | None, board: Board | None) -> None:
         """Raises why this rank need not wait longer, for a rank of the world, or (None) for its own turn."""
+        ...
+
+    def now(self) -> float:
+        """Returns the time, in seconds."""
         ...
 
     def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
@@ -74,8 +78,35 @@ class SharedCollectives(NativeCollectives):
     def all_reduce(self, call: Call, tensor: torch.Tensor, operator: Operator) -> None:  # noqa: D102
         self._pass(call, reducing.all_reduce, tensor, operator)
 
-    def agree(self, call: Call) -> None:  # noqa: D102
-        self._pass(call, _agree)
+    def reduce(self, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:  # noqa: D102
+        self._pass(call, reducing.reduce, tensor, dst, operator)
+
+    def reduce_scatter(  # noqa: D102
+        self, call: Call, tensor: torch.Tensor, operator: Operator, place: Place
+    ) -> torch.Tensor:
+        return self._pass(call, reducing.reduce_scatter, tensor, operator, place)
+
+    def broadcast(self, call: Call, tensor: torch.Tensor, src: int) -> None:  # noqa: D102
+        self._pass(call, moving.broadcast, tensor, src)
+
+    def all_gather(self, call: Call, rows: torch.Tensor, place: Place) -> torch.Tensor:  # noqa: D102
+        return self._pass(call, moving.all_gather, rows, place)
+
+    def gather(  # noqa: D102
+        self, call: Call, rows: torch.Tensor, dst: int, place: Place
+    ) -> torch.Tensor | None:
+        return self._pass(call, moving.gather, rows, dst, place)
+
+    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int) -> torch.Tensor:  # noqa: D102
+        return self._pass(call, moving.scatter, tensor, src)
+
+    def all_to_all(  # noqa: D102
+        self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Place
+    ) -> Gathered:
+        return self._pass(call, moving.all_to_all, rows, splits, place)
+
+    def barrier(self, call: Call) -> None:  # noqa: D102
+        self._pass(call, moving.barrier)
 
     def _pass(self, call: Call, act: Callable[[Shared, Call, *Ts], T], *arguments: *Ts) -> T:
         """Does an operation when it is its turn."""
@@ -95,15 +126,12 @@ class SharedCollectives(NativeCollectives):
     def _open(self, call: Call) -> Shared:
         region = self._host.map_region(call, self._context, self._ranks)
 
-        def look_around(rank: int, call: Call) -> None:
+        def look_around(rank: int, has_come: Callable[[], bool], call: Call) -> None:
             self._host.look_around(call, self._context, self._ranks[rank], board)
+            if self._host.now() >= call.lookout.looks_at:
+                call.lookout.look(self._ranks[rank], has_come)
 
         count = len(self._ranks)
         board = Board(region, self._ranks, self._rank, self._host.waiter, look_around)
         self._shared = Shared(self._rank, count, board, Rooms(region, count))
         return self._shared
-
-
-def _agree(shared: Shared, call: Call) -> None:
-    shared.board.announce(call)
-    shared.board.meet(call)

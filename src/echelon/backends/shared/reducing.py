@@ -10,88 +10,138 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.backends.native import Call
+from echelon.backends.native import Call, Place
 from echelon.backends.operators import Operator, accumulation_dtype
 from echelon.backends.shared import layout
-from echelon.backends.shared.protocol import pipeline
 from echelon.backends.shared.room import Shared
+from echelon.backends.shared.streaming import pass_by, stream
 
 _MEMMOVE_BYTES = 2048
 """Up to so many, moving bytes is faster than calling torch."""
-_PAIR_SLOT_BYTES = 512 << 10
+_SLOT_BYTES = 512 << 10
 _STAGED_SLOT_BYTES = 1 << 20
 
 
 def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Operator) -> None:
-    """Combines `tensor`, of any strides, over all ranks, in place."""
+    """Combines `tensor` over all ranks, in place."""
     if tensor.nbytes <= layout.SMALL_BYTES:
-        _at_once(shared, call, tensor, operator)
+        places = _show(shared, call, tensor)
+        _combine(tensor, places, operator)
         return
-    flat = tensor.detach().contiguous().view(-1)
+    _meet(shared, call)
+    flat = tensor.contiguous().view(-1)
     if shared.num_ranks == 2:
-        _in_pairs(shared, call, flat, operator)
+        _reduce_pieces(shared, call, flat, operator, readers=(0, 1))
     else:
-        _staged(shared, call, flat, operator)
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+        _reduce_parts(shared, call, flat, operator)
+    _write_back(flat, tensor)
 
 
-def _at_once(shared: Shared, call: Call, tensor: torch.Tensor, operator: Operator) -> None:
-    """Each rank writes all it has, and combines what all have written."""
-    board, number = shared.board, call.sequence
-    places = shared.rooms.small(number, tensor.shape, tensor.dtype)
+def reduce(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
+    """Combines `tensor` over all ranks, in place on rank `dst`."""
+    if tensor.nbytes <= layout.SMALL_BYTES:
+        places = _show(shared, call, tensor)
+        if shared.rank == dst:
+            _combine(tensor, places, operator)
+        return
+    _meet(shared, call)
+    flat = tensor.contiguous().view(-1)
+    _reduce_pieces(shared, call, flat, operator, readers=(dst,))
+    _write_back(flat, tensor)
+
+
+def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: Operator, place: Place) -> torch.Tensor:
+    """Combines `tensor` over all ranks and returns this rank's part of dim 0."""
+    rank, count = shared.rank, shared.num_ranks
+    parts = tensor.tensor_split(count)
+    result = place(parts[rank].shape)
+    if tensor.nbytes <= layout.SMALL_BYTES:
+        places = _show(shared, call, tensor)
+        _combine(result, [place.tensor_split(count)[rank] for place in places], operator)
+        return result
+    _meet(shared, call)
+    flats = [part.contiguous().view(-1) for part in parts]
+    size = _SLOT_BYTES // tensor.itemsize // count  # of each part, in a slot
+    slots = shared.rooms.slots(_SLOT_BYTES, tensor.dtype)
+    target = result.view(-1)
+
+    def write(piece: int, slot: int) -> None:
+        for peer, flat in enumerate(flats):
+            here = flat[piece * size : (piece + 1) * size]
+            slots[rank][slot][peer * size : peer * size + len(here)].copy_(here)
+
+    def read(piece: int, slot: int) -> None:
+        here = target[piece * size : (piece + 1) * size]
+        start = rank * size
+        if len(here):
+            _combine(here, [slots[peer][slot][start : start + len(here)] for peer in range(count)], operator)
+
+    stream(shared, call, -(-len(flats[0]) // size), write, read)
+    return result
+
+
+def _show(shared: Shared, call: Call, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Has each rank write all it has, and returns what all have written."""
+    board, rooms, number = shared.board, shared.rooms, call.sequence
+    places = rooms.small(number, tensor.shape, tensor.dtype)
     board.announce(call)
     size = tensor.nbytes
     if size <= _MEMMOVE_BYTES and tensor.is_contiguous():
-        ctypes.memmove(shared.rooms.small_address(shared.rank, number), tensor.data_ptr(), size)
+        ctypes.memmove(rooms.small_address(shared.rank, number), tensor.data_ptr(), size)
     else:
         places[shared.rank].copy_(tensor)
     board.meet(call)
-    _combine(tensor, places, operator)
+    return places
 
 
-def _in_pairs(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator) -> None:
-    """Two ranks: each writes its pieces, and combines the other's into its own tensor."""
-    board, rank = shared.board, shared.rank
-    slots = shared.rooms.slots(_PAIR_SLOT_BYTES, flat.dtype)
-    pieces = torch.split(flat, _PAIR_SLOT_BYTES // flat.itemsize)
-    board.announce(call)
-    board.meet(call)
-    for stage, number, slot, needs in pipeline(len(pieces), num_stages=2, lag=1, num_slots=4):
-        if needs:
-            board.wait_for_all(needs, call)
+def _meet(shared: Shared, call: Call) -> None:
+    shared.board.announce(call)
+    shared.board.meet(call)
+
+
+def _reduce_pieces(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator, readers: Sequence[int]) -> None:
+    """Each rank writes its pieces; those who want the result read those of all others."""
+    rank, count = shared.rank, shared.num_ranks
+    slots = shared.rooms.slots(_SLOT_BYTES, flat.dtype)
+    pieces = torch.split(flat, _SLOT_BYTES // flat.itemsize)
+
+    def write(number: int, slot: int) -> None:
         piece = pieces[number]
-        if stage == 0:
-            _head(slots[rank][slot], piece).copy_(piece)
-        else:
-            other = _head(slots[1 - rank][slot], piece)
-            _combine(piece, (piece, other) if rank == 0 else (other, piece), operator)
-        board.tick()
+        _head(slots[rank][slot], piece).copy_(piece)
+
+    def read(number: int, slot: int) -> None:
+        piece = pieces[number]
+        parts = [piece if peer == rank else _head(slots[peer][slot], piece) for peer in range(count)]
+        _combine(piece, parts, operator)
+
+    writes = any(reader != rank for reader in readers)
+    stream(shared, call, len(pieces), write if writes else pass_by, read if rank in readers else pass_by)
 
 
-def _staged(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator) -> None:
-    """Each rank writes its pieces, combines its part of each piece in its slot, and reads the parts of the others."""
-    board, rank, count = shared.board, shared.rank, shared.num_ranks
+def _reduce_parts(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator) -> None:
+    """Each rank writes its pieces, combines its part of each, and reads the parts that others have combined."""
+    rank, count = shared.rank, shared.num_ranks
     slots = shared.rooms.slots(_STAGED_SLOT_BYTES, flat.dtype)
     pieces = torch.split(flat, _STAGED_SLOT_BYTES // flat.itemsize)
-    board.announce(call)
-    board.meet(call)
-    for stage, number, slot, needs in pipeline(len(pieces), num_stages=3, lag=1, num_slots=4):
-        if needs:
-            board.wait_for_all(needs, call)
+
+    def part(number: int, slot: int, owner: int, part: int) -> torch.Tensor:
+        return _head(slots[owner][slot], pieces[number]).tensor_split(count)[part]
+
+    def write(number: int, slot: int) -> None:
         piece = pieces[number]
-        if stage == 0:
-            _head(slots[rank][slot], piece).copy_(piece)
-        elif stage == 1:
-            parts = [_head(slots[peer][slot], piece).tensor_split(count)[rank] for peer in range(count)]
-            own = piece.tensor_split(count)[rank]
-            _combine(own, parts, operator)
-            parts[rank].copy_(own)
-        else:
-            for peer, part in enumerate(piece.tensor_split(count)):
-                if peer != rank:
-                    part.copy_(_head(slots[peer][slot], piece).tensor_split(count)[peer])
-        board.tick()
+        _head(slots[rank][slot], piece).copy_(piece)
+
+    def combine(number: int, slot: int) -> None:
+        own = pieces[number].tensor_split(count)[rank]
+        _combine(own, [part(number, slot, peer, rank) for peer in range(count)], operator)
+        part(number, slot, rank, rank).copy_(own)
+
+    def read(number: int, slot: int) -> None:
+        for peer, own in enumerate(pieces[number].tensor_split(count)):
+            if peer != rank:
+                own.copy_(part(number, slot, peer, peer))
+
+    stream(shared, call, len(pieces), write, combine, read)
 
 
 def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
@@ -100,9 +150,9 @@ def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 
 
 def _combine(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Operator) -> None:
-    """Writes into `target`, which may be one of the parts, what they are combined to in their order."""
+    """Writes into `target` what the parts are combined to in their order; it may be one of them."""
     wide = accumulation_dtype(target.dtype)
-    if wide is target.dtype and all(part is not target for part in parts[2:]):
+    if wide is target.dtype and not any(part is target for part in parts[2:]):
         operator.function(parts[0], parts[1], out=target)
         for part in parts[2:]:
             operator.combine(target, part)
@@ -112,3 +162,8 @@ def _combine(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Oper
     for part in parts[1:]:
         operator.combine(total, part.to(wide))
     target.copy_(operator.finish(total, len(parts)))
+
+
+def _write_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,14 @@ class Rooms:
         self._data = region.data
         self._address = region.address
         self._starts = [rank * layout.ROOM_BYTES for rank in range(num_ranks)]
+        self._words = memoryview(region.memory).cast("Q")
+        self._small_bytes = [
+            [
+                self._data[start + at : start + at + layout.SMALL_BYTES]
+                for at in (layout.small_at(0), layout.small_at(1))
+            ]
+            for start in self._starts
+        ]
         self._small: dict[tuple[int, torch.Size, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._slots: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}
 
@@ -40,6 +49,24 @@ class Rooms:
     def small_address(self, rank: int, number: int) -> int:
         """Returns where the data of a rank's small operation is in this process."""
         return self._address + self._starts[rank] + layout.small_at(number)
+
+    def small_bytes(self, rank: int, number: int) -> torch.Tensor:
+        """Returns the place of a rank for the data of a small operation, as bytes."""
+        return self._small_bytes[rank][number & 1]
+
+    def write_numbers(self, rank: int, number: int, values: Sequence[int]) -> None:
+        """Writes numbers at the beginning of the place for a rank's small data."""
+        start = self._first_word(rank, number)
+        for index, value in enumerate(values, start):
+            self._words[index] = value
+
+    def read_numbers(self, rank: int, number: int, start: int, count: int) -> tuple[int, ...]:
+        """Reads numbers that a rank has written."""
+        first = self._first_word(rank, number) + start
+        return tuple(self._words[first : first + count])
+
+    def _first_word(self, rank: int, number: int) -> int:
+        return (self._starts[rank] + layout.small_at(number)) // layout.WORD_BYTES
 
     def slots(self, slot_bytes: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """Returns the slots of every rank, by rank and slot, each a flat tensor."""

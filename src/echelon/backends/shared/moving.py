@@ -1,0 +1,94 @@
+"""The collectives that move what the ranks have, without looking at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from echelon.backends.memory import dtype_code, dtype_of
+from echelon.backends.native import Call, Gathered, Place
+from echelon.backends.shared.exchange import Block, Exchange
+from echelon.backends.shared.room import Shared
+
+
+def barrier(shared: Shared, call: Call) -> None:
+    """Returns when all ranks have come."""
+    shared.board.announce(call)
+    shared.board.meet(call)
+
+
+def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> None:
+    """Overwrites `tensor` with that of rank `src`, in place."""
+    flat = tensor.contiguous()
+    data = _bytes_of(flat)
+    if shared.rank == src:
+        Exchange.meet(shared, call, [data]).read({})
+        return
+    Exchange.meet(shared, call, []).read({Block(src, 0): data})
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat)
+
+
+def all_gather(shared: Shared, call: Call, rows: torch.Tensor, place: Place) -> torch.Tensor:
+    """Returns the rows of all ranks, of which each may have another number."""
+    return _collect(_show_rows(shared, call, rows), rows, place)
+
+
+def gather(shared: Shared, call: Call, rows: torch.Tensor, dst: int, place: Place) -> torch.Tensor | None:
+    """Returns the rows of all ranks on rank `dst`, None on others."""
+    exchange = _show_rows(shared, call, rows)
+    if shared.rank == dst:
+        return _collect(exchange, rows, place)
+    exchange.read({})
+    return None
+
+
+def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int) -> torch.Tensor:
+    """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
+    if tensor is not None and shared.rank == src:
+        parts = tensor.tensor_split(shared.num_ranks)
+        facts = [dtype_code(tensor.dtype), *tensor.shape]
+        Exchange.meet(shared, call, [_bytes_of(part.contiguous()) for part in parts], facts).read({})
+        return parts[src].clone()
+    exchange = Exchange.meet(shared, call, [])
+    code, rows, *rest = exchange.heads[src].facts
+    count = len(range(shared.rank, rows, shared.num_ranks))  # as torch.tensor_split: the first have one more
+    part = torch.empty((count, *rest), dtype=dtype_of(code), device="cpu")
+    exchange.read({Block(src, shared.rank): _bytes_of(part)})
+    return part
+
+
+def all_to_all(shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Place) -> Gathered:
+    """Sends so many rows to each rank, and returns those that came."""
+    rank = shared.rank
+    parts = rows.tensor_split(shared.num_ranks) if splits is None else torch.split(rows, list(splits))
+    exchange = Exchange.meet(
+        shared, call, [_bytes_of(part.contiguous()) for part in parts], [len(part) for part in parts]
+    )
+    counts = [head.facts[rank] for head in exchange.heads]
+    result = place((sum(counts), *rows.shape[1:]))
+    places = torch.split(result, counts)
+    places[rank].copy_(parts[rank])
+    exchange.read({Block(peer, rank): _bytes_of(part) for peer, part in enumerate(places) if peer != rank})
+    return Gathered(result, counts)
+
+
+def _show_rows(shared: Shared, call: Call, rows: torch.Tensor) -> Exchange:
+    return Exchange.meet(shared, call, [_bytes_of(rows.contiguous())], [len(rows)])
+
+
+def _collect(exchange: Exchange, rows: torch.Tensor, place: Place) -> torch.Tensor:
+    """Returns the rows of all; those of this rank are given, since a rank does not read its own blocks."""
+    rank = exchange.shared.rank
+    counts = [head.facts[0] for head in exchange.heads]
+    result = place((sum(counts), *rows.shape[1:]))
+    places = torch.split(result, counts)
+    places[rank].copy_(rows)
+    exchange.read({Block(peer, 0): _bytes_of(part) for peer, part in enumerate(places) if peer != rank})
+    return result
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor, as one of uint8."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,77 @@
+"""What ranks do in the tests of shared memory: functions that their processes can import."""
+
+import torch
+
+KIB = 1 << 10
+SIZES = (0, 1, 64 * KIB, 64 * KIB + 1, 300 * KIB + 7, 1600 * KIB)
+"""Numbers of float32: around the limit of what is done at once, and some pieces."""
+
+
+def values(rank, size, dtype=torch.float32):
+    """Returns what `rank` has: small whole numbers, so that every order of additions gives the same."""
+    return ((torch.arange(size) * (rank + 3)) % 13 - 5 * (dtype != torch.uint8)).to(dtype)
+
+
+def check_reducing(group):
+    """Compares what combines with the same done here."""
+    ranks = range(group.world_size)
+    for size in SIZES:
+        stack = torch.stack([values(rank, size) for rank in ranks])
+        for op, expected in (("sum", stack.sum(0)), ("mean", stack.mean(0)), ("max", stack.amax(0))):
+            got = group.all_reduce(values(group.rank, size), op)
+            assert torch.equal(got, expected), f"all_reduce({op}) of {size}"
+        for dst in {0, group.world_size - 1}:
+            got = group.reduce(values(group.rank, size), dst)
+            assert torch.equal(got, stack.sum(0) if group.rank == dst else values(group.rank, size)), f"reduce {size}"
+        got = group.reduce_scatter(values(group.rank, size).reshape(-1, 1))
+        expected = stack.sum(0).tensor_split(group.world_size)[group.rank].reshape(-1, 1)
+        assert torch.equal(got, expected), f"reduce_scatter of {size}"
+    strided = values(group.rank, 400_000).reshape(400, 1000)
+    group.all_reduce(strided[:, ::2])
+    expected = values(group.rank, 400_000).reshape(400, 1000)
+    expected[:, ::2] = sum(values(rank, 400_000).reshape(400, 1000)[:, ::2] for rank in ranks)
+    assert torch.equal(strided, expected)
+    return group.backend.name
+
+
+def check_dtypes(group):
+    """Compares sums of every dtype that can be added, small and large."""
+    dtypes = (torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.complex64)
+    for dtype in dtypes:
+        for size in (5, 700_000):
+            wide = torch.float64 if dtype.is_floating_point else dtype
+            expected = sum(values(rank, size, dtype).to(wide) for rank in range(group.world_size)).to(dtype)
+            assert torch.equal(group.all_reduce(values(group.rank, size, dtype)), expected), f"{dtype} {size}"
+            part = expected.tensor_split(group.world_size)[group.rank]
+            assert torch.equal(group.reduce_scatter(values(group.rank, size, dtype)), part), f"{dtype} {size}"
+    flags = torch.tensor([True, group.rank == 0])
+    assert group.all_reduce(flags, "band").tolist() == [True, group.world_size == 1]
+
+
+def check_moving(group):
+    """Compares what moves with the same done here; every rank has another number of rows."""
+    rank, count = group.rank, group.world_size
+    for size in SIZES:
+        for src in {0, count - 1}:
+            got = group.broadcast(values(rank, size), src)
+            assert torch.equal(got, values(src, size)), f"broadcast of {size} from {src}"
+            whole = torch.cat([values(peer, size) for peer in range(count)])
+            got = group.scatter(whole.reshape(-1, 1) if rank == src else None, src)
+            assert torch.equal(got, whole.tensor_split(count)[rank].reshape(-1, 1)), f"scatter of {size} from {src}"
+            got = group.gather(values(rank, size), src)
+            assert got is None if rank != src else torch.equal(got, whole), f"gather of {size} to {src}"
+        rows = [values(peer, size * peer * 3).reshape(-1, 3) for peer in range(count)]
+        assert torch.equal(group.all_gather(rows[rank]), torch.cat(rows)), f"all_gather of {size}"
+        splits = [[size // (2 + (src + dst) % 3) for dst in range(count)] for src in range(count)]
+        tensors = [values(src, sum(splits[src])) for src in range(count)]
+        got = group.all_to_all(tensors[rank], in_splits=splits[rank])
+        came = [torch.split(tensors[src], splits[src])[rank] for src in range(count)]
+        assert torch.equal(got, torch.cat(came)), f"all_to_all of {size}"
+    for dtype in (torch.bool, torch.bfloat16, torch.complex64):
+        got = group.all_gather(values(rank, 6).to(dtype).reshape(2, 3))
+        assert torch.equal(got, torch.cat([values(peer, 6).to(dtype).reshape(2, 3) for peer in range(count)]))
+    assert group.all_gather(torch.empty(rank, 0)).shape == (sum(range(count)), 0)
+    assert group.all_gather(torch.tensor(rank)).tolist() == list(range(count))
+    strided = torch.zeros(3, 8)
+    group.broadcast(strided[:, ::2] if rank else torch.ones(3, 4))
+    assert strided.sum() == (12 if rank else 0)
