@@ -145,7 +145,7 @@ def by_every_algorithm(group, choices):
 
 def test_all_algorithms_give_the_same_on_processes(pool, expected):
     choices = [*OTHERS, *(("all_reduce", name) for name in names("all_reduce"))]
-    for rank, found in enumerate(pool.run(by_every_algorithm, 3, choices)):
+    for rank, found in enumerate(pool.run(by_every_algorithm, 3, choices, backend="tcp")):
         assert list(found) == choices
         for results in found.values():
             assert results == {**expected[3][rank], "all_reduce": [3.0 * i + 3 for i in range(40)]}
