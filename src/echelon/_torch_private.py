@@ -39,7 +39,8 @@ __all__ = [
 def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
     """Calls `finish` when the backward pass that is running has computed everything, or `abandon` if it fails.
 
-    To be called from a hook that runs in a backward pass. What `finish` raises comes out of `backward()`.
+    To be called from a hook that runs in a backward pass, or from a `finish`, which then is followed by the others that
+    were asked for before, and by this one. What `finish` raises comes out of `backward()`.
 
     torch has no public way: hooks see one tensor each and cannot know which is the last, because a parameter that was
     not used has none; `register_multi_grad_hook` runs before the last gradient is accumulated, and for

@@ -60,7 +60,7 @@ def test_parameters_and_buffers_are_broadcast_in_place(run, world_size):
 
 def forward_with_buffers(group, enabled):
     module = WithBuffer(0)
-    model = DDP(module, group, broadcast_buffers=enabled)
+    model = DDP(module, group, buffers="broadcast" if enabled else "local")
     seen = []
 
     def forward():

@@ -27,10 +27,12 @@ def expected(world_size, count=6):
 
 def reduce_at_once(group):
     parameters, reducer = make(group)
+    reducer.reduce()
+    first = values(parameters)
     before = [parameter.grad for parameter in parameters]
     reducer.reduce()
     in_place = all(parameter.grad is grad for parameter, grad in zip(parameters, before, strict=True))
-    return values(parameters), in_place, reducer.is_under_way
+    return first, in_place, reducer.is_under_way
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

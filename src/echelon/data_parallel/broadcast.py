@@ -1,4 +1,4 @@
-"""Sends many tensors from one rank to all in few messages."""
+"""Sends many tensors from one rank to all, or averages them over all, in few messages."""
 
 from __future__ import annotations
 
@@ -29,19 +29,35 @@ def broadcast_tensors(
     """
     if group.world_size == 1 and src == 0:
         return
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    layout = bucket_layout(sizes, [kind_of(tensor) for tensor in tensors], bucket_mb, first_bucket_mb=bucket_mb)
     with torch.no_grad():
-        for bucket in layout.buckets:
-            members = [tensors[member] for member in bucket.members]
+        for members in _in_buckets(tensors, bucket_mb):
             flat = group.broadcast(torch.cat([member.detach().reshape(-1) for member in members]), src)
             if group.rank != src:
                 _write(members, flat)
 
 
+def average_tensors(tensors: Sequence[torch.Tensor], group: ProcessGroup, bucket_mb: float = 25) -> None:
+    """Replaces floating-point and complex `tensors` by their mean over all ranks, in place. Blocks until it is done.
+
+    Args:
+        tensors, group, bucket_mb: as in `broadcast_tensors`.
+    """
+    if group.world_size == 1:
+        return
+    with torch.no_grad():
+        for members in _in_buckets(tensors, bucket_mb):
+            _write(members, group.all_reduce(torch.cat([member.detach().reshape(-1) for member in members]), "mean"))
+
+
 def kind_of(tensor: torch.Tensor) -> str:
     """Returns what tensors must have in common to travel in one flat tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def _in_buckets(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[list[torch.Tensor]]:
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    layout = bucket_layout(sizes, [kind_of(tensor) for tensor in tensors], bucket_mb, first_bucket_mb=bucket_mb)
+    return [[tensors[member] for member in bucket.members] for bucket in layout.buckets]
 
 
 def _write(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:

@@ -31,9 +31,13 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
 
-    def homes(self) -> tuple[int, ...]:
-        """Returns the number of the bucket of each parameter."""
-        where = {member: number for number, bucket in enumerate(self.buckets) for member in bucket.members}
+    def homes(self) -> tuple[tuple[int, int], ...]:
+        """Returns, for each parameter, the number of its bucket and its place among the bucket's members."""
+        where = {
+            member: (number, place)
+            for number, bucket in enumerate(self.buckets)
+            for place, member in enumerate(bucket.members)
+        }
         return tuple(where[member] for member in range(len(where)))
 
     def __str__(self) -> str:
@@ -41,14 +45,18 @@ class Layout:
 
 
 def bucket_layout(
-    sizes: Sequence[int], kinds: Sequence[str], bucket_mb: float, first_bucket_mb: float = FIRST_BUCKET_MB
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    bucket_mb: float,
+    first_bucket_mb: float = FIRST_BUCKET_MB,
+    order: Sequence[int] | None = None,
 ) -> Layout:
     """Makes the layout for parameters of these sizes.
 
-    Parameters are taken in reverse order, which is about the order in which backward computes their gradients. Each
-    joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by less than its
-    last parameter, and the small bias behind a large weight makes no bucket of its own. Buckets are launched in the
-    order of their last parameters, as that is when they are complete.
+    Parameters are taken in the order in which backward computes their gradients; unless told, in reverse, which is
+    about that. Each joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by
+    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. Buckets are
+    launched in the order of their last parameters, as that is when they are complete.
 
     With sizes 6 5 4 3 2 MiB of one kind, buckets of 6 MiB and a first bucket of 2 MiB:
 
@@ -61,6 +69,7 @@ def bucket_layout(
         kinds: what parameters must have in common to share a bucket.
         bucket_mb: size at which a bucket is full, in mebibytes (2**20 bytes).
         first_bucket_mb: the same for the bucket that is opened first; `bucket_mb`, if that is smaller.
+        order: the numbers of all parameters, in the order in which their gradients come.
 
     Raises:
         ValueError: a size is not above 0.
@@ -73,7 +82,8 @@ def bucket_layout(
     capacity = min(first_bucket_mb * MEBIBYTE, limit)
     opened: dict[str, _Open] = {}
     closed: list[_Open] = []
-    for index in reversed(range(len(sizes))):
+    order = list(reversed(range(len(sizes)))) if order is None else order
+    for index in order:
         kind = kinds[index]
         if kind not in opened:
             opened[kind], capacity = _Open(kind, capacity), limit
@@ -83,7 +93,8 @@ def bucket_layout(
         if bucket.num_bytes >= bucket.capacity:
             closed.append(opened.pop(kind))
     closed.extend(opened.values())
-    closed.sort(key=lambda bucket: bucket.members[-1], reverse=True)
+    position = {index: when for when, index in enumerate(order)}
+    closed.sort(key=lambda bucket: position[bucket.members[-1]])
     return Layout(tuple(Bucket(bucket.kind, tuple(bucket.members), bucket.num_bytes) for bucket in closed))
 
 

@@ -4,19 +4,28 @@ Strategy. Buckets are launched by one thread, that of the caller, strictly in th
 their gradients come in: so the n-th collective of the group is the same bucket on every rank. Each is an asynchronous
 collective of a group of its own, which nobody else uses; only `finish` blocks, until all of them are done or failed. It
 ends because every rank launches every bucket in each reduction, those with gradients that this rank does not have, too.
+
+A summary travels behind the last bucket: which gradients each rank had, how many forwards led to them and of how many
+samples. So ranks that pair different iterations are told, and what no rank has stays None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 import torch
 
 from echelon.backends.base import Work
 from echelon.data_parallel.broadcast import kind_of
-from echelon.data_parallel.buckets import Bucket, bucket_layout
-from echelon.errors import Closed, PeerFailed, UnsupportedOp
+from echelon.data_parallel.bucket_memory import BucketMemory
+from echelon.data_parallel.buckets import bucket_layout
+from echelon.data_parallel.hooks import GradientHook
+from echelon.data_parallel.summary import Summary
+from echelon.errors import Closed, CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.group import ProcessGroup
+
+Average: TypeAlias = Literal["ranks", "samples"]
 
 DEFAULT_BUCKET_MB = 25.0
 
@@ -27,8 +36,9 @@ class GradientReducer:
     `reduce` does it at once. To overlap it with backward call `ready` for each gradient that is complete, which
     launches the buckets that are full, and `finish` at the end; or `start`, something else, and `finish`.
 
-    A gradient that is None on some ranks counts as zeros there; one that is None on all stays None. Gradients are
-    written in place, and half precision is added in float32. After a reduction all ranks hold identical bits.
+    A gradient that is None on some ranks counts as zeros there; one that is None on all stays None. Gradients become
+    views of the buckets' memory, and half precision is added in float32. After a reduction all ranks hold identical
+    bits.
 
     As it is a mean, what was reduced before and is added to stays what it is: steps without zero_grad add up. Who wants
     a sum multiplies what is added by the number of ranks.
@@ -40,6 +50,9 @@ class GradientReducer:
         group: ProcessGroup,
         *,
         bucket_mb: float = DEFAULT_BUCKET_MB,
+        average: Average = "ranks",
+        hook: GradientHook | None = None,
+        learns_order: bool = False,
     ) -> None:
         """Plans the buckets; nothing is sent.
 
@@ -47,15 +60,28 @@ class GradientReducer:
             parameters: name and parameter; the same ones in the same order on every rank, each once.
             group: the ranks to reduce over. A subgroup of it is made, so every rank must make the same reducers.
             bucket_mb: mebibytes at which a bucket is full; the same on every rank.
+            average: whether all ranks weigh the same, or as many as the samples noted before each reduction.
+            hook: what reduces a bucket; None: an all_reduce.
+            learns_order: whether the first backward shows in which order gradients come (rank 0's counts), which is the
+                order of the buckets from then on.
 
         Raises:
             ValueError: `bucket_mb` is not above 0.
         """
         self._bucket_mb = bucket_mb
-        self.group = _of_its_own(group)
+        self._average = average
+        self._hook = hook
+        self._learns_order = learns_order
+        self.group = _of_its_own(group, "gradients")
+        self._hook_group = _of_its_own(
+            group, "hook"
+        )  # what the hook sends is numbered when it runs, not when it is due
         self._awaited: list[set[int]] | None = None
-        self._launched: list[Work[torch.Tensor]] = []
+        self._launched: list[Work[torch.Tensor] | Work[None]] = []
+        self._summary: Work[torch.Tensor] | None = None
         self._failure = ""
+        self._num_forwards: int | None = 0
+        self._num_samples = 0
         self.plan(parameters)
 
     def plan(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
@@ -64,9 +90,8 @@ class GradientReducer:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
-        self.layout = bucket_layout(sizes, [kind_of(parameter) for parameter in self._parameters], self._bucket_mb)
-        self._homes = self.layout.homes()
+        self._came: list[int] | None = [] if self._learns_order else None
+        self._lay_out(self._default_order())
 
     @property
     def is_under_way(self) -> bool:
@@ -78,6 +103,30 @@ class GradientReducer:
         """The number of buckets on their way in the reduction under way."""
         return len(self._launched)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do for gradients as they come."""
+        return self.group.world_size > 1 or (self._hook is not None and self._hook.dtype is not None)
+
+    def note_forward(self, num_samples: int) -> None:
+        """Counts a forward whose gradients the next reduction is to include, and its samples."""
+        self._num_forwards = (self._num_forwards or 0) + 1
+        self._num_samples += num_samples
+
+    def hide(self) -> None:
+        """To be called before gradients may be added to: takes those away that are rounded from the wider memory."""
+        for memory in self._memories.values():
+            memory.hide()
+
+    def keep(self, index: int) -> None:
+        """Moves a gradient that is complete, but is not to be reduced yet, to where the reduction will find it.
+
+        Raises:
+            UnsupportedOp: the gradient cannot be reduced (see `start`).
+        """
+        home, place = self._homes[index]
+        self._memory(home).take(place)
+
     def ready(self, index: int) -> None:
         """Says that the gradient of a parameter is complete. Launches the buckets that are full. Never blocks.
 
@@ -87,16 +136,19 @@ class GradientReducer:
         Raises:
             UnsupportedOp: its bucket is on its way already, or a gradient cannot be reduced (see `start`).
         """
-        if self.group.world_size == 1:
+        if not self.is_needed:
             return
         awaited = self._begin()
-        home = self._homes[index]
+        if self._came is not None:
+            self._came.append(index)
+        home, _ = self._homes[index]
         if home < self.num_launched:
             raise UnsupportedOp(
                 f"parameter {self._names[index]!r} got another gradient when its bucket was already on its way: where "
                 "one backward runs inside another (checkpoint with use_reentrant=True), use use_reentrant=False, or "
                 "run backward under no_sync() and call sync_gradients() after it"
             )
+        self.keep(index)
         awaited[home].discard(index)
         while self.num_launched < len(awaited) and not awaited[self.num_launched]:
             self._launch()
@@ -108,30 +160,46 @@ class GradientReducer:
             UnsupportedOp: a gradient is sparse, has a graph of its own, or another dtype than its parameter had.
             Closed: an earlier reduction was abandoned.
         """
-        if self.group.world_size == 1:
+        if not self.is_needed:
             return
-        awaited = self._begin()
-        while self.num_launched < len(awaited):
+        self._begin()
+        while self.num_launched < len(self.layout.buckets):
             self._launch()
+        if self._summary is None:
+            self._summary = self.group.all_reduce(self._own_summary(), async_op=True)
 
     def finish(self) -> None:
-        """Starts what `start` would, waits until all is reduced, and writes the gradients.
+        """Starts what `start` would, waits until all is reduced, and sets the gradients.
 
         Raises:
             UnsupportedOp, Closed: as `start`.
+            CollectiveMismatch: the ranks have run different numbers of forwards since the last reduction: one of them
+                has skipped a backward. The gradients are of no use then.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
         """
+        if not self.is_needed:
+            return
         self.start()
+        assert self._summary is not None
         try:
-            for bucket, work in zip(self.layout.buckets, self._launched, strict=self.group.world_size > 1):
-                self._write(bucket, work.wait())
+            for work in self._launched:
+                work.wait()
+            summary = Summary.read(self._summary.wait().tolist())
         except BaseException:
             self.abandon()
             raise
-        self._awaited, self._launched = None, []
+        mine = self._num_forwards
+        self._awaited, self._launched, self._summary = None, [], None
+        self._num_forwards = self._num_samples = 0
+        if not summary.agrees():
+            raise self._mismatch(mine)
+        self._give(summary)
+        if self._came is not None and (order := summary.order()):
+            self._learn_order(order)
 
     def reduce(self) -> None:
-        """Reduces all gradients: `start`, then `finish`."""
+        """Reduces all gradients: `start`, then `finish`. Asked for, so it may take part without a forward."""
+        self._num_forwards = None
         self.finish()
 
     def abandon(self) -> None:
@@ -144,11 +212,34 @@ class GradientReducer:
         reason = f"its backward failed with {self.num_launched} of {len(self._awaited)} buckets of gradients under way"
         mine = PeerFailed(self.group.backend.rank, reason)
         first = self.group.backend.revoke(self.group.context, self.group.ranks, mine)
+        self.group.backend.revoke(self._hook_group.context, self.group.ranks, mine)
         self._failure = (
             f"an earlier reduction of gradients was given up because {first}: end all ranks, or wrap the model anew on "
             "all of them"
         )
-        self._awaited, self._launched = None, []
+        self._awaited, self._launched, self._summary = None, [], None
+
+    # Inside
+
+    def _lay_out(self, order: Iterable[int]) -> None:
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+        kinds = [kind_of(parameter) for parameter in self._parameters]
+        self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=list(order))
+        self._homes = self.layout.homes()
+        self._memories: dict[int, BucketMemory] = {}  # made when the first gradient comes
+
+    def _default_order(self) -> list[int]:
+        return list(reversed(range(len(self._parameters))))
+
+    def _learn_order(self, order: list[int]) -> None:
+        """Plans the buckets in the order in which rank 0 got its gradients; the others follow as they would."""
+        seen = set(order)
+        before = self.layout
+        self._came = None
+        self._lay_out([*order, *(index for index in self._default_order() if index not in seen)])
+        if self.layout != before:
+            for home, place in self._homes:
+                self._memory(home).take(place)
 
     def _begin(self) -> list[set[int]]:
         if self._failure:
@@ -157,58 +248,67 @@ class GradientReducer:
             self._awaited = [set(bucket.members) for bucket in self.layout.buckets]
         return self._awaited
 
+    def _memory(self, number: int) -> BucketMemory:
+        if number not in self._memories:
+            members = self.layout.buckets[number].members
+            self._memories[number] = BucketMemory(
+                number,
+                [self._names[member] for member in members],
+                [self._parameters[member] for member in members],
+                self._dtypes[members[0]],
+                None if self._hook is None else self._hook.dtype,
+            )
+        return self._memories[number]
+
     def _launch(self) -> None:
         try:
-            flat = self._pack(self.layout.buckets[self.num_launched])
-            self._launched.append(self.group.all_reduce(flat, "mean", async_op=True))
+            memory = self._memory(self.num_launched)
+            memory.fill()
+            self._launched.append(self._reduce(memory))
         except BaseException:
             self.abandon()
             raise
 
-    def _pack(self, bucket: Bucket) -> torch.Tensor:
-        """Returns the gradients in a row, then for each of them a 1, or a 0 if this rank has none."""
-        pieces, counts = [], []
-        for index in bucket.members:
-            gradient = self._gradient(index)
-            counts.append(float(gradient is not None))
-            values = torch.zeros_like(self._parameters[index]) if gradient is None else gradient
-            pieces.append(values.detach().reshape(-1))
-        return torch.cat([*pieces, pieces[0].new_tensor(counts)])
+    def _reduce(self, memory: BucketMemory) -> Work[torch.Tensor] | Work[None]:
+        if self._average == "samples":
+            # As a mean over ranks of gradients times their ranks' samples; `_give` divides by the mean of the samples.
+            if self._num_samples:
+                memory.flat.mul_(self._num_samples)
+            else:
+                memory.flat.zero_()  # the gradients of no samples may be NaN
+        if self._hook is None:
+            return self.group.all_reduce(memory.flat, "mean", async_op=True)
+        hook, group = self._hook, self._hook_group
+        description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
+        return group.backend.start(lambda: hook.reduce(memory.bucket(), group), description, group.context)
 
-    def _write(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        parameters = [self._parameters[index] for index in bucket.members]
-        *pieces, counts = torch.split(flat, [*(parameter.numel() for parameter in parameters), len(parameters)])
-        with torch.no_grad():
-            for parameter, piece, count in zip(parameters, pieces, counts.tolist(), strict=True):
-                if count == 0:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
-                parameter.grad.copy_(piece.view(parameter.shape))
+    def _own_summary(self) -> torch.Tensor:
+        having = [self._memory(home).has_gradient[place] for home, place in self._homes]
+        came = self._came if self.group.rank == 0 and self._came is not None else []
+        summary = Summary.of(having, self._num_forwards, self._num_samples, came)
+        return torch.tensor(summary.numbers(), dtype=torch.int64, device="cpu")
 
-    def _gradient(self, index: int) -> torch.Tensor | None:
-        gradient = self._parameters[index].grad
-        if gradient is not None and (problem := _problem(gradient, self._dtypes[index])):
-            raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {problem}")
-        return gradient
+    def _give(self, summary: Summary) -> None:
+        if self._average == "samples" and summary.num_samples:
+            for memory in self._memories.values():
+                memory.flat.mul_(self.group.world_size / summary.num_samples)
+        for (home, place), having in zip(self._homes, summary.num_having, strict=True):
+            if having:
+                self._memory(home).give(place)
 
-
-def _problem(gradient: torch.Tensor, dtype: torch.dtype) -> str:
-    """Says why a gradient cannot be reduced, and what to do; nothing if it can."""
-    if gradient.layout != torch.strided:
-        return "is sparse: make it dense, such as by nn.Embedding(..., sparse=False)"
-    if gradient.requires_grad:
-        return (
-            "has a graph (create_graph=True), which reducing it would cut: use torch.autograd.grad, then set .grad "
-            "and call sync_gradients()"
+    def _mismatch(self, mine: int | None) -> CollectiveMismatch:
+        told = self.group.all_gather_object(mine)
+        counts = ", ".join(
+            f"rank {rank} {count}" for rank, count in zip(self.group.ranks, told, strict=True) if count is not None
         )
-    if gradient.dtype != dtype:
-        return f"is {gradient.dtype}, but it was planned for {dtype}: convert the model first, then wrap it"
-    return ""
+        return CollectiveMismatch(
+            f"the ranks ran different numbers of forwards since gradients were last reduced ({counts}): a rank skipped "
+            "a backward; run it on all ranks or on none, or call sync_gradients() in its place"
+        )
 
 
-def _of_its_own(group: ProcessGroup) -> ProcessGroup:
+def _of_its_own(group: ProcessGroup, what: str) -> ProcessGroup:
     """Returns a group of the same ranks with its own order of collectives."""
-    subgroup = group.subgroup(range(group.world_size), f"{group.name}/gradients")
+    subgroup = group.subgroup(range(group.world_size), f"{group.name}/{what}")
     assert subgroup is not None
     return subgroup

@@ -1,0 +1,130 @@
+"""The memory of one bucket: gradients in a row, and a view of it for each parameter that can be its .grad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.data_parallel.hooks import GradientBucket
+from echelon.errors import UnsupportedOp
+
+
+class BucketMemory:
+    """Holds the gradients of the parameters of one bucket.
+
+    In the parameters' own dtype a parameter's gradient *is* its view from its first backward on: there is no second
+    copy. In another dtype the memory is where gradients are accumulated, and .grad holds what comes out.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        planned: torch.dtype,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocates the memory.
+
+        Args:
+            number: which bucket.
+            names: of the parameters, for errors.
+            parameters: of one dtype and device.
+            planned: the parameters' dtype.
+            dtype: of the memory; None: the parameters'.
+        """
+        self.number = number
+        self._names = names
+        self._parameters = parameters
+        self._dtype = planned
+        dtype = planned if dtype is None else dtype
+        self._is_wide = dtype != planned
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
+        self._views = [
+            _like(piece, parameter) for piece, parameter in zip(torch.split(self.flat, sizes), parameters, strict=True)
+        ]
+        self.has_gradient = [False] * len(parameters)
+        """Of each parameter: whether this rank has a gradient for the reduction. Set by `fill`."""
+        self._shown: list[Tensor | None] = [None] * len(parameters)
+        """In another dtype: the rounded gradient that .grad was set to."""
+        self._is_hidden = [False] * len(parameters)
+        """In another dtype: whether .grad was taken away, so that autograd does not add to what is rounded."""
+
+    def take(self, index: int) -> None:
+        """Moves the gradient of a parameter, which is new or was added to, into the memory.
+
+        Raises:
+            UnsupportedOp: the gradient is sparse, has a graph of its own, or another dtype than the parameter had.
+        """
+        parameter, view = self._parameters[index], self._views[index]
+        gradient = parameter.grad
+        if gradient is None or gradient is view:
+            return
+        if problem := _problem(gradient, self._dtype):
+            raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {problem}")
+        with torch.no_grad():
+            if self._is_hidden[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+        self.give(index)
+
+    def hide(self) -> None:
+        """Before gradients are added to: takes away those that are rounded. One that was zeroed is forgotten."""
+        if not self._is_wide:
+            return
+        for index, parameter in enumerate(self._parameters):
+            gradient, shown = parameter.grad, self._shown[index]
+            if shown is not None and gradient is shown and bool(gradient.any()):
+                parameter.grad, self._is_hidden[index] = None, True
+            self._shown[index] = None
+
+    def fill(self) -> None:
+        """Takes every gradient that there is, and zeros for the others.
+
+        Raises:
+            UnsupportedOp: as `take`.
+        """
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            gradient = parameter.grad
+            self.has_gradient[index] = gradient is not None or self._is_hidden[index]
+            if not self.has_gradient[index]:
+                view.zero_()
+            elif gradient is None or gradient is not self._shown[index]:
+                self.take(index)
+
+    def give(self, index: int) -> None:
+        """Makes what the memory holds for a parameter its .grad."""
+        parameter, view = self._parameters[index], self._views[index]
+        if not self._is_wide:
+            parameter.grad = view
+            return
+        parameter.grad = self._shown[index] = view.to(self._dtype)
+        self._is_hidden[index] = False
+
+    def bucket(self) -> GradientBucket:
+        """Returns the bucket as a hook sees it."""
+        return GradientBucket(self.number, self.flat, self._views)
+
+
+def _like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a piece of the memory in the shape of a parameter, laid out as the parameter if that has no gaps."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return piece.as_strided(parameter.shape, strides, piece.storage_offset())
+
+
+def _problem(gradient: Tensor, dtype: torch.dtype) -> str:
+    """Says why a gradient cannot be reduced, and what to do; nothing if it can."""
+    if gradient.layout != torch.strided:
+        return "is sparse: make it dense, such as by nn.Embedding(..., sparse=False)"
+    if gradient.requires_grad:
+        return (
+            "has a graph (create_graph=True), which reducing it would cut: use torch.autograd.grad, then set .grad "
+            "and call sync_gradients()"
+        )
+    if gradient.dtype != dtype:
+        return f"is {gradient.dtype}, but it was planned for {dtype}: convert the model first, then wrap it"
+    return ""
