@@ -29,7 +29,8 @@ class LateBackend:
     def now(self):
         return 0.0
 
-    def irecv(self, src, tag, *, out=None, note="", must_fit=True):
+    def irecv(self, src, tag, *, out=None, note="", must_fit=True, combine=None):
+        assert out is None or combine is None, "not in these plans"
         work = Work(self, "receive")
         work.complete(self.comes.clone() if out is None else out.copy_(self.comes))
         return work
@@ -75,9 +76,10 @@ def test_parts_are_sent_from_where_they_are_and_received_to_where_they_go():
     assert [parts.part(number).tolist() for number in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
     one = parts.outgoing(Send(1, (1, 2)))
     assert [(piece.tolist(), piece.data_ptr()) for piece in one] == [([3, 4, 5, 6, 7], flat[3:].data_ptr())]
-    two = parts.places(Recv(1, (3, 0)), ())
-    assert [piece.data_ptr() for piece in two] == [flat[8:].data_ptr(), flat.data_ptr()]
-    assert parts.places(Reduce(1, (3, 0)), ()) == [None, None]
+    for step in (Recv(1, (3, 0)), Reduce(1, (3, 0))):
+        two = parts.places(step, ())
+        assert [piece.data_ptr() for piece in two] == [flat[8:].data_ptr(), flat.data_ptr()]
+        assert parts.places(step, {0}) == [None, None], "chunk 0 is being sent"
     parts.copy(Copy(3, 2))
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 8, 9]
 

@@ -32,6 +32,13 @@ def any_note(original):
     return irecv
 
 
+def overwriting(original):
+    def irecv(self, src, tag=0, *, out=None, note="", combine=None):
+        return original(self, src, tag, out=out, note=note)
+
+    return irecv
+
+
 def flat(original):
     def isend(self, tensor, dst, tag=0, **options):
         return original(self, tensor.reshape(-1), dst, tag, **options)
@@ -56,6 +63,7 @@ def silent(original):
 
 BROKEN = [
     ("irecv isend", without_tag, "tags_never_mix"),
+    ("irecv", overwriting, "combines_where_told"),
     ("irecv", any_note, "a_mismatch_leaves_the_connection_usable"),
     ("isend", flat, "shape_and_dtype_travel"),
     ("cancel", nothing, "a_timeout_withdraws_the_receive"),

@@ -18,6 +18,7 @@ import torch
 
 from echelon.backends.memory import check_tensor, describe
 from echelon.backends.native import NativeCollectives
+from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.wire import MAX_STEP
 from echelon.errors import (
@@ -257,6 +258,7 @@ class Backend(ABC):
         out: torch.Tensor | None = None,
         note: str | None = "",
         must_fit: bool = True,
+        combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor.
 
@@ -268,6 +270,9 @@ class Backend(ABC):
             note: what this rank believes it is doing; None: accept any note, and keep it in `Work.note`.
             must_fit: a message that does not fit `out` is an error; False: it comes as a new tensor, and `out` stays
                 as it is.
+            combine: combines the message into `out`, by `combine(part of out, same part of the message)`, instead of
+                overwriting it. It is called in any thread, part by part as the message arrives. A receive that is
+                withdrawn or fails in the middle leaves `out` half combined.
 
         Raises:
             InvalidRank, SelfSend, Closed, UnsupportedOp: at once. From `Work.wait`: SizeMismatch if the message does

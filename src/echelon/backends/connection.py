@@ -156,10 +156,8 @@ class Connection:
     def _target(self) -> memoryview:
         """Returns where the next bytes are to be read to: the payload's own place, or the buffer."""
         if self._payload_left:
-            memory = self.delivery.memory if self.delivery is not None else None
-            if memory is not None:
-                return memory[self._payload_size - self._payload_left :]
-            return self._view[: self._payload_left]  # dropped
+            room = self.delivery.room(self._payload_size - self._payload_left) if self.delivery is not None else None
+            return self._view[: self._payload_left] if room is None else room
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start > _BUFFER_BYTES // 2:
@@ -190,19 +188,20 @@ class Connection:
             self._payload_left = self._payload_size = frame.payload_bytes
 
     def _take_payload(self) -> None:
-        size = min(self._payload_left, self._end - self._start)
-        if size == 0:
-            return
-        memory = self.delivery.memory if self.delivery is not None else None
-        if memory is not None:
-            done = self._payload_size - self._payload_left
-            memory[done : done + size] = self._view[self._start : self._start + size]
-        self._start += size
-        self._advance(size)
+        while size := min(self._payload_left, self._end - self._start):
+            room = self.delivery.room(self._payload_size - self._payload_left) if self.delivery is not None else None
+            if room is not None:
+                size = min(size, room.nbytes)
+                room[:size] = self._view[self._start : self._start + size]
+            self._start += size
+            self._advance(size)
 
     def _advance(self, size: int) -> None:
         """Counts payload bytes that have arrived, and ends the delivery after the last."""
         self._payload_left -= size
-        if self._payload_left == 0 and self.delivery is not None:
-            delivery, self.delivery = self.delivery, None
-            delivery.finish()
+        delivery = self.delivery
+        if delivery is not None:
+            delivery.wrote(self._payload_size - self._payload_left)
+            if self._payload_left == 0:
+                self.delivery = None
+                delivery.finish()

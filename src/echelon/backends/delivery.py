@@ -10,6 +10,8 @@ import torch
 
 from echelon.backends.base import Received, Tag, Work
 from echelon.backends.memory import bytes_of, describe, new_tensor
+from echelon.backends.operators import Combine
+from echelon.backends.pieces import Pieces
 from echelon.backends.wire import as_sent, readable
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
 
@@ -22,7 +24,7 @@ _OVERHEAD_BYTES = 1 << 10
 class Receive:
     """A receive that was posted."""
 
-    __slots__ = ("must_fit", "note", "number", "out", "sources", "src", "tag", "work")
+    __slots__ = ("combine", "must_fit", "note", "number", "out", "sources", "src", "tag", "work")
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Receive:
         note: str | None,
         sources: Mapping[int, int] | None = None,
         must_fit: bool = True,
+        combine: Combine | None = None,
     ) -> None:
         """Describes a receive from rank `src`, or from ANY of `sources`, each with its number in the result."""
         self.work = work
@@ -41,6 +44,7 @@ class Receive:
         self.out = out
         self.note = None if note is None else as_sent(note)
         self.must_fit = must_fit
+        self.combine = combine
         self.sources = sources or {}
         self.number = 0
         """Which of all receives it was."""
@@ -81,7 +85,18 @@ class Delivery:
     Until somebody asks for it, or `place` is called, it has no place, and its bytes are to be left where they are.
     """
 
-    __slots__ = ("_arrived", "_error", "_head", "_receive", "is_placed", "memory", "on_place", "tag", "tensor")
+    __slots__ = (
+        "_arrived",
+        "_error",
+        "_head",
+        "_receive",
+        "is_placed",
+        "memory",
+        "on_place",
+        "pieces",
+        "tag",
+        "tensor",
+    )
 
     def __init__(
         self,
@@ -105,7 +120,9 @@ class Delivery:
         """Called when that has become known later."""
         self.tensor = whole
         self.memory: memoryview | None = None
-        """Where the bytes are to be written; None: drop them."""
+        """Where the bytes are to be written as a whole."""
+        self.pieces: Pieces | None = None
+        """Where they are to be written in pieces."""
         if receive is None:
             return
         if error := receive.refusal(*self._head):
@@ -136,9 +153,13 @@ class Delivery:
         self.is_placed = True
         _, shape, dtype, _ = self._head
         out = self._receive.out if self._receive is not None else None
+        combine = self._receive.combine if self._receive is not None else None
         try:
             self.tensor = new_tensor(shape, dtype) if out is None else out
-            self.memory = bytes_of(self.tensor)
+            if out is not None and combine is not None:
+                self.pieces = Pieces(out, combine)
+            else:
+                self.memory = bytes_of(self.tensor)
         except UnsupportedOp as error:
             self.fail(error)
 
@@ -146,6 +167,17 @@ class Delivery:
         call, self.on_place = self.on_place, None
         if call is not None:
             call()
+
+    def room(self, done: int) -> memoryview | None:
+        """Returns where the bytes after the first `done` are to be written; None: drop them."""
+        if self.pieces is not None:
+            return self.pieces.room(done)
+        return None if self.memory is None else self.memory[done:]
+
+    def wrote(self, done: int) -> None:
+        """Says that the first `done` bytes are where they were to be written."""
+        if self.pieces is not None:
+            self.pieces.wrote(done)
 
     def finish(self) -> None:
         """Says that every byte has arrived."""
@@ -169,8 +201,13 @@ class Delivery:
         """Takes the message away from the receive of `work`, which is cancelled; returns False if it is not its own.
 
         What has arrived is kept elsewhere, and so will be the rest: nothing is written to the receive's tensor later.
+        A message that is combined as it arrives is lost.
         """
         if self._receive is None or self._receive.work is not work:
+            return False
+        if self.pieces is not None:  # what was combined cannot be taken back
+            self._receive = None
+            self._drop()
             return False
         if self._receive.out is not None and self.tensor is not None:
             self.tensor = self.tensor.detach().clone()
@@ -187,14 +224,17 @@ class Delivery:
         self._drop()
 
     def _drop(self) -> None:
-        self.tensor = self.memory = None
+        self.tensor = self.memory = self.pieces = None
         self.is_placed = True
         self._tell()
 
     def _hand_over(self, receive: Receive) -> None:
         assert self.tensor is not None
         if receive.out is not None and receive.out is not self.tensor:
-            receive.out.detach().copy_(self.tensor)
+            if receive.combine is not None:
+                receive.combine(receive.out.detach(), self.tensor)
+            else:
+                receive.out.detach().copy_(self.tensor)
             self.tensor = receive.out
         src, _, _, note = self._head
         receive.complete(self.tensor, src, note)

@@ -17,6 +17,7 @@ from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
+from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status, status_of
 from echelon.backends.wire import as_sent
 from echelon.errors import Failure, InvalidWorldSize, PeerFailed, Timeout
@@ -71,10 +72,11 @@ class SimulatedBackend(Backend):
         out: torch.Tensor | None = None,
         note: str | None = "",
         must_fit: bool = True,
+        combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
         work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
-        self._post(Receive(work, src, tag, out, note, must_fit=must_fit))
+        self._post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
         return work
 
     def irecv_any(  # noqa: D102

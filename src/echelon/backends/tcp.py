@@ -24,6 +24,7 @@ from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
 from echelon.backends.members import Job, Member, machine_id
 from echelon.backends.memory import bytes_of, dtype_code
+from echelon.backends.operators import Combine
 from echelon.backends.peers import MAX_UNCLAIMED_BYTES, Peers
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Attendance, Progress
@@ -193,10 +194,11 @@ class TcpBackend(Backend):
         out: torch.Tensor | None = None,
         note: str | None = "",
         must_fit: bool = True,
+        combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
         work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
-        self._post(Receive(work, src, tag, out, note, must_fit=must_fit))
+        self._post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
         return work
 
     def irecv_any(  # noqa: D102

@@ -18,6 +18,8 @@ class Chunks(ABC):
 
     sizes_are_known: bool
     """Whether a message that does not fit its place is an error."""
+    combines_in_place: bool
+    """Whether a message that is to be combined can be combined into its place while it arrives."""
 
     @abstractmethod
     def outgoing(self, step: Send) -> list[Tensor]:
@@ -25,11 +27,14 @@ class Chunks(ABC):
 
     @abstractmethod
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:
-        """Returns where the tensors of a message are to be written, None for new ones. `busy` chunks are being sent."""
+        """Returns where the tensors of a message are to be written, or combined into; None: new ones.
+
+        `busy` chunks are being sent.
+        """
 
     @abstractmethod
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:
-        """Takes in the tensors of a message, when none of its chunks is busy any more."""
+        """Takes in the tensors of a message, if they are not in their place, when no chunk of it is busy any more."""
 
     @abstractmethod
     def copy(self, step: Copy) -> None:
@@ -44,6 +49,7 @@ class Parts(Chunks):
     """
 
     sizes_are_known = True
+    combines_in_place = True
 
     def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
         self._flat = flat
@@ -73,14 +79,15 @@ class Parts(Chunks):
 
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: D102
         pieces = self._pieces(step.chunks)
-        in_place = isinstance(step, Recv) and not any(chunk in busy for chunk in step.chunks)
+        in_place = not any(chunk in busy for chunk in step.chunks)
         return list(pieces) if in_place else [None] * len(pieces)
 
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: D102
         for own, other in zip(self._pieces(step.chunks), came, strict=True):
+            if own.data_ptr() == other.data_ptr():
+                continue
             if isinstance(step, Recv):
-                if own.data_ptr() != other.data_ptr():
-                    own.copy_(other)
+                own.copy_(other)
                 continue
             assert combine is not None, "a plan with Reduce steps needs an operator"
             if step.received_first:
@@ -101,6 +108,7 @@ class Borrowed(Chunks):
     """
 
     sizes_are_known = True
+    combines_in_place = False
 
     def __init__(self, flat: Tensor, sizes: Sequence[int], wanted: int = -1, place: Tensor | None = None) -> None:
         """Divides a tensor.
@@ -152,6 +160,7 @@ class Rows(Chunks):
     """
 
     sizes_are_known = False
+    combines_in_place = False
 
     def __init__(self, count: int, given: Mapping[int, Tensor], places: Mapping[int, Tensor] | None = None) -> None:
         """Begins with the chunks that this rank has.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
+
 from echelon.backends.base import Backend, Tag, Work
 from echelon.backends.operators import Combine
 from echelon.collectives.chunks import Chunks
@@ -98,12 +100,13 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
     leaving = [step for step in steps if isinstance(step, Send)]
     coming = [step for step in steps if isinstance(step, _COMING)]
     busy = {chunk for step in leaving for chunk in step.chunks}
+    hows = [_in_order(step, combine) if chunks.combines_in_place else None for step in coming]
     receives = [
         [
-            backend.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit)
+            backend.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how)
             for place in chunks.places(step, busy)
         ]
-        for step in coming
+        for step, how in zip(coming, hows, strict=True)
     ]
     sends = [
         (backend.isend(part, ranks[step.peer], tag, note=note), ranks[step.peer])
@@ -119,6 +122,21 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
             _finish(sends, channel)
         chunks.keep(step, came, combine)
     _finish(sends, channel)
+
+
+def _in_order(step: Recv | Reduce, combine: Combine | None) -> Combine | None:
+    """Returns how to combine own values with those that come, in the order that a step demands; None: not at all."""
+    if isinstance(step, Recv):
+        return None
+    assert combine is not None, "a plan with Reduce steps needs an operator"
+    if not step.received_first:
+        return combine
+
+    def received_first(own: torch.Tensor, other: torch.Tensor) -> None:
+        combine(other, own)
+        own.copy_(other)
+
+    return received_first
 
 
 def _finish(sends: list[tuple[Work[None], int]], channel: Channel) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from echelon.backends.base import Backend, Received, Tag, Work
 from echelon.backends.delivery import ANY, Receive
+from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.wire import readable
 from echelon.errors import Failure, PeerFailed, Timeout
@@ -179,6 +180,7 @@ class VirtualBackend(Backend):
         out: torch.Tensor | None = None,
         note: str | None = "",
         must_fit: bool = True,
+        combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
         task = self._begin_message(tag, note or "")
@@ -186,7 +188,7 @@ class VirtualBackend(Backend):
         work: VirtualWork[torch.Tensor] = VirtualWork(self, _Passage("receive from", src, tag), src, note or "", plain)
         if plain is None:
             self.world.expect(src, self.rank, tag, -1)
-        self._mailbox.post(Receive(work, src, tag, out, note, must_fit=must_fit))
+        self._mailbox.post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
         self._end_call(task)
         return work
 

@@ -125,6 +125,25 @@ def _writes_where_told(run_ranks: RunRanks) -> None:
     run_ranks(2, act)
 
 
+def _combines_where_told(run_ranks: RunRanks) -> None:
+    def subtract(own: torch.Tensor, other: torch.Tensor) -> None:
+        own.sub_(other)
+
+    def act(backend: Backend) -> None:
+        values = torch.arange(300_000.0)
+        if backend.rank == 0:
+            for tag in (0, 1):
+                backend.isend(values, 1, tag).wait(SECONDS)
+            return
+        for tag in (1, 0):  # the second one came unclaimed
+            place = torch.full_like(values, 7.0)
+            got = backend.irecv(0, tag, out=place, combine=subtract).wait(SECONDS)
+            expect(torch.equal(place, 7.0 - values), f"tag {tag} was not subtracted from out= once, everywhere")
+            expect(got.data_ptr() == place.data_ptr(), "irecv(out=, combine=) returned another tensor")
+
+    run_ranks(2, act)
+
+
 def _what_need_not_fit_comes_nevertheless(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
@@ -381,6 +400,7 @@ _CLAUSES: dict[str, Callable[[RunRanks], None]] = {
         _every_pair_talks,
         _shape_and_dtype_travel,
         _writes_where_told,
+        _combines_where_told,
         _what_need_not_fit_comes_nevertheless,
         _tags_never_mix,
         _order_is_kept,

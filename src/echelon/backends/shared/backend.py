@@ -18,6 +18,7 @@ import torch
 from echelon.backends.base import Backend, Received, Tag, Work
 from echelon.backends.members import machine_id
 from echelon.backends.native import Call, NativeCollectives
+from echelon.backends.operators import Combine
 from echelon.backends.shared import layout
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.collectives import SharedCollectives
@@ -113,8 +114,9 @@ class SharedMemoryBackend(Backend):
         out: torch.Tensor | None = None,
         note: str | None = "",
         must_fit: bool = True,
+        combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
-        return self._tcp.irecv(src, tag, out=out, note=note, must_fit=must_fit)
+        return self._tcp.irecv(src, tag, out=out, note=note, must_fit=must_fit, combine=combine)
 
     def irecv_any(  # noqa: D102
         self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
