@@ -85,6 +85,7 @@ NOT_PURE = {
         "meter",
         "microbatch",
         "nested",
+        "outbox",
         "outcome",
         "randomness",
         "pipeline",

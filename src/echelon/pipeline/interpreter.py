@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from echelon.backends.base import Work
 from echelon.errors import NotFinite, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.action import Action, actions_of
@@ -33,6 +32,7 @@ from echelon.pipeline.lowering import (
 )
 from echelon.pipeline.meter import Meter
 from echelon.pipeline.nested import Value, map_tensors, tensors_of
+from echelon.pipeline.outbox import Outbox
 from echelon.pipeline.stage import Forward, Made, Stage
 from echelon.pipeline.transfer import Incoming, Ports, detached
 
@@ -89,7 +89,7 @@ class Interpreter:
         """What arrived for the next step, or was made here for another stage of this rank."""
         self._made: dict[Transfer, Value] = {}
         """What the last step made for other ranks."""
-        self._sends: list[Work[None]] = []
+        self._outbox = Outbox(group)
         self._now = group.backend.now
         self._began: float | None = None
         """When a step began whose forward is run again first."""
@@ -105,7 +105,7 @@ class Interpreter:
             Reduce: self._reduce,
             Flush: self._flush,
         }
-        with torch.set_grad_enabled(self._trains):
+        with torch.set_grad_enabled(self._trains), self._outbox:
             for instruction in self._program.orders[self._group.rank]:
                 self.current = instruction
                 act[type(instruction)](instruction)
@@ -119,11 +119,10 @@ class Interpreter:
 
     def _send(self, instruction: Send) -> None:
         value = self._made.pop(instruction.transfer)
-        self._sends += self._ports.send(self._number, instruction.transfer, instruction.peer, value)
+        self._outbox.add(self._ports.send(self._number, instruction.transfer, instruction.peer, value))
 
     def _flush(self, _: Flush) -> None:
-        for work in self._sends:
-            work.wait(self._group.timeout)
+        self._outbox.flush()
 
     def _reduce(self, instruction: Reduce) -> None:
         self._on_stage_done(instruction.stage)
@@ -142,17 +141,7 @@ class Interpreter:
             for action in actions_of(step):
                 self._act(action)
         self.times.append((began, self._now()))  # before what it made leaves: nobody who needs it can start earlier
-        self._forget_sent()
-
-    def _forget_sent(self) -> None:
-        """Lets go of what has been sent; raises the error of a send that failed."""
-        under_way = []
-        for work in self._sends:
-            if work.is_completed():
-                work.result()
-            else:
-                under_way.append(work)
-        self._sends = under_way
+        self._outbox.look()
 
     def _act(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], action.microbatch
@@ -164,7 +153,9 @@ class Interpreter:
             backward = stage.backward if action.kind == "B" else stage.backward_input
             found = backward(microbatch, self._gradients(action))
             if action.stage > 0:
-                self._hand_over(Transfer(action.stage - 1, microbatch, True), found)
+                # Mostly it is one tensor; alone, it travels without a structure to take apart.
+                alone = found[0] if len(found) == 1 and found[0] is not None else found
+                self._hand_over(Transfer(action.stage - 1, microbatch, True), alone)
         if self._meter is not None:
             self._meter.ran(action)
 
@@ -207,8 +198,7 @@ class Interpreter:
     def _gradients(self, action: Action) -> list[Gradient]:
         if action.stage < self._num_stages - 1:
             found = self._here.pop(Transfer(action.stage, action.microbatch, True))
-            assert isinstance(found, list)
-            return found
+            return found if isinstance(found, list) else [found]  # type: ignore[list-item]
         assert self._batch.scale is not None
         loss = self._batch.losses[action.microbatch]
         return [torch.full_like(loss, self._batch.scale.gradient_factor(action.microbatch))]

@@ -8,8 +8,6 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -88,20 +86,34 @@ class Incoming:
         Raises:
             PeerFailed, Timeout: it will not come, or did not in time.
         """
-        with _named(self._group, self._transfer):
-            works, seconds = self._works, self._group.timeout
-            head = works[0].wait(seconds)
-            apart = works[0].note == _APART
-            structure = bytes(head.numpy()).decode() if apart else works[0].note
-            count = num_tensors(structure) + apart
-            for part in range(len(works), count):
-                works.append(self._post(part))
-            for work in works[count:]:
-                self._group.backend.cancel(work)
-            arrived = [work.wait(seconds) for work in works[:count]]
+        try:
+            structure, arrived = self._arrived()
+        except PeerFailed as error:
+            raise PeerFailed(error.rank, error.reason, error.operation or self._operation()) from error
+        except Timeout as error:
+            raise Timeout(f"{self._operation()}: {error}") from error
         self._seen[:] = [_Spec(tensor.shape, tensor.dtype, tensor.device) for tensor in arrived]
-        tensors = iter(arrived[apart:])
+        tensors = iter(arrived[self._works[0].note == _APART :])
         return value_of(structure, lambda requires_grad: _leaf(next(tensors), requires_grad))
+
+    def _arrived(self) -> tuple[str, list[torch.Tensor]]:
+        """Waits for the structure and for all messages."""
+        works, seconds = self._works, self._group.timeout
+        head = works[0].wait(seconds)
+        apart = works[0].note == _APART
+        structure = bytes(head.numpy()).decode() if apart else works[0].note
+        count = num_tensors(structure) + apart
+        for part in range(len(works), count):
+            works.append(self._post(part))
+        for work in works[count:]:
+            self._group.backend.cancel(work)
+        return structure, [work.wait(seconds) for work in works[:count]]
+
+    def _operation(self) -> str:
+        """Says what this rank is doing, for errors."""
+        stage, microbatch, backward = self._transfer
+        what = f"the {'gradient' if backward else 'input'} of microbatch {microbatch} for stage {stage}"
+        return f"rank {self._group.backend.rank}, waiting for {what}"
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
         tag = _tag(self._group, self._step, self._transfer, part)
@@ -128,20 +140,6 @@ def detached(value: Value) -> Value:
 def _tag(group: ProcessGroup, step: int, transfer: Transfer, part: int) -> Tag:
     sequence = _SEQUENCES | (step & 0xFFFFFFFFFF) << 20 | transfer.stage << 1 | transfer.backward
     return Tag(group.context, sequence, transfer.microbatch * _PARTS + part)
-
-
-@contextmanager
-def _named(group: ProcessGroup, transfer: Transfer) -> Iterator[None]:
-    """Adds to the errors of waiting what this rank was doing."""
-    try:
-        yield
-    except (PeerFailed, Timeout) as error:
-        what = "gradient" if transfer.backward else "input"
-        where = f"the {what} of microbatch {transfer.microbatch} for stage {transfer.stage}"
-        operation = f"rank {group.backend.rank}, waiting for {where}"
-        if isinstance(error, PeerFailed):
-            raise PeerFailed(error.rank, error.reason, error.operation or operation) from error
-        raise Timeout(f"{operation}: {error}") from error
 
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
