@@ -39,9 +39,10 @@ def one_skips_the_last_operation(group):
 
 def test_a_missing_broadcast_that_nobody_waits_for_is_found():
     with pytest.raises(
-        echelon.CollectiveMismatch, match=r"rank 1 has returned without broadcast\(src=0\).*which rank 0"
-    ):
+        echelon.CollectiveMismatch, match=r"rank 1 has returned without broadcast\(src=0\).*which rank 0 called at .*:"
+    ) as caught:
         echelon.simulate(one_skips_the_last_operation, 2)
+    assert f"{__file__}:{one_skips_the_last_operation.__code__.co_firstlineno + 3}: every" in str(caught.value)
 
 
 def wait_for_one_that_returned(group):
@@ -52,8 +53,24 @@ def wait_for_one_that_returned(group):
 def test_waiting_for_a_rank_that_returned_names_both():
     with pytest.raises(echelon.DeadlockError, match="rank 0 waits for rank 1, which has returned") as caught:
         echelon.simulate(wait_for_one_that_returned, 3)
-    assert "rank 1 has returned" in str(caught.value)
+    assert "rank 1 has returned, after no call" in str(caught.value)
     assert "rank 2 waits for rank 1 in receive from rank 1" in str(caught.value)
+
+
+def returns_too_early(group):
+    group.barrier()
+    if group.rank == 0:
+        return group.send(torch.ones(3), 2)
+    return group.recv((group.rank + 1) % 3, tag=9)
+
+
+def test_a_rank_that_returned_is_named_with_its_last_call_and_where_that_was():
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(returns_too_early, 3)
+    line = returns_too_early.__code__.co_firstlineno + 3
+    assert re.search(
+        rf"rank 0 has returned, after send to rank 2, tag 0 of float32\[3\] at .*:{line}$", str(caught.value), re.M
+    )
 
 
 def nobody_waits_for_its_work(group):

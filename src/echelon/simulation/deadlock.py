@@ -31,19 +31,19 @@ class Waiting(NamedTuple):
 
 
 def deadlock(
-    waiting: Iterable[Waiting], returned: Collection[int], killed: Collection[int], now: float
+    waiting: Iterable[Waiting], returned: Mapping[int, str], killed: Collection[int], now: float
 ) -> DeadlockError:
     """Makes the error for ranks that wait for ever.
 
     Args:
         waiting: all that wait.
-        returned: ranks whose function has returned.
+        returned: ranks whose function has returned, with what each called last, and where; empty for nothing.
         killed: ranks that a fault ended.
         now: virtual seconds.
     """
     tasks = sorted(waiting)
     lines = [str(task) for task in tasks]
-    lines += [f"rank {rank} has returned" for rank in sorted(returned)]
+    lines += [f"rank {rank} has returned, after {last or 'no call'}" for rank, last in sorted(returned.items())]
     lines += [f"rank {rank} was killed" for rank in sorted(killed)]
     return DeadlockError("\n  ".join([f"no rank can go on at {now:g} s: {_reason(tasks, returned)}", *lines]))
 

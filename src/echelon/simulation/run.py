@@ -14,6 +14,7 @@ import torch
 
 from echelon.backends.base import DEFAULT_TIMEOUT
 from echelon.errors import DeadlockError, InvalidWorldSize
+from echelon.flights import FlightRecorder
 from echelon.group import ProcessGroup
 from echelon.launch.failure import RankFailure, first_cause
 from echelon.launch.init import provide
@@ -211,7 +212,18 @@ class _Run:
         if world.faults.faults and world.tell_of_returned():
             return None
         idle = world.returned - {task.rank for task in tasks if task.number == 0}
-        return deadlock(waiting, idle, world.killed, self._scheduler.now)
+        returned = {rank: _last_call(world.flight_recorders[rank]) for rank in idle}
+        return deadlock(waiting, returned, world.killed, self._scheduler.now)
+
+
+def _last_call(recorder: FlightRecorder) -> str:
+    """Returns what a rank called last, and where; empty if it called nothing."""
+    records = recorder.records()
+    if not records:
+        return ""
+    last = records[-1]
+    number = f", #{last.sequence}" if last.sequence else ""
+    return f"{last.operation}{number} at {last.place}"
 
 
 def _waiting(task: Task) -> Waiting:

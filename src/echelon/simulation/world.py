@@ -14,6 +14,7 @@ from echelon.backends.status import Question, Status, status_of
 from echelon.backends.wire import as_sent, readable
 from echelon.errors import CollectiveMismatch, PeerFailed
 from echelon.flights import FlightRecorder
+from echelon.places import line_of
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.memory import MemoryMeter
@@ -151,9 +152,11 @@ class World:
             if balance > 0 and not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
+                flight = self.flight_recorders[src].find(tag.context, tag.sequence)
+                place = "" if flight is None else f" at {line_of(flight.place)}"
                 return CollectiveMismatch(
-                    f"rank {dst} has returned without {readable(note) or 'a collective'}, which rank {src} called: "
-                    "every rank must call the same operations in the same order with the same arguments"
+                    f"rank {dst} has returned without {readable(note) or 'a collective'}, which rank {src} called"
+                    f"{place}: every rank must call the same operations in the same order with the same arguments"
                 )
         return None
 
