@@ -186,15 +186,17 @@ class FlightRecorder:
         flights = reversed(self._flights.copy())
         return next((flight for flight in flights if flight.context == context and flight.sequence == sequence), None)
 
+    def under_way(self) -> list[Flight]:
+        """Returns the operations that have not ended, the oldest first."""
+        return [flight for flight in self._flights.copy() if flight.ended is None]
+
     def activity(self) -> str:
         """Says what this rank is doing now, as the end of a sentence about it."""
-        flights = self._flights.copy()
-        under_way = [flight for flight in flights if flight.ended is None]
-        if under_way:
+        if under_way := self.under_way():
             return f"in {' and '.join(map(str, under_way[-2:]))}"
-        if not flights:
+        if not self._flights:
             return "before its first operation"
-        last = flights[-1]
+        last = self._flights[-1]
         now = line_of(place_of_thread(last.thread))
         return f"past {last}, " + (f"now at {now}" if now else "at the end of its program")
 

@@ -51,7 +51,7 @@ def play(plan, own, comes):
     """Runs rank 0 and returns what it sent."""
     backend = LateBackend(comes)
     ranks = range(plan.num_ranks)
-    watch = Watch(SimulatedBackend.create_group(1)[0], ranks, FlightRecorder().begin("world", 1, 1, 0, "plan"))
+    watch = Watch(SimulatedBackend.create_group(1)[0], ranks, FlightRecorder().begin("world", 1, 1, 0, "plan"), 0.0)
     channel = Channel(backend, ranks, 0, 1, 1, "", 1.0, Selector((0,) * plan.num_ranks), watch)
     run(plan, channel, Parts.equal(own, plan.num_chunks), torch.Tensor.add_)
     return backend.sent

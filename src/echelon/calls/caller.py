@@ -103,9 +103,10 @@ class Caller:
             )
 
     def _run(self, operation: Operation[T], flight: Flight, timeout: float) -> T:
-        watch = Watch(self._backend, self._ranks, flight)
+        begun = self._backend.now()
+        watch = Watch(self._backend, self._ranks, flight, begun)
         note = signed(f"{flight.operation}, #{flight.sequence}", flight.signature)
-        deadline = self._backend.now() + timeout
+        deadline = begun + timeout
         try:
             result = self._act(operation, Call(flight.sequence, note, deadline, watch), watch)
         except (Exception, KeyboardInterrupt) as error:

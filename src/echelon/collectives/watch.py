@@ -29,19 +29,20 @@ _ADVICE = "every rank must call the same operations in the same order with the s
 class Watch:
     """Watches over one collective of this rank."""
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], flight: Flight) -> None:
-        """Begins when the collective begins to wait.
+    def __init__(self, backend: Backend, ranks: Sequence[int], flight: Flight, begun: float) -> None:
+        """Describes what to watch over.
 
         Args:
             backend: what the ranks are asked over.
             ranks: the backend's rank of each member of the group.
             flight: the collective.
+            begun: when it began to run, in the backend's time.
         """
         self._backend = backend
         self._ranks = ranks
         self._flight = flight
-        self._begun = backend.now()
-        self.looks_at = self._begun + backend.doubts_after
+        self._begun = begun
+        self.looks_at = begun + backend.doubts_after
         """When to look next, in the backend's time."""
 
     def look(self, peer: int, has_come: Callable[[], bool]) -> None:
@@ -89,6 +90,10 @@ class Watch:
             return CollectiveMismatch(f"{mine}: {detail}")
         return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}: {_ADVICE}")
 
+    def mismatch(self) -> CollectiveMismatch | None:
+        """Asks all ranks; returns the error if one has called something else as this operation."""
+        return self._mismatch(self._ask(self._ranks))
+
     def departure(self, failure: PeerFailed) -> CollectiveMismatch:
         """Makes the error for a rank that has closed its group, which is to make fewer calls."""
         return CollectiveMismatch(f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}")
@@ -101,9 +106,8 @@ class Watch:
         """
         waited = self._backend.now() - self._begun
         statuses = self._ask(self._ranks)
-        for rank, status in statuses.items():
-            if status.standing == Standing.ELSEWHERE:
-                raise self.disagreement(rank)
+        if mismatch := self._mismatch(statuses):
+            raise mismatch
         others = [rank for rank in self._ranks if rank != self._backend.rank]
         behind = [rank for rank in others if rank in statuses and statuses[rank].standing == Standing.BEFORE]
         silent = [rank for rank in others if rank not in statuses]
@@ -123,6 +127,10 @@ class Watch:
         others = [rank for rank in ranks if rank != self._backend.rank]
         question = Question(flight.context, flight.sequence, flight.signature)
         return self._backend.ask(others, question, _ANSWER_SECONDS)
+
+    def _mismatch(self, statuses: Mapping[int, Status]) -> CollectiveMismatch | None:
+        others = [rank for rank, status in statuses.items() if status.standing == Standing.ELSEWHERE]
+        return self.disagreement(others[0]) if others else None
 
     def _mine(self) -> str:
         return f"{self._flight} on rank {self._backend.rank}"

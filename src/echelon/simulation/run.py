@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from echelon.backends.base import DEFAULT_TIMEOUT
+from echelon.backends.wire import readable
+from echelon.collectives.watch import Watch
 from echelon.errors import DeadlockError, InvalidWorldSize
 from echelon.flights import FlightRecorder
 from echelon.group import ProcessGroup
@@ -146,6 +148,8 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
         self._backends: list[VirtualBackend] = []
+        self._disputed: set[int] = set()
+        """Contexts whose ranks were told that they disagree."""
         self._scheduler.on_stuck = self._explain
 
     def run(self) -> None:
@@ -211,9 +215,24 @@ class _Run:
         world = self._world
         if world.faults.faults and world.tell_of_returned():
             return None
+        if self._tell_of_disagreement():
+            return None
         idle = world.returned - {task.rank for task in tasks if task.number == 0}
         returned = {rank: _last_call(world.flight_recorders[rank]) for rank in idle}
         return deadlock(waiting, returned, world.killed, self._scheduler.now)
+
+    def _tell_of_disagreement(self) -> bool:
+        """Tells all ranks of a collective that two have called differently; says whether there was such news."""
+        for backend in self._backends:
+            for flight in backend.flight_recorder.under_way():
+                if flight.sequence and flight.context not in self._disputed:
+                    watch = Watch(backend, range(backend.world_size), flight, self._scheduler.now)
+                    if mismatch := watch.mismatch():
+                        self._disputed.add(flight.context)
+                        for mailbox in self._world.mailboxes:
+                            mailbox.fail_context(flight.context, mismatch)
+                        return True
+        return False
 
 
 def _last_call(recorder: FlightRecorder) -> str:
@@ -232,7 +251,7 @@ def _waiting(task: Task) -> Waiting:
     return Waiting(
         rank=task.rank,
         peer=work.peer,
-        doing=work.operation or str(work.description),
+        doing=readable(work.operation) or str(work.description),
         place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
         is_beside=task.number > 0,
     )
