@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from echelon.calls.point_to_point import RecvFrom, SendTo
     from echelon.data_parallel import DDP, DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
     from echelon.group import ProcessGroup
-    from echelon.launch.init import init
+    from echelon.launch.init import flight_recorder, init
     from echelon.launch.spawn import spawn
     from echelon.mesh import Mesh
     from echelon.simulation import (
@@ -69,6 +69,7 @@ _WHERE = {
     "SyncBatchNorm": "echelon.data_parallel",
     "ZeroOptimizer": "echelon.data_parallel",
     "explore": "echelon.simulation",
+    "flight_recorder": "echelon.launch.init",
     "init": "echelon.launch.init",
     "simulate": "echelon.simulation",
     "spawn": "echelon.launch.spawn",
@@ -111,6 +112,7 @@ __all__ = [
     "UnsupportedOp",
     "ZeroOptimizer",
     "explore",
+    "flight_recorder",
     "init",
     "simulate",
     "spawn",

@@ -21,6 +21,7 @@ from echelon.collectives.algorithms import numbered
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
 from echelon.errors import Closed, InvalidRank, PeerFailed
+from echelon.flights import write_records
 
 __all__ = ["JsonLike", "ProcessGroup"]
 
@@ -139,9 +140,13 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
         self._caller.check_seen()
 
     def abort(self, reason: str, origin: int | None = None) -> None:
-        """Gives up: every rank of the world that waits for this one gets PeerFailed with `reason`, and so later."""
+        """Gives up: every rank of the world that waits for this one gets PeerFailed with `reason`, and so later.
+
+        Where ECHELON_FLIGHT_RECORDER names a folder, this rank's last operations are written to it.
+        """
         self._closed = True
         self.backend.abort(reason, origin)
+        write_records(self.backend.flight_recorder, self.backend.rank)
 
     def __enter__(self) -> ProcessGroup:
         return self

@@ -10,6 +10,7 @@ import atexit
 import os
 import secrets
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from echelon.backends.base import DEFAULT_TIMEOUT, Backend
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp import TcpBackend
 from echelon.errors import ConnectError, LaunchError
+from echelon.flights import FlightRecord, FlightRecorder
 from echelon.group import ProcessGroup
 from echelon.launch import environment
 from echelon.launch.environment import Environment
@@ -30,6 +32,8 @@ from echelon.launch.tuned import agreed_table
 CONNECT_TIMEOUT = 60.0
 """Seconds in which all ranks have to find each other."""
 
+_latest: deque[FlightRecorder] = deque(maxlen=1)
+"""What the group that `init` made last has recorded: kept after the group is gone, for whoever asks why."""
 _provided: ContextVar[ProcessGroup | None] = ContextVar("echelon_provided_group", default=None)
 
 
@@ -83,10 +87,24 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> ProcessGrou
     launched = environment.read(os.environ)
     connected = share_memory(_connect(launched, timeout), name, min(timeout, CONNECT_TIMEOUT))
     group = ProcessGroup(connected, table=agreed_table(connected, min(timeout, CONNECT_TIMEOUT)))
+    _latest.append(connected.flight_recorder)
     if launched is not None:
         report_uncaught(group)
         atexit.register(_close, weakref.ref(group))
     return group
+
+
+def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ...]:
+    """Returns the last 1,000 operations of this rank, the oldest first: what was called, where, and how it ended.
+
+    Collectives, and messages between two ranks. Nothing of the tensors is kept but their shapes and bytes.
+
+    Args:
+        group: any group of this rank; None: the one that `init` gave.
+    """
+    found = group or _provided.get()
+    recorder = found.backend.flight_recorder if found is not None else next(iter(_latest), None)
+    return recorder.records() if recorder is not None else ()
 
 
 def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
