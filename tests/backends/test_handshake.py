@@ -56,7 +56,12 @@ def assert_hung_up(connection):
 
 
 def test_a_stranger_that_says_nothing_keeps_nobody_out(connect):
-    connect()
+    """It is greeted like anyone, and neither waited for nor sent away at once; the ranks meet when the fixture ends."""
+    connection = connect()
+    assert len(receive(connection, 40)) == 40
+    connection.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        connection.recv(1)
 
 
 def test_a_stranger_that_says_nothing_is_sent_away_in_the_end(connect, monkeypatch):
@@ -196,8 +201,10 @@ def test_without_a_secret_the_error_says_how_to_set_it(monkeypatch):
 def test_the_secret_is_taken_from_the_environment(monkeypatch):
     monkeypatch.setenv("ECHELON_SECRET", "from the environment")
     with free_address() as address:
-        for backend in connect_all(2, address, secret=None):
-            backend.abort("enough")
+        world = connect_all(2, address, secret=None)
+    assert [(backend.rank, backend.world_size) for backend in world] == [(0, 2), (1, 2)]
+    for backend in world:
+        backend.abort("enough")
 
 
 def test_the_secret_is_not_shown():

@@ -10,6 +10,7 @@ import pytest
 from echelon.bench import start
 from echelon.bench.subject import EchelonSubject
 from echelon.cli import main
+from tests.cli.commands import printed, refusal
 
 PRINTED = """\
 # all_reduce by ring: 4 ranks on 4 hosts, simulated over 10GbE, in virtual time
@@ -25,14 +26,8 @@ PRINTED = """\
 SIMULATED = ["--backend", "simulated"]
 
 
-@pytest.fixture(autouse=True)
-def _started_by_nobody(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-
-
-def run(capsys, *arguments):
-    assert main(["bench", *arguments]) == 0
-    return capsys.readouterr().out
+def run(capture, *arguments):
+    return printed(capture, "bench", *arguments)
 
 
 def test_simulated_ranks_take_the_time_of_the_formula(capsys):
@@ -42,8 +37,8 @@ def test_simulated_ranks_take_the_time_of_the_formula(capsys):
 
 def test_hosts_and_networks_count(capsys):
     def seconds(*options):
-        printed = run(capsys, "all_reduce", "-n", "4", "--min", "1M", "--max", "1M", "--json", *SIMULATED, *options)
-        return json.loads(printed)["rows"][0]["subjects"]["simulated"]["seconds"]
+        found = run(capsys, "all_reduce", "-n", "4", "--min", "1M", "--max", "1M", "--json", *SIMULATED, *options)
+        return json.loads(found)["rows"][0]["subjects"]["simulated"]["seconds"]
 
     apart, nested = seconds(), seconds("--hosts", "2x2")
     assert nested < apart < seconds("--network", "1GbE")
@@ -52,11 +47,11 @@ def test_hosts_and_networks_count(capsys):
 
 @pytest.mark.parametrize("operation", ["reduce", "all-gather", "scatter", "barrier", "send-recv"])
 def test_every_kind_of_operation(capsys, operation):
-    printed = json.loads(run(capsys, operation, "--max", "64", "--json", "--root", "1", *SIMULATED))
-    assert printed["num_ranks"] == 2
-    assert printed["network"] == "10GbE"
-    assert all(row["subjects"]["simulated"]["wrong"] == 0 for row in printed["rows"])
-    assert len(printed["rows"]) == (1 if operation == "barrier" else 4)
+    found = json.loads(run(capsys, operation, "--max", "64", "--json", "--root", "1", *SIMULATED))
+    assert found["num_ranks"] == 2
+    assert found["network"] == "10GbE"
+    assert all(row["subjects"]["simulated"]["wrong"] == 0 for row in found["rows"])
+    assert len(found["rows"]) == (1 if operation == "barrier" else 4)
 
 
 def test_the_status_tells_of_wrong_values(capsys, monkeypatch):
@@ -180,10 +175,7 @@ def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
     ],
 )
 def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):
-    assert main(["bench", *arguments.split()]) in (1, 2)
-    error = capsys.readouterr().err
-    assert error.startswith(f"echelon: {message}")
-    assert error.count("\n") == 1
+    assert refusal(capsys, "bench", *arguments.split(), statuses=(1, 2)).startswith(message)
 
 
 def test_a_rank_is_not_asked_how_many_there_are(capsys, monkeypatch):

@@ -1,9 +1,11 @@
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
 from echelon.cli import main
+from tests.cli.commands import imported_by, printed, refusal
 
 
 @pytest.mark.parametrize(
@@ -17,20 +19,19 @@ from echelon.cli import main
         (["run", "-n", "2"], "Missing argument 'SCRIPT'"),
         (["run", __file__], "Missing option '-n'"),
         (["run", "--ranks", "2", __file__], "No such option: --ranks"),
-        (["fly"], "No such command 'fly'"),
+        (["fly"], "No such command 'fly': see `echelon --help`"),
+        (["plan", "--fly"], "No such option: --fly: see `echelon plan --help`"),
+        (["plan", "barrier", "--fly"], "No such option: --fly: see `echelon plan all-reduce --help`"),
     ],
 )
 def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"echelon: {message}")
-    assert error.count("\n") == 1
+    assert refusal(capsys, *arguments).startswith(message)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_the_commands(capsys, arguments):
-    assert main(arguments) == 0
-    assert "run " in capsys.readouterr().out
+    commands = printed(capsys, *arguments).partition("Commands:")[2].split("\n")
+    assert [line.split()[0] for line in commands if line.strip()] == ["run", "plan", "bench", "tune"]
 
 
 def test_without_typer_there_is_a_hint(capsys, monkeypatch):
@@ -40,9 +41,15 @@ def test_without_typer_there_is_a_hint(capsys, monkeypatch):
     assert capsys.readouterr().err == "echelon: the command line needs typer: pip install 'echelon[cli]'\n"
 
 
-def test_help_does_not_wait_for_torch():
-    code = "import sys; from echelon.cli import main; main(['run', '--help']); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("command", ["run", "plan", "bench", "tune"])
+def test_help_does_not_wait_for_torch(command):
+    imported = imported_by(command, "--help")
+    assert f"echelon.cli.{command}" in imported
+    assert not {"torch", "numpy"} & imported
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert printed(capsys, "--version") == f"echelon {version('echelon')}\n"
 
 
 def test_python_m_echelon_is_the_command_line():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from echelon.cli import main
 from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build
 from echelon.collectives.plan import text_of_round
+from tests.cli.commands import imported_by, printed, refusal
 
 BROADCAST = """\
 binomial broadcast: 3 ranks, 1 chunk, 1000 bytes
@@ -40,18 +38,8 @@ ECHELON_BROADCAST=NAME makes a group take another one
 """
 
 
-@pytest.fixture(autouse=True)
-def wide_and_plain(monkeypatch, tmp_path):
-    """The console is 80 columns wide without colour, wherever the tests run."""
-    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.chdir(tmp_path)
-
-
 def run(capsys, *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out
+    return printed(capsys, "plan", *arguments)
 
 
 def test_the_plan_is_printed(capsys):
@@ -110,9 +98,14 @@ def test_with_hosts_the_algorithms_that_go_by_them_are_listed_and_chosen(capsys)
 
 
 def test_a_rank_alone_has_no_picture(capsys):
-    printed = run(capsys, "barrier", "--algorithm", "dissemination", "-r", "1").splitlines()
-    assert printed[:3] == ["dissemination barrier: 1 rank, 0 chunks, 0 bytes", "simulated: 0 rounds, 0 us", ""]
-    assert printed[3].startswith("rank  messages")
+    lines = run(capsys, "barrier", "--algorithm", "dissemination", "-r", "1").splitlines()
+    assert lines[:3] == ["dissemination barrier: 1 rank, 0 chunks, 0 bytes", "simulated: 0 rounds, 0 us", ""]
+    assert lines[3].startswith("rank  messages")
+
+
+def test_what_is_no_collective_but_the_value_of_an_option(capsys, tmp_path):
+    assert run(capsys, "--csv", "gather", "1f1b", "-r", "2", "-m", "2").endswith("wrote gather\n")
+    assert run(capsys, "--json", "-r", "2", "gather").startswith("[")
 
 
 def test_rounds_that_do_not_fit_are_counted(capsys):
@@ -146,7 +139,10 @@ def test_files_are_written(capsys, tmp_path):
             "--hosts 2x2 is for 4, not for no number of ranks: give as a,a,b,b or 2x2, with -r 4",
         ),
         ("all-reduce --algorithm ring -r 4 --alpha x", "--alpha x: not a number; give one, such as 1.5"),
-        ("all-reduce --algorithm ring -r 4 --bytes -1", "Invalid value for '--bytes'"),
+        ("all-reduce --algorithm ring -r 4 --bytes -1", "--bytes -1: not a number of bytes; give one such as 8, 64K"),
+        ("all-reduce -r 4 --bytes 1000000000000000000000", "--bytes 1000000000000000000000: more than 4T bytes; give "),
+        ("all-reduce -r 1000000000000", "-r 1000000000000 is too many: give at most 1024"),
+        ("broadcast -r 4 --alpha 1e400", "--alpha 1e400: above 1e100; give a smaller number, such as 1.5"),
         ("all-reduce --algorithm ring -r 4 -m 4", "No such option: -m"),
         ("all-reduce --svg a.svg", "a.svg: there is no one plan to draw; name it, as --algorithm ring -r 4"),
         ("all-reduce --algorithm ring -r 4 --svg a.png", "--svg a.png: give a name that ends in .svg"),
@@ -154,16 +150,10 @@ def test_files_are_written(capsys, tmp_path):
     ],
 )
 def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):
-    assert main(["plan", *arguments.split()]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"echelon: {message}")
-    assert error.count("\n") == 1
+    assert refusal(capsys, "plan", *arguments.split()).startswith(message)
 
 
 def test_torch_is_not_imported():
-    code = (
-        "import sys; from echelon.cli import main\n"
-        "status = main(['plan', 'all-reduce', '--algorithm', 'ring', '-r', '4'])\n"
-        "sys.exit(status or bool({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
+    imported = imported_by("plan", "all-reduce", "--algorithm", "ring", "-r", "4")
+    assert "echelon.collectives.cost" in imported
+    assert not {"torch", "numpy", "matplotlib"} & imported

@@ -214,7 +214,7 @@ class Backend(ABC):
 
     def __init__(self, rank: int, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> None:
         if world_size < 1:
-            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank")
+            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank: give 1 or more")
         if not 0 <= rank < world_size:
             raise InvalidRank(rank, world_size)
         self.rank = rank

@@ -44,7 +44,7 @@ class SimulatedBackend(Backend):
             InvalidWorldSize: `world_size` is below 1.
         """
         if world_size < 1:
-            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank")
+            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank: give 1 or more")
         world: list[SimulatedBackend] = []
         world.extend(cls(rank, world, world_size, timeout) for rank in range(world_size))
         return world

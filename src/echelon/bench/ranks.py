@@ -34,12 +34,13 @@ def measure_and_print(
         subjects.append(peer(group))
     prints = group.rank == 0
     try:
-        if prints and not request.as_json:
-            print(f"{_head(group, request)}\n{table.titles([subject.name for subject in subjects])}", flush=True)
+        head = f"{_head(group, request)}\n{table.titles([subject.name for subject in subjects])}\n"
 
         def report(row: Row) -> None:
+            nonlocal head
             if prints and not request.as_json:
-                print(table.line(row), flush=True)
+                print(head + table.line(row), flush=True)
+                head = ""
 
         rows = measure(group, request, subjects, report)
     finally:

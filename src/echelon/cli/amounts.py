@@ -9,17 +9,21 @@ from echelon.errors import ScheduleError
 from echelon.pipeline.cost import Amount, Costs
 from echelon.trace import Time
 
+_LARGEST = 10**100
+
 
 def one_number(option: str, text: str) -> Time:
     """Reads the value of an option. Whole numbers stay exact.
 
     Raises:
-        ScheduleError: it is not a number of at least 0.
+        ScheduleError: it is not a number from 0 to 1e100.
     """
     try:
         value = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
         raise ScheduleError(f"{option} {text}: not a number; give one, such as 1.5") from None
+    if value > _LARGEST:
+        raise ScheduleError(f"{option} {text[:20]}: above 1e100; give a smaller number, such as 1.5")
     if value < 0:
         raise ScheduleError(f"{option} {text}: below 0; give a number of at least 0, such as 1.5")
     return int(value) if value.denominator == 1 else float(value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import cast
+from importlib.metadata import version as version_of
+from typing import Annotated, cast
 
 import typer
 
@@ -15,14 +16,19 @@ from echelon.cli.run import run
 from echelon.cli.tune import tune
 from echelon.errors import EchelonError
 
+_HELP = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     name="echelon",
     help="Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings=_HELP,
 )
-collectives = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+collectives = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=_HELP
+)
 """`echelon plan` where a collective is named: other options than those of a pipeline's schedule."""
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("plan")(plan)
@@ -31,9 +37,18 @@ app.command("tune")(tune)
 collectives.command()(plan_collective)
 
 
+def _print_version(asked_for: bool) -> None:
+    if asked_for:
+        print(f"echelon {version_of('echelon')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _echelon() -> None:
-    # With a callback, typer keeps the name of the command even while there is only one.
+def _echelon(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     pass
 
 
@@ -43,8 +58,9 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 def run_app(arguments: Sequence[str]) -> int:
     """Runs the command that `arguments` ask for and returns the exit status."""
+    of_collective = False
     try:
-        if is_asked_for(arguments := list(arguments)):
+        if of_collective := is_asked_for(arguments := list(arguments)):
             status = collectives(arguments[1:], prog_name="echelon plan", standalone_mode=False)
         else:
             status = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
@@ -53,7 +69,8 @@ def run_app(arguments: Sequence[str]) -> int:
         return 2 if isinstance(error, ValueError) else 1
     except _UsageError as error:
         message = error.format_message().rstrip(".")
-        print(f"echelon: {message}: see `echelon --help`", file=sys.stderr)
+        command = "echelon" if error.ctx is None else error.ctx.command_path
+        print(f"echelon: {message}: see `{command}{' all-reduce' * of_collective} --help`", file=sys.stderr)
         return 2
     except typer.Abort:  # what typer makes of Ctrl-C
         return 130

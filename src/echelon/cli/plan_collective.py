@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from echelon.bench.sizes import read_size
 from echelon.cli.amounts import one_number
 from echelon.cli.hosts import read_hosts
 from echelon.cli.plan_files import Files
@@ -27,12 +28,26 @@ from echelon.errors import PlanError
 from echelon.trace import Timeline
 from echelon.wording import counted
 
-_MOST_RANKS = 64
+_MOST_ROWS = 64
+_MOST_RANKS = 1024
+"""More than this are a slip of the keyboard, or more than anybody waits for."""
+_FLAGS = ("--json", "--compare", "--search", "--help", "-h")
+"""The options without a value, of both kinds of plans."""
 
 
 def is_asked_for(arguments: Sequence[str]) -> bool:
     """Says whether a command line asks for the plan of a collective, not of a pipeline."""
-    return arguments[:1] == ["plan"] and any(_operation(word) in OPERATIONS for word in arguments[1:])
+    return arguments[:1] == ["plan"] and _operation(_first_of(arguments[1:])) in OPERATIONS
+
+
+def _first_of(words: Sequence[str]) -> str:
+    """Returns the first word that is neither an option nor the value of one; nothing, if there is none."""
+    is_value = False
+    for word in words:
+        if not is_value and not word.startswith("-"):
+            return word
+        is_value = word.startswith("-") and "=" not in word and word not in _FLAGS
+    return ""
 
 
 def plan_collective(
@@ -43,7 +58,7 @@ def plan_collective(
     hosts: Annotated[
         str | None, typer.Option(metavar="HOSTS", help="The host of each rank, as a,a,b,b, or 2x2: two of two ranks.")
     ] = None,
-    num_bytes: Annotated[int, typer.Option("--bytes", min=0, help="Of the whole tensor.")] = 1 << 20,
+    num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Of the whole tensor.")] = "1M",
     alpha: Annotated[str, typer.Option(metavar="SECONDS", help="Of a message, whatever its size.")] = "1e-5",
     beta: Annotated[str, typer.Option(metavar="SECONDS", help="For each byte of a message.")] = "1e-9",
     gamma: Annotated[str, typer.Option(metavar="SECONDS", help="To combine a byte with another.")] = "1e-10",
@@ -63,8 +78,11 @@ def plan_collective(
     A message of b bytes takes alpha + b beta, combining b bytes takes b gamma.
     """
     operation = _operation(operation)
+    size = read_size("--bytes", num_bytes)
     files = Files(svg, png, chrome, None)
     files.check(compare=False)
+    if num_ranks is not None and num_ranks > _MOST_RANKS:
+        raise PlanError(f"-r {num_ranks} is too many: give at most {_MOST_RANKS}")
     names = None if hosts is None else read_hosts(hosts, num_ranks)
     costs = LinkCosts(
         alpha=one_number("--alpha", alpha),
@@ -77,16 +95,16 @@ def plan_collective(
     console = Console(highlight=False)
     if algorithm is None:
         _refuse_files(svg, png, chrome)
-        rows = _list(operation, num_ranks, root, num_bytes, costs)
+        rows = _list(operation, num_ranks, root, size, costs)
         print(json.dumps(rows, indent=2)) if as_json else _print_list(console, operation, rows)
         return
-    name = algorithm.replace("-", "_")
+    name = _operation(algorithm)
     if num_ranks is None:
         raise PlanError("-r is missing: give the number of ranks, as -r 4")
     plan = build(operation, name, num_ranks, root, names)
     check(plan, goal_of(operation, plan, root))
-    timeline = simulate(plan, chunk_bytes(operation, plan, num_bytes), costs)
-    found = _Found(operation, name, plan, num_bytes, timeline)
+    timeline = simulate(plan, chunk_bytes(operation, plan, size), costs)
+    found = _Found(operation, name, plan, size, timeline)
     written = _write_files(timeline, svg, png, chrome)
     if as_json:
         print(json.dumps({**_as_values(found), "files": written}, indent=2))
@@ -165,7 +183,7 @@ def _print_plan(console: Console, found: _Found) -> None:
     if plan.num_rounds:
         write(console, Text(f"{grid(plan, console.width)}\n\n{legend(plan)}\n"))
     rows: list[Sequence[str]] = [("rank", "messages", "bytes sent", "busy", "idle")]
-    for rank in range(min(plan.num_ranks, _MOST_RANKS)):
+    for rank in range(min(plan.num_ranks, _MOST_ROWS)):
         busy = timeline.busy[rank]
         times = (_duration(busy), _duration(timeline.makespan - busy))
         rows.append((str(rank), str(len(found.sends(rank))), f"{found.bytes_sent(rank):.12g}", *times))

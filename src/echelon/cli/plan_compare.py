@@ -15,6 +15,7 @@ from echelon.pipeline.cost import Costs
 from echelon.pipeline.recommend import Option, recommend
 from echelon.pipeline.summary import number
 from echelon.trace import Time
+from echelon.wording import counted
 
 
 class Memory(NamedTuple):
@@ -61,7 +62,8 @@ def compare_schedules(console: Console, request: Request, costs: Costs, memory: 
         sizes = {"num_ranks": request.num_ranks, "num_microbatches": request.num_microbatches}
         print(to_json({**sizes, "schedules": [_values(option) for option in options]}))
         return
-    write(console, Text(f"{request.num_ranks} ranks, {request.num_microbatches} microbatches", style="bold"))
+    title = f"{counted(request.num_ranks, 'rank')}, {counted(request.num_microbatches, 'microbatch')}"
+    write(console, Text(title, style="bold"))
     write(console, Text())
     print_table(console, [_TITLES, *map(_row, options)])
 

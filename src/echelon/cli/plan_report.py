@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.summary import number, summary
 from echelon.pipeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line, lines
 from echelon.trace import Time, Timeline
+from echelon.wording import counted
 
 _MOST_RANKS = 64
 """More rows than this are of no use on a terminal."""
@@ -63,7 +65,8 @@ def exact(value: Time) -> int | float:
 
 def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> None:
     """Prints the sizes, the picture and a table of the ranks. `held`: the peak of each rank in microbatches."""
-    sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    counts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
+    sizes = ", ".join(starmap(counted, counts))
     in_color = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
     write(console, Text(f"{schedule.name}: {sizes}", style="bold"))
     write(console, Text(summary(timeline)))
@@ -76,7 +79,7 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: S
     print_table(console, _table(schedule, timeline, held))
     if schedule.num_ranks > _MOST_RANKS:
         left_out = schedule.num_ranks - _MOST_RANKS
-        write(console, Text(f"and {left_out} more ranks: --json lists them, --png FILE draws them"))
+        write(console, Text(f"and {counted(left_out, 'more rank')}: --json lists them, --png FILE draws them"))
 
 
 def write(console: Console, text: Text) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from echelon.collectives.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
 from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedule import Schedule
 from echelon.trace import Time
+
+_MOST_RANKS = 4096
+_MOST_MICROBATCHES = 1_000_000
+_MOST_CHUNKS = 256
+_MOST_FORWARDS = 4_000_000
+"""More than these are a slip of the keyboard, or more than anybody waits for."""
 
 
 class Request(NamedTuple):
@@ -46,9 +54,22 @@ class Request(NamedTuple):
             self._refuse("--compare takes all schedules, with one chunk and with two", "--chunks", "--group-size")
         elif self.search:
             self._refuse("--search is not for interleaved-1f1b", "--group-size")
-        if not self.is_file:
-            self._check_size("-r", self.num_ranks)
-            self._check_size("-m", self.num_microbatches)
+        if self.is_file:
+            return
+        if self.schedule is not None and self.schedule not in schedules.names():
+            raise ScheduleError(_unknown(self.schedule))
+        self._check_size("-r", self.num_ranks, _MOST_RANKS)
+        self._check_size("-m", self.num_microbatches, _MOST_MICROBATCHES)
+        if self.chunks is not None and self.chunks > _MOST_CHUNKS:
+            raise ScheduleError(f"--chunks {self.chunks} is too many: give at most {_MOST_CHUNKS}")
+        assert self.num_ranks is not None, "checked"
+        assert self.num_microbatches is not None, "checked"
+        product = self.num_ranks * self.num_microbatches * (self.chunks or 1)
+        if product > _MOST_FORWARDS:
+            raise ScheduleError(
+                f"-r {self.num_ranks} -m {self.num_microbatches} are {product} forwards, too many to look at: give "
+                f"numbers whose product is at most {_MOST_FORWARDS}"
+            )
 
     def _refuse(self, reason: str, *options: str) -> None:
         values = {"-r": self.num_ranks, "--chunks": self.chunks, "--group-size": self.group_size}
@@ -56,10 +77,12 @@ class Request(NamedTuple):
             if values[option] is not None:
                 raise ScheduleError(f"{option} {values[option]}: {reason}; leave {option} out")
 
-    def _check_size(self, option: str, value: int | None) -> None:
+    def _check_size(self, option: str, value: int | None, most: int) -> None:
         if value is None or value < 1:
             given = "is missing" if value is None else f"{value} is too few"
             raise ScheduleError(f"{option} {given}: give the numbers of ranks and of microbatches, as -r 4 -m 16")
+        if value > most:
+            raise ScheduleError(f"{option} {value} is too many: give at most {most}")
 
     def make(self, costs: Costs, limit: Time | None) -> Schedule:
         """Reads, searches or builds the schedule.
@@ -98,6 +121,19 @@ def check_limit(schedule: Schedule, held: Sequence[float], limit: Time | None) -
     raise ScheduleError(
         f"{schedule.name} does not fit: rank {held.index(max(held))} holds {enough:g} microbatches, over the limit of "
         f"{limit:g}; give --memory-limit {enough:g}, or let --search find a schedule that fits"
+    )
+
+
+def _unknown(name: str) -> str:
+    """Says that there is no such schedule, and what there is."""
+    if any(name.replace("-", "_") == algorithm.name for each in OPERATIONS for algorithm in algorithms_of(each)):
+        return f"{name} is an algorithm: name the collective first, as in `echelon plan all-reduce --algorithm ring`"
+    collectives = [operation.replace("_", "-") for operation in OPERATIONS]
+    close = difflib.get_close_matches(name.lower(), [*schedules.names(), *collectives], n=1)
+    hint = f"did you mean {close[0]}? There are" if close else "choose from"
+    return (
+        f"no schedule or collective is called {name!r}: {hint} {_names()}; {', '.join(collectives)}; or give a file "
+        "that ends in .csv"
     )
 
 

@@ -27,7 +27,7 @@ GRACE = 3.0
 def check_world_size(world_size: int) -> None:
     """Raises InvalidWorldSize unless `world_size` is a number of ranks."""
     if not isinstance(world_size, int) or world_size < 1:
-        raise InvalidWorldSize(f"world_size={world_size!r}: a world has at least 1 rank")
+        raise InvalidWorldSize(f"world_size={world_size!r}: a world has at least 1 rank: give 1 or more")
 
 
 def pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:

@@ -104,7 +104,7 @@ def simulate(
         Exception: that of the rank which failed first, with a note that names the rank.
     """
     if world_size < 1:
-        raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank")
+        raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank: give 1 or more")
     cost, meter = step_cost(costs), meter_for(costs)
     if callable(faults):
         faults = faults(random.Random(f"faults of {seed}"), world_size)
