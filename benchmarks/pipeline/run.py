@@ -296,17 +296,16 @@ def measure_alone(step: Step) -> float:
 
 
 def report(result: dict[str, Any], work: Work) -> None:
+    transfer, around = result["link"]
     print(
-        f"{work.depth} x (Linear {work.width} + ReLU), {work.microbatches} microbatches of {work.samples} samples, ",
-        end="",
+        f"{work.depth} x (Linear {work.width} + ReLU), {work.microbatches} microbatches of {work.samples}, "
+        f"{RANKS} processes x 1 thread; one process alone: {result['alone'] * 1e3:.2f} ms"
     )
-    print(f"{RANKS} processes x 1 thread")
-    print(f"one process: {result['alone'] * 1e3:.2f} ms; a transfer: {result['transfer'] * 1e6:.0f} us\n")
+    print(f"from step to step of another rank: {transfer * 1e6:.0f} us; around a step: {around * 1e6:.0f} us\n")
     print(
-        "| schedule | Echelon (ms) | torch (ms) | ratio | ideal (ms) | to ideal | predicted (ms) | to predicted ",
-        end="",
+        "| schedule | Echelon (ms) | torch (ms) | ratio | ideal (ms) | ratio | predicted (ms) | ratio "
+        "| us per action | torch's | ratio |"
     )
-    print("| own cost per action (us) | torch's (us) | ratio |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in result["rows"]:
         ours, *theirs = map(statistics.median, row["times"])
