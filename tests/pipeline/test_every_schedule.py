@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
 import echelon
@@ -11,6 +12,7 @@ from echelon.pipeline import Costs, Pipeline, Schedule, schedules
 from echelon.pipeline.action import Action
 from echelon.pipeline.exactness import exact_stages, is_exact
 from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
+from tests.pipeline.named import schedules as schedules_of
 from tests.pipeline.named import sizes_of
 
 TRAINING = [name for name in schedules.names() if name != "forward-only"]
@@ -62,6 +64,11 @@ def test_gradients_are_those_of_one_process(name, dtype, num_ranks):
     run = echelon.simulate(train, num_ranks, (schedule, dtype, num_samples), timeout=20.0)
     assert is_exact(schedule)
     assert_equal_to_alone(run.results, schedule, dtype, num_samples)
+
+
+@given(schedules_of(max_ranks=8, max_microbatches=32, among=tuple(TRAINING)))
+def test_every_named_schedule_keeps_to_the_order_of_the_microbatches(schedule):
+    assert is_exact(schedule)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
