@@ -7,17 +7,36 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from echelon.data_parallel.ddp import DDP, DistributedDataParallel
+    from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientBucket, GradientHook, LocalSGD
+    from echelon.data_parallel.powersgd import PowerSGD
     from echelon.data_parallel.sync_batchnorm import SyncBatchNorm
     from echelon.data_parallel.zero import ZeroOptimizer
 
 _WHERE = {
+    "AccumulateIn": "echelon.data_parallel.hooks",
+    "CompressTo": "echelon.data_parallel.hooks",
     "DDP": "echelon.data_parallel.ddp",
     "DistributedDataParallel": "echelon.data_parallel.ddp",
+    "GradientBucket": "echelon.data_parallel.hooks",
+    "GradientHook": "echelon.data_parallel.hooks",
+    "LocalSGD": "echelon.data_parallel.hooks",
+    "PowerSGD": "echelon.data_parallel.powersgd",
     "SyncBatchNorm": "echelon.data_parallel.sync_batchnorm",
     "ZeroOptimizer": "echelon.data_parallel.zero",
 }
 
-__all__ = ["DDP", "DistributedDataParallel", "SyncBatchNorm", "ZeroOptimizer"]
+__all__ = [
+    "DDP",
+    "AccumulateIn",
+    "CompressTo",
+    "DistributedDataParallel",
+    "GradientBucket",
+    "GradientHook",
+    "LocalSGD",
+    "PowerSGD",
+    "SyncBatchNorm",
+    "ZeroOptimizer",
+]
 
 
 def __getattr__(name: str) -> object:
