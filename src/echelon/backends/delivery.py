@@ -111,7 +111,7 @@ class Delivery:
         """Finds a place for the bytes if `receive` asks for them, or takes the tensor that is there already."""
         self._head = (src, shape, dtype, note)
         self._arrived = False
-        self._error: EchelonError | None = None
+        self._error: Exception | None = None
         self._receive: Receive | None = None
         self.tag = tag
         self.is_placed = receive is not None or whole is not None
@@ -177,7 +177,10 @@ class Delivery:
     def wrote(self, done: int) -> None:
         """Says that the first `done` bytes are where they were to be written."""
         if self.pieces is not None:
-            self.pieces.wrote(done)
+            try:
+                self.pieces.wrote(done)
+            except Exception as error:  # whatever combining raises is the receive's, not of who reads the connection
+                self.fail(error)
 
     def finish(self) -> None:
         """Says that every byte has arrived."""
@@ -215,7 +218,7 @@ class Delivery:
         self._receive = None
         return True
 
-    def fail(self, error: EchelonError) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends a delivery for the receive that it has or will get; bytes that still come are dropped."""
         self._error = error
         if self._receive is not None:
@@ -231,10 +234,14 @@ class Delivery:
     def _hand_over(self, receive: Receive) -> None:
         assert self.tensor is not None
         if receive.out is not None and receive.out is not self.tensor:
-            if receive.combine is not None:
-                receive.combine(receive.out.detach(), self.tensor)
-            else:
-                receive.out.detach().copy_(self.tensor)
+            try:
+                if receive.combine is not None:
+                    receive.combine(receive.out.detach(), self.tensor)
+                else:
+                    receive.out.detach().copy_(self.tensor)
+            except Exception as error:
+                self.fail(error)
+                return
             self.tensor = receive.out
         src, _, _, note = self._head
         receive.complete(self.tensor, src, note)
