@@ -89,22 +89,42 @@ def test_a_flood_of_strangers_keeps_nobody_out(connect):
         stranger.close()
 
 
-def test_a_flood_that_stays_is_cut_off(connect, monkeypatch):
-    """No more than a fixed number of strangers is held at one time, and ours get in as soon as they have been sent
-    away."""
-    monkeypatch.setattr(hall, "STRANGER_SECONDS", 0.5)
-    strangers = [connect() for _ in range(100)]
-    for stranger in strangers:
-        receive_or_end(stranger)
-    held = sum(is_open(stranger) for stranger in strangers)
-    assert 0 < held <= 67
+def test_of_a_flood_that_stays_the_newest_are_held(connect, monkeypatch):
+    monkeypatch.setattr(hall, "_MAX_STRANGERS", 8)
+    strangers = []
+    for _ in range(30):  # one after the other has been accepted
+        strangers.append(connect())
+        receive(strangers[-1], 40)
+    for stranger in strangers[:20]:
+        assert_hung_up(stranger)
+    assert all(is_open(stranger) for stranger in strangers[20:])
 
 
-def receive_or_end(connection):
-    try:
-        receive(connection, 40)
-    except (EOFError, ConnectionError):
-        connection.close()
+def test_strangers_that_keep_coming_keep_nobody_out(monkeypatch):
+    """They took every place for as long as they were allowed to say nothing."""
+    monkeypatch.setattr(hall, "_MAX_STRANGERS", 32)
+    ended = threading.Event()
+    strangers = []
+
+    def keep_coming(address):
+        host, port = address.split(":")
+        while not ended.is_set() and len(strangers) < 400:
+            with contextlib.suppress(OSError):  # nobody listens any more
+                strangers.append(socket.create_connection((host, int(port)), 1.0))
+
+    with free_address() as address:
+        joining = start(lambda: TcpBackend(0, 2, address, secret=SECRET, connect_timeout=5.0))
+        strangers += [dial(address) for _ in range(40)]
+        flood = start(keep_coming, address)
+        try:
+            with TcpBackend(1, 2, address, secret=SECRET, connect_timeout=5.0) as one, joining() as zero:
+                one.send(torch.ones(1), 0, timeout=SECONDS)
+                assert zero.recv(1, timeout=SECONDS).item() == 1
+        finally:
+            ended.set()
+            flood()
+            for stranger in strangers:
+                stranger.close()
 
 
 def is_open(connection):

@@ -1,7 +1,10 @@
 """Where ranks are received: accepts connections, and lets in who proves itself and is expected.
 
 Strategy. One task accepts, and one more per connection has it prove itself, within a time of its own; so a stranger
-that says nothing keeps nobody else from coming in. Leaving the hall ends all of them.
+that says nothing keeps nobody else from coming in. Of those that have proved nothing so far a fixed number is held; a
+new one takes the place of the oldest, which has had the most time. So however many strangers keep coming, a rank of
+ours has as long as it takes so many others to be accepted, which is several times what it needs, and tries again if it
+was unlucky. Leaving the hall ends all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ logger = logging.getLogger("echelon")
 
 STRANGER_SECONDS = 10.0
 """How long a connection may take to prove itself."""
-_MAX_STRANGERS = 64
-"""How many more connections than ranks may be proving themselves at one time; the rest are closed, and ours retry."""
+_MAX_STRANGERS = 256
+"""How many more connections than ranks may be proving themselves at one time."""
 
 
 class Guest(NamedTuple):
@@ -54,6 +57,8 @@ class Hall:
         self._num_refused = 0
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unproven: dict[socket.socket, asyncio.Task[None]] = {}
+        """Who has proved nothing yet, the oldest first."""
 
     async def __aenter__(self) -> Hall:
         self._start(self._accept())
@@ -84,10 +89,11 @@ class Hall:
             f"{present} did{hint}: start the missing ones, or give a longer connect_timeout"
         )
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -99,19 +105,24 @@ class Hall:
                 await asyncio.sleep(0.05)
                 continue
             self._sockets.own(connection)
-            if len(self._tasks) > _MAX_STRANGERS + self._job.world_size:
-                self._sockets.close(connection)
-            else:
-                self._start(self._receive(connection))
+            if len(self._unproven) >= _MAX_STRANGERS + self._job.world_size:
+                self._unproven.pop(next(iter(self._unproven))).cancel()
+            self._unproven[connection] = self._start(self._receive(connection))
+            await asyncio.sleep(0)  # accepting what waits already does not give way to the others by itself
 
     async def _receive(self, connection: socket.socket) -> None:
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 await prove_as_acceptor(connection, self._job.secret)
+                self._unproven.pop(connection, None)
                 hello = await receive_json(connection)
+        except asyncio.CancelledError:
+            self._sockets.close(connection)
+            raise
         except (OSError, EchelonError) as error:  # TimeoutError is an OSError
             self._num_refused += isinstance(error, AuthenticationError)
             logger.warning("%s refused a connection: %s", self._job, error or type(error).__name__)
+            self._unproven.pop(connection, None)
             self._sockets.close(connection)
             return
         try:
