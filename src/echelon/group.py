@@ -1,7 +1,7 @@
 """The user's object: a group of ranks and everything they can say to each other.
 
-What a group can be asked stands in `echelon.calls`, a file for each kind of call: `collectives`, `objects`,
-`point_to_point`; how a collective is run, in `caller`. Here is how a group begins, is divided, and ends.
+What a group can be asked stands in `echelon.calls`, a file for each kind of call: `collectives`, `coalesced`,
+`objects`, `point_to_point`; how a collective is run, in `caller`. Here is how a group begins, is divided, and ends.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from torch import Tensor
 
 from echelon.backends.base import Backend, Work
 from echelon.calls.caller import Caller
+from echelon.calls.coalesced import CoalescedCollectives
+from echelon.calls.collectives import Collectives
 from echelon.calls.member import Seconds
-from echelon.calls.objects import JsonLike, ObjectCollectives
+from echelon.calls.objects import ObjectCollectives
 from echelon.calls.point_to_point import PointToPoint
 from echelon.collectives.algorithms import numbered
+from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
 from echelon.errors import Closed, InvalidRank, PeerFailed
@@ -30,7 +33,7 @@ T = TypeVar("T")
 _WORLD_CONTEXT = 1
 
 
-class ProcessGroup(ObjectCollectives, PointToPoint):
+class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointToPoint):
     """Ranks that communicate. All of them must call the same collectives in the same order.
 
     Ranks are those of this group, 0 to world_size - 1; ranks that errors name are those of the whole world. Collectives
@@ -38,7 +41,9 @@ class ProcessGroup(ObjectCollectives, PointToPoint):
     that can block takes `timeout` in seconds (None: the group's own).
 
     - collectives: all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier
-    - of objects, JSON-like: all_gather_object, broadcast_object
+    - of many tensors at once: all_reduce_coalesced, reduce_coalesced, reduce_scatter_coalesced, all_gather_coalesced,
+      gather_coalesced
+    - of objects, JSON-like: all_gather_object, broadcast_object, gather_object, scatter_object
     - point to point: send, recv, recv_any, sendrecv; isend, irecv, irecv_any, batch_isend_irecv
 
     All collectives raise CollectiveMismatch if ranks call different ones, PeerFailed if a rank has gone, Timeout,

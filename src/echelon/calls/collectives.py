@@ -226,6 +226,15 @@ class Collectives(Member):
             )
         return self._call(rows.all_to_all(tensor, in_splits, out_splits, out), async_op, timeout, out)
 
-    def barrier(self, timeout: Seconds = None) -> None:
-        """Returns when every rank has called it."""
-        self._call(operations.barrier(), False, timeout)
+    @overload
+    def barrier(self, async_op: No = ..., timeout: Seconds = ...) -> None: ...
+    @overload
+    def barrier(self, *, async_op: Yes, timeout: Seconds = ...) -> Work[None]: ...
+    def barrier(self, async_op: bool = False, timeout: Seconds = None) -> Work[None] | None:
+        """Returns when every rank has called it.
+
+        Args:
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check_open()
+        return self._call(operations.barrier(), async_op, timeout)

@@ -173,6 +173,9 @@ class Rows(Chunks):
         self._tensors: list[Tensor | None] = [given.get(number) for number in range(count)]
         self._places = places or {}
 
+    def __len__(self) -> int:
+        return len(self._tensors)
+
     def __getitem__(self, number: int) -> Tensor:
         tensor = self._tensors[number]
         assert tensor is not None, "a plan uses a chunk that this rank does not have"

@@ -23,6 +23,7 @@ from echelon.collectives.chunks import Borrowed, Chunks, Parts, Rows, even_sizes
 from echelon.collectives.run import Channel, run
 from echelon.errors import SizeMismatch
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -38,6 +39,18 @@ class Operation(Generic[T]):
     """Has the backend do it, where it can."""
     num_bytes: int = 0
     """Of this rank's tensor."""
+
+
+def derived(make: Callable[[], Operation[S]], finish: Callable[[S], T], note: str, num_bytes: int) -> Operation[T]:
+    """Returns an operation that runs another, made when its turn has come, and makes a result of that one's."""
+
+    def act(channel: Channel) -> T:
+        return finish(make().act(channel))
+
+    def native(collectives: NativeCollectives, call: Call) -> T:
+        return finish(make().native(collectives, call))
+
+    return Operation(note, act, native, num_bytes)
 
 
 def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
@@ -108,39 +121,20 @@ def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operat
 
     def act(channel: Channel) -> Tensor:
         num_rows, *row = tensor.shape
-        rows = even_sizes(num_rows, channel.num_ranks)
-        shape = (rows[channel.rank], *row)
+        rows, own = even_sizes(num_rows, channel.num_ranks), channel.rank
+        shape = (rows[own], *row)
         place = out if out is not None and can_hold(out, shape, tensor) else None
-        part = reduce_parts(channel, tensor, op, [size * math.prod(row) for size in rows], place)
-        return part.view(shape) if place is None else place
+        wide = _widen(tensor).view(-1)
+        last = place.view(-1) if place is not None and wide.dtype == tensor.dtype else None
+        parts = Borrowed(wide, [size * math.prod(row) for size in rows], own, last)
+        run_plan("reduce_scatter", channel, lambda _: parts, tensor.nbytes, combine=reduction.combine)
+        part = reduction.finish(parts.take(own), channel.num_ranks).view(shape)
+        return part.to(tensor.dtype) if place is None else _keep(place, part)
 
     def native(collectives: NativeCollectives, call: Call) -> Tensor:
         return collectives.reduce_scatter(call, _resolved(tensor), reduction, place_of(out, tensor))
 
     return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
-
-
-def reduce_parts(channel: Channel, tensor: Tensor, op: str, sizes: Sequence[int], place: Tensor | None) -> Tensor:
-    """Combines a tensor over all ranks and returns one part of it, flat.
-
-    Args:
-        channel: whom to talk to.
-        tensor: stays as it is.
-        op: the reduction.
-        sizes: in elements, of the part of each rank.
-        place: contiguous, as large as this rank's part; written. None: a new tensor.
-    """
-    reduction = operator(op, tensor.dtype)
-    wide = _widen(tensor).view(-1)
-    own, flat = channel.rank, None if place is None else place.view(-1)
-    parts = Borrowed(wide, sizes, own, flat if wide.dtype == tensor.dtype else None)
-    run_plan("reduce_scatter", channel, lambda _: parts, tensor.nbytes, combine=reduction.combine)
-    total = reduction.finish(parts.take(own), channel.num_ranks)
-    if flat is None:
-        return total.to(tensor.dtype)
-    if total.data_ptr() != flat.data_ptr():
-        flat.copy_(total)
-    return flat
 
 
 def barrier() -> Operation[None]:

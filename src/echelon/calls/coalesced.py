@@ -1,0 +1,176 @@
+"""The collectives on many tensors at once, each with its arguments checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar, overload
+
+from torch import Tensor
+
+from echelon.backends.base import Work
+from echelon.calls.member import Member, No, Seconds, Yes
+from echelon.collectives import coalesced
+from echelon.collectives.operations import Operation
+from echelon.errors import SizeMismatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CoalescedCollectives(Member):
+    """What all ranks of a group call together with lists of tensors.
+
+    The result of each is what the operation of the same name gives for every tensor by itself; the messages are those
+    of one tensor for each dtype that is reduced, and of one for all that are gathered. Every rank gives tensors that
+    match those of the others one by one. dtypes may be mixed; a list may be empty, on all ranks.
+    """
+
+    @overload
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: str = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> list[Tensor]: ...
+    @overload
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: str = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[list[Tensor]]: ...
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Combines every tensor over all ranks, in place, and returns them.
+
+        Args:
+            tensors: the same shapes and dtypes on every rank.
+            op, async_op, timeout: as in `all_reduce`; the timeout counts for each dtype.
+        """
+        self._check_all(tensors, "all_reduce_coalesced", in_place=True)
+        operations = coalesced.all_reduce_coalesced(tensors, op)
+        return self._call_all(operations, lambda: list(tensors), async_op, timeout)
+
+    @overload
+    def reduce_coalesced(
+        self, tensors: Sequence[Tensor], dst: int, op: str = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> list[Tensor]: ...
+    @overload
+    def reduce_coalesced(
+        self, tensors: Sequence[Tensor], dst: int, op: str = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[list[Tensor]]: ...
+    def reduce_coalesced(
+        self, tensors: Sequence[Tensor], dst: int, op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Combines every tensor over all ranks, in place on rank `dst`, and returns them; on others they stay.
+
+        Args:
+            tensors, op, async_op, timeout: as in `all_reduce_coalesced`.
+            dst: the rank that gets the results.
+        """
+        self._check_rank(dst, "dst")
+        self._check_all(tensors, "reduce_coalesced", in_place=self.rank == dst)
+        operations = coalesced.reduce_coalesced(tensors, dst, op, self.rank == dst)
+        return self._call_all(operations, lambda: list(tensors), async_op, timeout)
+
+    @overload
+    def reduce_scatter_coalesced(
+        self, tensors: Sequence[Tensor], op: str = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> list[Tensor]: ...
+    @overload
+    def reduce_scatter_coalesced(
+        self, tensors: Sequence[Tensor], op: str = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[list[Tensor]]: ...
+    def reduce_scatter_coalesced(
+        self, tensors: Sequence[Tensor], op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Combines every tensor over all ranks and returns this rank's part of each; the tensors are unchanged.
+
+        Args:
+            tensors: the same shapes and dtypes on every rank, at least one dim each; split as in `reduce_scatter`.
+            op, async_op, timeout: as in `all_reduce_coalesced`.
+
+        Raises:
+            SizeMismatch: a tensor has no dims.
+        """
+        self._check_all(tensors, "reduce_scatter_coalesced")
+        for number, tensor in enumerate(tensors):
+            if tensor.dim() == 0:
+                what = f"reduce_scatter_coalesced, tensor {number}"
+                raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", what, "reshape it")
+        results: list[Tensor] = []
+        operations = coalesced.reduce_scatter_coalesced(tensors, op, self.rank, self.world_size, results)
+        return self._call_all(operations, lambda: results, async_op, timeout)
+
+    @overload
+    def all_gather_coalesced(
+        self, tensors: Sequence[Tensor], async_op: No = ..., timeout: Seconds = ...
+    ) -> list[Tensor]: ...
+    @overload
+    def all_gather_coalesced(
+        self, tensors: Sequence[Tensor], *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[list[Tensor]]: ...
+    def all_gather_coalesced(
+        self, tensors: Sequence[Tensor], async_op: bool = False, timeout: Seconds = None
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Returns for every tensor those of all ranks, concatenated along dim 0 in rank order.
+
+        Args:
+            tensors: the same dtypes and the same dims but the first on every rank; see `all_gather`.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check_all(tensors, "all_gather_coalesced")
+        return self._call(coalesced.all_gather_coalesced(tensors), async_op, timeout)
+
+    @overload
+    def gather_coalesced(
+        self, tensors: Sequence[Tensor], dst: int, async_op: No = ..., timeout: Seconds = ...
+    ) -> list[Tensor] | None: ...
+    @overload
+    def gather_coalesced(
+        self, tensors: Sequence[Tensor], dst: int, *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[list[Tensor] | None]: ...
+    def gather_coalesced(
+        self, tensors: Sequence[Tensor], dst: int, async_op: bool = False, timeout: Seconds = None
+    ) -> list[Tensor] | Work[list[Tensor] | None] | None:
+        """Returns what `all_gather_coalesced` does on rank `dst`, and None on the others.
+
+        Args:
+            tensors, async_op, timeout: as in `all_gather_coalesced`.
+            dst: the rank that gets the results.
+        """
+        self._check_rank(dst, "dst")
+        self._check_all(tensors, "gather_coalesced")
+        return self._call(coalesced.gather_coalesced(tensors, dst), async_op, timeout)
+
+    def _check_all(self, tensors: Sequence[Tensor], what: str, *, in_place: bool = False) -> None:
+        self._check_open()
+        for number, tensor in enumerate(tensors):
+            self._check(tensor, f"{what}, tensor {number}", in_place=in_place)
+
+    def _call_all(
+        self, operations: Sequence[Operation[None]], result: Callable[[], T], async_op: bool, timeout: Seconds
+    ) -> T | Work[T]:
+        """Runs operations one after another; the last one returns the result, or raises the first error of all."""
+        errors: list[Exception] = []
+        works: list[Work[T]] = []
+
+        def before() -> None:
+            for work in works:
+                work.exception()  # nobody else has the works before the last, which tells of their errors
+            if errors:
+                raise errors[0]
+
+        def noticing(run: Callable[P, None]) -> Callable[P, T]:
+            def notice(*args: P.args, **kwargs: P.kwargs) -> T:
+                before()
+                try:
+                    run(*args, **kwargs)
+                except Exception as error:
+                    errors.append(error)
+                    raise
+                return result()
+
+            return notice
+
+        for operation in operations:
+            act, native = noticing(operation.act), noticing(operation.native)
+            outcome = self._call(Operation(operation.note, act, native, operation.num_bytes), async_op, timeout)
+            if isinstance(outcome, Work):
+                works.append(outcome)
+        return outcome
