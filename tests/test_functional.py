@@ -6,6 +6,8 @@ import torch
 import echelon
 from echelon import functional
 
+OPS = ("sum", "mean", "product", "min", "max")
+
 
 def inputs_of(world_size, uneven=False, ties=False):
     generator = torch.Generator().manual_seed(3)
@@ -121,12 +123,114 @@ def test_the_gradient_of_a_product_with_zeros_is_that_of_the_others():
     ("act", "words"),
     [
         (lambda group: functional.all_reduce(torch.ones(1), group, "bor"), "use sum, mean, product"),
-        (lambda group: functional.reduce(torch.ones(1), 0, group, "max"), "does sum and mean"),
-        (lambda group: functional.reduce_scatter(torch.ones(1), group, "max"), "does sum and mean"),
+        (lambda group: functional.reduce(torch.ones(1), 0, group, "band"), "use sum, mean, product"),
+        (lambda group: functional.reduce_scatter(torch.ones(1), group, "bxor"), "use sum, mean, product"),
         (lambda group: functional.reduce_scatter(torch.tensor(1.0), group), "at least 1 dim"),
-        (lambda group: functional.all_gather(torch.tensor(1.0), group), "at least 1 dim"),
+        (lambda group: functional.scatter(torch.tensor(1.0), 0, group), "at least 1 dim"),
+        (lambda group: functional.send(torch.tensor(1.0), 0, group), "requires no gradient: use group.send"),
+        (lambda group: functional.sendrecv(torch.ones(1), 0, 0, group), "requires no gradient: use group.sendrecv"),
     ],
 )
 def test_what_has_no_gradient_is_refused(act, words):
     with pytest.raises(echelon.EchelonError, match=words):
         echelon.simulate(act, 1)
+
+
+class Whole(torch.autograd.Function):
+    """A program of all ranks as one function of all their inputs, to be checked by differences."""
+
+    @staticmethod
+    def forward(ctx, act, *inputs):
+        ctx.act, ctx.inputs = act, inputs
+        results = echelon.simulate(run_forward, len(inputs), (act, inputs), timeout=5.0).results
+        ctx.shapes = [tuple(result.shape) for result in results]
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        results = echelon.simulate(run_backward, len(ctx.inputs), (ctx.act, ctx.inputs, gradients), timeout=5.0).results
+        return None, *results
+
+
+def run_forward(group, act, inputs):
+    return act(inputs[group.rank].detach().requires_grad_(), group).detach()
+
+
+def run_backward(group, act, inputs, gradients):
+    tensor = inputs[group.rank].detach().requires_grad_()
+    act(tensor, group).backward(gradients[group.rank])
+    return tensor.grad
+
+
+def exchange_uneven(tensor, group):
+    """Rank r sends r + 1 rows to rank 0, and the rest to the last one."""
+    first = min(group.rank + 1, len(tensor))
+    sends = [0] * group.world_size
+    sends[0] += first
+    sends[-1] += len(tensor) - first
+    return functional.all_to_all(tensor, group, in_splits=sends)
+
+
+def pass_on(tensor, group):
+    """A chain: each rank multiplies what it gets, the last one has the result."""
+    value = tensor if group.rank == 0 else functional.recv(group.rank - 1, group, tag=3) * tensor
+    return value if group.rank == group.world_size - 1 else functional.send(value, group.rank + 1, group, tag=3)
+
+
+def shift(tensor, group):
+    right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    return functional.sendrecv(functional.sendrecv(tensor.sin(), right, left, group), right, left, group) * tensor
+
+
+CHECKED = {
+    **{f"all_reduce {op}": (lambda t, g, op=op: functional.all_reduce(t, g, op), False) for op in OPS},
+    **{f"reduce {op}": (lambda t, g, op=op: functional.reduce(t, g.world_size - 1, g, op), False) for op in OPS},
+    **{f"reduce_scatter {op}": (lambda t, g, op=op: functional.reduce_scatter(t, g, op), False) for op in OPS},
+    "broadcast": (lambda t, g: functional.broadcast(t, g.world_size - 1, g), False),
+    "scatter": (lambda t, g: functional.scatter(t, g.world_size - 1, g), False),
+    "all_gather": (functional.all_gather, False),
+    "all_gather uneven": (functional.all_gather, True),
+    "gather uneven": (lambda t, g: functional.gather(t, 0, g), True),
+    "all_to_all": (functional.all_to_all, False),
+    "all_to_all uneven": (exchange_uneven, True),
+    "all_gather of no dims": (lambda t, g: functional.all_gather(t.sum(), g), True),
+    "send and recv": (pass_on, False),
+    "sendrecv": (shift, False),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CHECKED)
+def test_gradients_equal_differences(name, world_size):
+    act, uneven = CHECKED[name]
+    inputs = [
+        torch.rand(2 + rank * uneven, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)) + 0.5
+        for rank in range(world_size)
+    ]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *tensors: Whole.apply(act, *tensors), inputs, fast_mode=True)
+
+
+def cube_elsewhere(group):
+    tensor = torch.tensor([2.0 + group.rank], requires_grad=True)
+    out = functional.send(tensor, 1, group) if group.rank == 0 else functional.recv(0, group) ** 3
+    out.sum().backward()
+    return tensor.grad
+
+
+def test_gradients_of_messages_come_back(pool):
+    for gradients in (echelon.simulate(cube_elsewhere, 2).results, pool.run(cube_elsewhere, 2)):
+        assert gradients[0].tolist() == [12.0]
+        assert gradients[1] is None
+
+
+def no_gradients(group):
+    with torch.no_grad():
+        if group.rank == 0:
+            return functional.send(torch.ones(2), 1, group).requires_grad
+        return functional.recv(0, group).requires_grad
+
+
+def test_messages_without_autograd_need_no_backward():
+    assert echelon.simulate(no_gradients, 2).results == [False, False]

@@ -1,8 +1,8 @@
 """Collectives that return new tensors and that autograd goes through.
 
 The gradient of each is that of the sum of all ranks' losses. Backward is itself made of these functions, so it can be
-differentiated again. Every rank must run the backward of every call: on ranks that get no result (of `reduce` and
-`gather`) the tensor returned has no elements, and belongs into the loss there, for example by adding its sum.
+differentiated again. Every rank must run the backward of every call: on ranks that get no result (of `reduce`, `gather`
+and `send`) the tensor returned has no elements, and belongs into the loss there, for example by adding its sum.
 """
 
 from __future__ import annotations
@@ -15,10 +15,28 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from echelon.backends.base import Tag
+from echelon.backends.memory import plain
 from echelon.errors import SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "sendrecv",
+]
+
+_GRADIENTS = 3 << 62
+"""The sequence number of gradients of messages: no collective gets so far, and no transfer between stages."""
+_LINEAR = ("sum", "mean")
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
@@ -28,8 +46,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
         tensor: same shape and dtype on every rank.
         group: the ranks.
         op: sum, mean, product, min or max. Where ranks tie for min or max, they share the gradient. The gradients of
-        product,
-            min and max cannot be differentiated again.
+            product, min and max cannot be differentiated again.
 
     Raises:
         UnsupportedOp: another op.
@@ -53,13 +70,14 @@ def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Te
         tensor: same shape and dtype on every rank.
         dst: the rank that gets the result.
         group: the ranks.
-        op: sum or mean.
+        op: as in `all_reduce`; for other than sum and mean every rank does as much as there.
 
     Raises:
         UnsupportedOp: another op.
     """
-    if op not in ("sum", "mean"):
-        raise UnsupportedOp(f"op={op!r}: functional.reduce does sum and mean; use functional.all_reduce for others")
+    if op not in _LINEAR:
+        everywhere = all_reduce(tensor, group, op)
+        return everywhere if group.rank == dst else everywhere.flatten()[:0]
     total = _apply(_Reduce, tensor, group, dst)
     return total / group.world_size if op == "mean" else total
 
@@ -79,17 +97,17 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Returns the tensors of all ranks, concatenated along dim 0.
 
     Args:
-        tensor: at least one dim; same dtype and same dims but the first on every rank.
+        tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
         group: the ranks.
     """
-    sizes = _all_sizes(tensor, group, "all_gather")
-    copies = tensor.expand(group.world_size, *tensor.shape).flatten(0, 1)
-    return _apply(_AllToAll, copies, group, [len(tensor)] * group.world_size, sizes)
+    tensor = _rows(tensor)
+    return _apply(_AllGather, tensor, group, _all_sizes(tensor, group))
 
 
 def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
     """Returns what `all_gather` does on rank `dst`, and a tensor without rows on the others."""
-    sizes = _all_sizes(tensor, group, "gather")
+    tensor = _rows(tensor)
+    sizes = _all_sizes(tensor, group)
     ranks = range(group.world_size)
     sends = [len(tensor) if rank == dst else 0 for rank in ranks]
     return _apply(_AllToAll, tensor, group, sends, sizes if group.rank == dst else [0 for _ in ranks])
@@ -103,7 +121,8 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
         src: the rank whose tensor it is.
         group: the ranks.
     """
-    rows = _all_sizes(tensor, group, "scatter")[src]
+    _check_dims(tensor, "scatter")
+    rows = _all_sizes(tensor, group)[src]
     sizes = _even(rows, group.world_size)
     nothing = [0] * group.world_size
     arrives = [sizes[group.rank] if rank == src else 0 for rank in range(group.world_size)]
@@ -117,18 +136,15 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tens
     Args:
         tensor: same shape and dtype on every rank, at least one dim.
         group: the ranks.
-        op: sum or mean.
+        op: as in `all_reduce`; for other than sum and mean every rank does as much as there.
 
     Raises:
         UnsupportedOp: another op.
         SizeMismatch: a tensor without dims.
     """
-    if op not in ("sum", "mean"):
-        raise UnsupportedOp(f"op={op!r}: functional.reduce_scatter does sum and mean")
-    if tensor.dim() == 0:
-        raise SizeMismatch(
-            "a tensor with at least 1 dim", "a zero-dim tensor", "functional.reduce_scatter", "reshape it"
-        )
+    _check_dims(tensor, "reduce_scatter")
+    if op not in _LINEAR:
+        return all_reduce(tensor, group, op).tensor_split(group.world_size)[group.rank]
     total = _apply(_ReduceScatter, tensor, group)
     return total / group.world_size if op == "mean" else total
 
@@ -142,15 +158,66 @@ def all_to_all(
     """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated along dim 0.
 
     Args:
-        tensor: at least one dim; same dtype and same dims but the first on every rank.
+        tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
         group: the ranks.
         in_splits: rows for each rank; None: split as torch.tensor_split does.
         out_splits: rows from each rank; None: asked of them, in a small collective before.
     """
+    tensor = _rows(tensor)
     sends = _even(len(tensor), group.world_size) if in_splits is None else list(in_splits)
     if out_splits is None:
         out_splits = group.all_to_all(torch.tensor(sends)).tolist()
     return _apply(_AllToAll, tensor, group, sends, list(out_splits))
+
+
+def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
+    """Sends a tensor to rank `dst`, which takes it by `recv`; its gradient comes back in the backward.
+
+    Backward goes through messages in the opposite order. Where two ranks send to each other, use `sendrecv`.
+
+    Args:
+        tensor: one that requires a gradient.
+        dst: the receiver.
+        group: the ranks.
+        tag: as in `ProcessGroup.send`.
+
+    Returns:
+        A tensor without elements that belongs into the loss.
+
+    Raises:
+        UnsupportedOp: the tensor requires no gradient.
+    """
+    _check_requires_grad(tensor, "send")
+    return _apply(_Send, tensor, group, dst, tag, False)
+
+
+def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
+    """Returns the next tensor that rank `src` sends by `send`; its gradient goes back in the backward.
+
+    That of `Tensor.backward()`: torch.autograd.grad leaves out what does not come from its inputs, as this.
+
+    Args:
+        src: the sender.
+        group: the ranks.
+        tag: as in `ProcessGroup.recv`.
+    """
+    return _apply(_Recv, torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled()), group, src, tag, False)
+
+
+def sendrecv(tensor: Tensor, dst: int, src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
+    """Sends a tensor to rank `dst` and returns the next one of rank `src`; gradients go the other way, both at once.
+
+    Args:
+        tensor: one that requires a gradient.
+        dst, src: as in `ProcessGroup.sendrecv`.
+        group: the ranks.
+        tag: of both.
+
+    Raises:
+        UnsupportedOp: the tensor requires no gradient.
+    """
+    _check_requires_grad(tensor, "sendrecv")
+    return _apply(_SendRecv, tensor, group, dst, src, tag, False)
 
 
 class _Sum(Function):
@@ -223,12 +290,28 @@ class _Broadcast(Function):
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.sizes = group, _even(len(tensor), group.world_size)
         return group.reduce_scatter(tensor.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_gather(gradient, ctx.group), None
+        return _apply(_AllGather, gradient, ctx.group, ctx.sizes), None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return group.all_gather(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        group, sizes = ctx.group, ctx.sizes
+        if sizes == _even(sum(sizes), group.world_size):
+            return _apply(_ReduceScatter, gradient, group), None, None
+        mine = sizes[group.rank]
+        parts = _apply(_AllToAll, gradient, group, sizes, [mine] * group.world_size)
+        return parts.reshape(group.world_size, mine, *gradient.shape[1:]).sum(0), None, None
 
 
 class _AllToAll(Function):
@@ -242,6 +325,67 @@ class _AllToAll(Function):
         return _apply(_AllToAll, gradient, ctx.group, ctx.arrives, ctx.sends), None, None, None
 
 
+class _Send(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dst: int, tag: int, is_gradient: bool) -> Tensor:
+        ctx.group, ctx.dst, ctx.tag = group, dst, tag
+        if is_gradient:
+            group.backend.send(plain(tensor), group.ranks[dst], _gradient_tag(group, tag), group.timeout)
+        else:
+            group.send(tensor, dst, tag)
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:
+        return _apply(_Recv, token, ctx.group, ctx.dst, ctx.tag, True), None, None, None, None
+
+
+class _Recv(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,  # noqa: ARG004
+        group: ProcessGroup,
+        src: int,
+        tag: int,
+        is_gradient: bool,
+    ) -> Tensor:
+        """Takes a tensor without elements, so that there is something which requires a gradient."""
+        ctx.group, ctx.src, ctx.tag = group, src, tag
+        if is_gradient:
+            return group.backend.recv(group.ranks[src], _gradient_tag(group, tag), timeout=group.timeout)
+        return group.recv(src, tag)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _apply(_Send, gradient, ctx.group, ctx.src, ctx.tag, True), None, None, None, None
+
+
+class _SendRecv(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, group: ProcessGroup, dst: int, src: int, tag: int, is_gradient: bool
+    ) -> Tensor:
+        ctx.group, ctx.dst, ctx.src, ctx.tag = group, dst, src, tag
+        if not is_gradient:
+            return group.sendrecv(tensor, dst, src, tag)
+        backend, place = group.backend, _gradient_tag(group, tag)
+        with backend.attend():
+            sent = backend.isend(plain(tensor), group.ranks[dst], place)
+            came = backend.recv(group.ranks[src], place, timeout=group.timeout)
+            sent.wait(group.timeout)
+        return came
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        back = _apply(_SendRecv, gradient, ctx.group, ctx.src, ctx.dst, ctx.tag, True)
+        return back, None, None, None, None, None
+
+
+def _gradient_tag(group: ProcessGroup, tag: int) -> Tag:
+    return Tag(group.context, _GRADIENTS, tag)
+
+
 def _apply(function: type[Function], *args: object) -> Tensor:
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
@@ -251,11 +395,23 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _all_sizes(tensor: Tensor, group: ProcessGroup, what: str) -> list[int]:
-    """Returns the number of rows that each rank has."""
+def _check_dims(tensor: Tensor, what: str) -> None:
     if tensor.dim() == 0:
         raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", f"functional.{what}", "reshape it")
-    return [int(size) for size in group.all_gather(torch.tensor([len(tensor)])).tolist()]
+
+
+def _check_requires_grad(tensor: Tensor, what: str) -> None:
+    if torch.is_grad_enabled() and not tensor.requires_grad:
+        raise UnsupportedOp(f"functional.{what} of a tensor that requires no gradient: use group.{what}")
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.reshape(1)
+
+
+def _all_sizes(tensor: Tensor, group: ProcessGroup) -> list[int]:
+    """Returns the number of rows that each rank has."""
+    return [int(size) for size in group.all_gather(torch.tensor([len(tensor)], device="cpu")).tolist()]
 
 
 def _even(rows: int, parts: int) -> list[int]:
