@@ -282,10 +282,33 @@ def fail_with(group, case):
         model = nn.Sequential(nn.Linear(6, 6))
     elif case == "not cuttable":
         model = nn.Linear(6, 6)
-    elif case == "tied":
-        layer = nn.Linear(6, 6)
-        model = nn.Sequential(layer, nn.Tanh(), layer)
-        kwargs = {"at": ["2"]}
+    elif case == "a number":
+        model = 3
+    elif case == "numbers":
+        model = [1, 2]
+    elif case == "no layers":
+        model = nn.Sequential()
+    elif case == "no such replicas":
+        kwargs = {"data_parallel": 3}
+    elif case == "no such schedule":
+        schedule = 7
+    elif case == "no microbatches":
+        count = 0
+    elif case == "half a microbatch":
+        count = 2.5
+    elif case == "chunks":
+        schedule, kwargs = "zb-v", {"num_chunks": 3}
+    elif case == "no function":
+        kwargs = {"metrics": 3}
+    elif case == "no such reduction":
+        kwargs = {"loss_reduction": "max"}
+    elif case == "frozen":
+        model = make_model(2).requires_grad_(False)
+    elif case == "no gradients":
+        with torch.no_grad():
+            return told(model, group, schedule, count, samples, kwargs)
+    elif case == "on meta":
+        model = make_model(2).to("meta")
     elif case == "wrong names":
         kwargs = {"at": ["nine"]}
     elif case == "other ranks":
@@ -294,6 +317,10 @@ def fail_with(group, case):
         samples = 1
     elif case == "disagree":
         schedule = "gpipe" if group.rank else "1f1b"
+    return told(model, group, schedule, count, samples, kwargs)
+
+
+def told(model, group, schedule, count, samples, kwargs):
     try:
         pipe = Pipeline(model, group, schedule, count, nn.functional.mse_loss, **kwargs)
         inputs, target = make_batch(samples)
@@ -309,7 +336,16 @@ def fail_with(group, case):
         ("unknown schedule", "ScheduleError", "1f1b"),
         ("too few layers", "PartitionError", "1 layers cannot make 2 stages"),
         ("not cuttable", "PartitionError", "pass example=(inputs,)"),
-        ("tied", "PartitionError", "is the same parameter as"),
+        ("a number", "PartitionError", "pass an nn.Module"),
+        ("numbers", "PartitionError", "entry 0 of the list of stages is 1"),
+        ("no layers", "PartitionError", "0 layers cannot make 2 stages"),
+        ("no such replicas", "UnsupportedOp", "data_parallel is a int"),
+        ("no such schedule", "ScheduleError", "give a name"),
+        ("no microbatches", "ScheduleError", "num_microbatches=0"),
+        ("half a microbatch", "ScheduleError", "num_microbatches=2.5"),
+        ("chunks", "ScheduleError", "num_chunks=3"),
+        ("no function", "UnsupportedOp", "metrics is a int"),
+        ("no such reduction", "UnsupportedOp", 'use "mean" or "sum"'),
         ("wrong names", "PartitionError", "nine"),
         ("other ranks", "ScheduleError", "for 3 ranks, the group has 2"),
         ("disagree", "CollectiveMismatch", "pass the same arguments"),
@@ -318,6 +354,22 @@ def fail_with(group, case):
 def test_bad_input_gets_one_line_on_every_rank(case, kind, words):
     for got, message in echelon.simulate(fail_with, 2, (case,), timeout=20.0).results:
         assert (got, words in message, message.count("\n")) == (kind, True, 0), message
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("frozen", "UnsupportedOp", "depends on nothing that requires a gradient"),
+        ("no gradients", "UnsupportedOp", "step() was called inside of torch.no_grad()"),
+        ("on meta", "UnsupportedOp", "weight is on the meta device"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused_on_every_rank(case, kind, words):
+    results = echelon.simulate(fail_with, 2, (case,), timeout=20.0).results
+    assert kind in [got for got, _ in results]
+    for got, message in results:
+        assert got in (kind, "PeerFailed")
+        assert words in message
 
 
 def test_fewer_samples_than_microbatches_is_told_to_all_ranks(run):

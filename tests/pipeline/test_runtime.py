@@ -254,7 +254,7 @@ def watch_reductions(group, name):
         seen.append((stage, gradient))
 
     place = {stage.index: number for number, stage in enumerate(pipe.stages)}
-    pipe._start_reduction = done
+    pipe._replicas.start = done
     step(pipe, make_batch(8))
     assert sorted(stage for stage, _ in seen) == sorted(place)
     for stage, at_reduction in seen:

@@ -17,6 +17,33 @@ from echelon.pipeline.schedule import Schedule
 logger = logging.getLogger("echelon")
 
 
+def check_arguments(
+    group: object,
+    data_parallel: object,
+    loss_fn: object,
+    loss_weight: object,
+    metrics: object,
+    loss_reduction: str,
+    seed: object,
+) -> None:
+    """Refuses what is of the wrong kind.
+
+    Raises:
+        UnsupportedOp: an argument is.
+    """
+    if not isinstance(group, ProcessGroup):
+        raise UnsupportedOp(f"group is a {type(group).__name__}: pass what echelon.init() returned, or mesh['pp']")
+    if not (data_parallel is None or isinstance(data_parallel, ProcessGroup)):
+        raise UnsupportedOp(f"data_parallel is a {type(data_parallel).__name__}: pass a group, such as mesh['dp']")
+    for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight), ("metrics", metrics)):
+        if not (function is None or callable(function)):
+            raise UnsupportedOp(f"{name} is a {type(function).__name__}: pass a function, or leave it out")
+    if loss_reduction not in ("mean", "sum"):
+        raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UnsupportedOp(f"seed={seed!r}: give a whole number")
+
+
 def choose_schedule(
     schedule: str | Schedule,
     num_ranks: int,
@@ -40,12 +67,14 @@ def choose_schedule(
                 f"num_microbatches={num_microbatches}, but the schedule has {schedule.num_microbatches}: leave it out"
             )
         return schedule
+    if not isinstance(schedule, str):
+        raise ScheduleError(f"schedule is a {type(schedule).__name__}: give a name, such as '1f1b', or a Schedule")
     if num_microbatches is None:
         raise ScheduleError(
             f"num_microbatches is missing: say into how many parts a batch is cut, such as {2 * num_ranks}"
         )
     if num_chunks is None:
-        parts = 0 if isinstance(model, nn.Module) else len(model)
+        parts = len(model) if isinstance(model, Parts | list | tuple) else 0
         num_chunks = max(1, (parts if at is None else len(at) + 1) // num_ranks) if parts or at is not None else None
     return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
 

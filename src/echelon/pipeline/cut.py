@@ -136,9 +136,8 @@ def keep(parts: Parts, placement: Sequence[int], rank: int) -> list[Stage]:
         rank: this one.
 
     Raises:
-        PartitionError: a part is not a module, or a parameter is in two stages.
+        PartitionError: a part is not a module.
     """
-    _refuse_tied(parts.modules)
     return [
         Stage(index, _made(entry, index, rank), parts.prefixes[index], spreads=parts.spreads)
         for index, entry in enumerate(parts.modules)
@@ -154,19 +153,6 @@ def _made(entry: StageMaker, index: int, rank: int) -> nn.Module:
             "pass a module, or a callable that returns one"
         )
     return module
-
-
-def _refuse_tied(modules: Sequence[StageMaker]) -> None:
-    """A parameter in two stages would get two gradients that nobody adds."""
-    holder: dict[int, tuple[int, str]] = {}
-    for index, module in enumerate(modules):
-        for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-            first, first_name = holder.setdefault(id(parameter), (index, name))
-            if first != index:
-                raise PartitionError(
-                    f"{name} of stage {index} is the same parameter as {first_name} of stage {first}: "
-                    "use one parameter each, or cut so that both are in one stage"
-                )
 
 
 # A list

@@ -8,7 +8,8 @@ directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from echelon.errors import NotFinite, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.action import Action, actions_of
 from echelon.pipeline.junctions import Gradient
-from echelon.pipeline.loss import check_loss
+from echelon.pipeline.loss import check_loss, check_metrics
 from echelon.pipeline.lowering import (
     Compute,
     Flush,
@@ -31,8 +32,9 @@ from echelon.pipeline.lowering import (
     Transfer,
 )
 from echelon.pipeline.meter import Meter
-from echelon.pipeline.nested import Value, map_tensors, tensors_of
+from echelon.pipeline.nested import Value, tensors_of
 from echelon.pipeline.outbox import Outbox
+from echelon.pipeline.randomness import keyed
 from echelon.pipeline.stage import Forward, Made, Stage
 from echelon.pipeline.transfer import Incoming, Ports, detached
 
@@ -91,11 +93,16 @@ class Interpreter:
         """What the last step made for other ranks."""
         self._outbox = Outbox(group)
         self._now = group.backend.now
+        self._num_run = 0
         self._began: float | None = None
         """When a step began whose forward is run again first."""
 
-    def run(self) -> None:
-        """Runs every instruction of this rank."""
+    def run(self, *, until_backward: bool = False) -> None:
+        """Runs the instructions of this rank that were not run yet.
+
+        Args:
+            until_backward: only those before the first that belongs to a backward.
+        """
         act: dict[type[Instruction], Callable[..., None]] = {
             Post: self._post,
             Receive: self._receive,
@@ -106,9 +113,12 @@ class Interpreter:
             Flush: self._flush,
         }
         with torch.set_grad_enabled(self._trains), self._outbox:
-            for instruction in self._program.orders[self._group.rank]:
+            for instruction in self._program.orders[self._group.rank][self._num_run :]:
+                if until_backward and _is_of_backward(instruction):
+                    return
                 self.current = instruction
                 act[type(instruction)](instruction)
+                self._num_run += 1
 
     def _post(self, instruction: Post) -> None:
         transfer, peer = instruction.transfer, instruction.peer
@@ -148,10 +158,12 @@ class Interpreter:
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":
-            stage.backward_weight(microbatch)
+            with outside_autocast():
+                stage.backward_weight(microbatch)
         else:
             backward = stage.backward if action.kind == "B" else stage.backward_input
-            found = backward(microbatch, self._gradients(action))
+            with outside_autocast():
+                found = backward(microbatch, self._gradients(action))
             if action.stage > 0:
                 # Mostly it is one tensor; alone, it travels without a structure to take apart.
                 alone = found[0] if len(found) == 1 and found[0] is not None else found
@@ -167,12 +179,16 @@ class Interpreter:
             made = forward.make()
         else:
             made = stage.forward(microbatch, forward, splits=index in self._split)
-            if is_last:
+            if is_last and batch.loss_fn is not None:
                 self._take_loss(microbatch, *made.roots)
         if not is_last:
             self._hand_over(Transfer(index + 1, microbatch, False), made.output)
-        elif batch.keeps_outputs:
-            batch.outputs[microbatch] = map_tensors(torch.Tensor.detach, made.output)
+            return
+        if batch.keeps_outputs:
+            batch.outputs[microbatch] = detached(made.output)
+        if batch.metrics is not None and batch.targets is not None:
+            with torch.no_grad():
+                batch.measured[microbatch] = check_metrics(batch.metrics(made.output, batch.targets[microbatch]))
 
     def _take_loss(self, microbatch: int, loss: torch.Tensor) -> None:
         assert self._batch.scale is not None
@@ -199,6 +215,8 @@ class Interpreter:
         if action.stage < self._num_stages - 1:
             found = self._here.pop(Transfer(action.stage, action.microbatch, True))
             return found if isinstance(found, list) else [found]  # type: ignore[list-item]
+        if self._batch.loss_fn is None:
+            return list(self._batch.grad_outputs[action.microbatch])
         assert self._batch.scale is not None
         loss = self._batch.losses[action.microbatch]
         return [torch.full_like(loss, self._batch.scale.gradient_factor(action.microbatch))]
@@ -217,9 +235,30 @@ def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, *, is_
     loss_fn, targets = (batch.loss_fn, batch.targets) if is_last else (None, None)
 
     def make() -> Made:
-        output = stage.call(value, kwargs)
-        if loss_fn is None or targets is None:
-            return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
-        return Made(output, [check_loss(loss_fn(output, targets[microbatch]))])
+        with keyed(batch.key.step, stage.index, microbatch, replica=batch.key.replica, seed=batch.key.seed):
+            output = stage.call(value, kwargs)
+            if loss_fn is None or targets is None:
+                return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
+            return Made(output, [check_loss(loss_fn(output, targets[microbatch]))])
 
     return Forward(value, make)
+
+
+def _is_of_backward(instruction: Instruction) -> bool:
+    match instruction:
+        case Receive(transfer):
+            return transfer.backward
+        case Compute(step):
+            return any(action.kind != "F" for action in actions_of(step))
+        case _:
+            return isinstance(instruction, Recompute)
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Does what is inside in the dtypes that the forward left, as a backward after `with torch.autocast` would."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

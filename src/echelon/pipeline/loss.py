@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -14,6 +14,8 @@ from echelon.pipeline.microbatch import batch_size
 from echelon.pipeline.nested import Value, tensors_of
 
 Reduction = Literal["mean", "sum"]
+Metrics: TypeAlias = Callable[[Value, Value], Mapping[str, torch.Tensor | float]]
+"""metrics(output, target): numbers by name."""
 
 
 class LossScale:
@@ -72,6 +74,30 @@ def check_loss(loss: object) -> torch.Tensor:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SizeMismatch("a tensor with one element", got, "loss_fn(output, target)", "reduce it to one number")
     return loss.reshape(())
+
+
+def check_metrics(found: object) -> dict[str, float]:
+    """Returns metrics as numbers.
+
+    Raises:
+        SizeMismatch: the function returned something else than a dict of numbers.
+    """
+    if isinstance(found, Mapping):
+        numbers = {str(name): _number(value) for name, value in found.items()}
+        if all(value is not None for value in numbers.values()):
+            return {name: value for name, value in numbers.items() if value is not None}
+    raise SizeMismatch(
+        "a dict of numbers, such as {'accuracy': 0.5}",
+        {name: type(value).__name__ for name, value in found.items()} if isinstance(found, Mapping) else repr(found),
+        "metrics(output, target)",
+        "reduce each to one number per microbatch",
+    )
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value.item())
+    return float(value) if isinstance(value, int | float) else None
 
 
 def num_samples(value: Value, num_microbatches: int, what: str) -> int:

@@ -10,8 +10,9 @@ import torch
 
 from echelon.backends.memory import dtype_code, dtype_of
 from echelon.errors import SizeMismatch
-from echelon.group import ProcessGroup
+from echelon.group import JsonLike, ProcessGroup
 from echelon.pipeline.nested import Value
+from echelon.pipeline.runtime import Batch
 from echelon.pipeline.schedule import Schedule
 
 Span = tuple[float, float]
@@ -23,11 +24,13 @@ class StepOutput:
     """What one training step gave.
 
     loss: over the whole batch, data-parallel ranks included; zero-dim, on every rank. outputs: the last stage's, in
-    batch order, on its rank and only if asked for; else None.
+    batch order, on its rank and only if asked for; else None. metrics: over the whole batch as the loss, on every rank,
+    if the Pipeline has a function for them.
     """
 
     loss: torch.Tensor
     outputs: Value = None
+    metrics: dict[str, float] | None = None
 
 
 class Told(NamedTuple):
@@ -39,12 +42,7 @@ class Told(NamedTuple):
 
 
 def tell(
-    group: ProcessGroup,
-    schedule: Schedule,
-    times: Sequence[Span],
-    num_inputs: int,
-    num_targets: int,
-    loss: torch.Tensor | None,
+    group: ProcessGroup, schedule: Schedule, times: Sequence[Span], batch: Batch, loss: torch.Tensor | None
 ) -> Told:
     """Gives every rank the loss, and when each step of every rank ran.
 
@@ -52,21 +50,58 @@ def tell(
         group: the ranks of the pipeline.
         schedule: what they ran.
         times: when each step of this rank began and ended.
-        num_inputs: samples in the inputs, where the first stage is.
-        num_targets: samples in the target, where the last stage is.
+        batch: what this rank worked on.
         loss: that of the batch, where the last stage is; else None.
 
     Raises:
-        SizeMismatch: on every rank, if the first stage had another number of samples than the last.
+        SizeMismatch: on every rank, if the target or the keyword arguments had another number of samples than the
+            inputs.
     """
     code, value = (0.0, 0.0) if loss is None else (float(dtype_code(loss.dtype)), loss.item())
-    row = torch.tensor(
-        [num_inputs, num_targets, code, value, *(time for span in times for time in span)], dtype=torch.float64
-    )
-    rows = torch.split(group.all_gather(row), [4 + 2 * len(order) for order in schedule.orders])
+    counts = [batch.num_inputs, batch.num_targets, batch.num_kwargs]
+    row = torch.tensor([*counts, code, value, *(time for span in times for time in span)], dtype=torch.float64)
+    head = len(counts) + 2
+    rows = torch.split(group.all_gather(row), [head + 2 * len(order) for order in schedule.orders])
     first, last = (rows[schedule.placement[stage]] for stage in (0, -1))
-    if first[0] != last[1]:
-        expected, got = f"{int(first[0])} samples, as the inputs", f"{int(last[1])}"
-        raise SizeMismatch(expected, got, "target of step()", "pass one target per sample")
-    all_times = [[(begin, end) for begin, end in part[4:].reshape(-1, 2).tolist()] for part in rows]
-    return Told(last[3].to(dtype_of(int(last[2]))), all_times)
+    _compare("target of step()", int(first[0]), int(last[1]))
+    for other in rows:
+        if other[2]:
+            _compare("keyword arguments of step()", int(first[0]), int(other[2]))
+    all_times = [[(begin, end) for begin, end in part[head:].reshape(-1, 2).tolist()] for part in rows]
+    return Told(last[4].to(dtype_of(int(last[3]))), all_times)
+
+
+def _compare(what: str, samples: int, got: int) -> None:
+    if got != samples:
+        raise SizeMismatch(f"{samples} samples, as the inputs", got, what, "pass tensors with one row per sample")
+
+
+def tell_metrics(group: ProcessGroup, data_parallel: ProcessGroup | None, last: int, batch: Batch) -> dict[str, float]:
+    """Gives every rank the metrics of the whole batch.
+
+    Args:
+        group: the ranks of the pipeline.
+        data_parallel: the ranks that have the other parts of the batch.
+        last: the rank of the last stage, which has them.
+        batch: what this rank worked on.
+
+    Raises:
+        SizeMismatch: on the last rank, microbatches with metrics of other names.
+    """
+    mine: dict[str, JsonLike] = {}
+    if batch.measured:
+        assert batch.scale is not None
+        names = list(batch.measured[0])
+        total = torch.zeros(len(names), dtype=torch.float64)
+        for microbatch, found in batch.measured.items():
+            if list(found) != names:
+                raise SizeMismatch(
+                    names, list(found), f"metrics of microbatch {microbatch}", "name the same ones always"
+                )
+            total += torch.tensor(list(found.values()), dtype=torch.float64) * batch.scale.factor(microbatch)
+        if data_parallel is not None:
+            data_parallel.all_reduce(total)
+        mine = dict(zip(names, total.tolist(), strict=True))
+    told = group.broadcast_object(mine, src=last)
+    assert isinstance(told, dict)
+    return {name: float(value) for name, value in told.items() if isinstance(value, float)}

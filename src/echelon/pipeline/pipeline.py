@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from echelon.data_parallel.broadcast import broadcast_tensors
-from echelon.data_parallel.reducer import GradientReducer
 from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
-from echelon.pipeline.agreement import agreed_group, agreed_parts, check_runnable, choose_schedule
+from echelon.pipeline.agreement import agreed_group, agreed_parts, check_arguments, check_runnable, choose_schedule
+from echelon.pipeline.by_hand import ByHand
 from echelon.pipeline.cut import Parts, StageMaker, keep
-from echelon.pipeline.loss import LossScale, Reduction, num_samples
+from echelon.pipeline.loss import LossScale, Metrics, Reduction, num_samples
 from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
 from echelon.pipeline.nested import Value
-from echelon.pipeline.outcome import Span, StepOutput, tell
+from echelon.pipeline.outcome import Span, StepOutput, tell, tell_metrics
+from echelon.pipeline.randomness import Key
+from echelon.pipeline.replicas import Replicas
 from echelon.pipeline.runtime import Batch, Runtime
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.forward_only import forward_only
-from echelon.pipeline.stage import Stage
+from echelon.pipeline.ties import TiedWeights, agree_on_ties, find_ties
 from echelon.pipeline.weights import Weights
 from echelon.trace import Timeline
 
@@ -52,6 +53,8 @@ class Pipeline:
         example_kwargs: Mapping[str, Value] | None = None,
         loss_reduction: Reduction = "mean",
         loss_weight: Callable[[Value], float] | None = None,
+        metrics: Metrics | None = None,
+        seed: int = 0,
         recompute: bool | Collection[int] = False,
     ) -> None:
         """Cuts the model, keeps this rank's stages, and checks the schedule.
@@ -73,6 +76,9 @@ class Pipeline:
             example_kwargs: keyword inputs, likewise.
             loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
             loss_weight: loss_weight(target), what a microbatch counts in the mean; None: its number of samples.
+            metrics: metrics(output, target), a dict of numbers, called like loss_fn and without gradients; every rank
+                gets them from `step`, averaged (or added up) over the batch as the loss is.
+            seed: of the random numbers that stages draw, such as dropout's; see `echelon.pipeline.keyed`.
             recompute: True, or the stages, that keep nothing but their input from forward to backward and then run the
                 forward again: less memory for a third more time.
 
@@ -82,33 +88,34 @@ class Pipeline:
             UnsupportedOp: the schedule has actions that cannot be run.
             CollectiveMismatch: the ranks of the group were not given the same schedule.
         """
-        if loss_reduction not in ("mean", "sum"):
-            raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
+        check_arguments(group, data_parallel, loss_fn, loss_weight, metrics, loss_reduction, seed)
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
         self.schedule.check()
         check_runnable(self.schedule)
         recomputed = range(self.num_stages) if recompute is True else sorted(recompute or ())
-        self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={list(recomputed)}"])
+        self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={list(recomputed)}, seed={seed}"])
         parts = agreed_parts(model, self.schedule, self._group, data_parallel, at, example, example_kwargs)
         self.at = parts.at
         """The layers that stages 1, 2, ... begin with; none for a list of stages."""
         self.stages = keep(parts, self.schedule.placement, group.rank)
-        self._weights = Weights(self.stages, self._group)
+        ties = agree_on_ties(find_ties(parts), self._group)
+        tied = TiedWeights(ties, self.stages, self.schedule.placement, self._group)
+        self._weights = Weights(self.stages, tied, self._group)
+        self._replicas = Replicas(self.stages, tied, data_parallel)
+        self.num_steps = 0
+        """How many training steps were made; random numbers depend on it. Set it to go on where another run ended."""
+        self._num_inferences = 0
+        self._seed = seed
         self._loss_fn = loss_fn
         self._loss_reduction: Reduction = loss_reduction
         self._loss_weight = loss_weight
+        self._metrics = metrics
         self._data_parallel = data_parallel
-        self._reducers: dict[int, GradientReducer] = {}
-        self._synchronizes = True
         self._is_settled = False
+        self._has_memory = False
         self._times: list[list[Span]] | None = None
-        if data_parallel is not None:
-            for stage in self.stages:
-                self._replicate(stage, data_parallel)
-        replicas = [reducer.group for reducer in self._reducers.values()]
-        self._runtime = Runtime(
-            self.stages, self._group, replicas if data_parallel is None else [data_parallel, *replicas], recomputed
-        )
+        self._runtime = Runtime(self.stages, self._group, self._replicas.groups, recomputed)
+        self._by_hand = ByHand(self._runtime, self._replicas)
         self._runtime.load(self.schedule)
 
     def __repr__(self) -> str:
@@ -153,74 +160,99 @@ class Pipeline:
 
         Args:
             inputs: what the first stage takes; looked at on its rank only. Tensors are cut along dim 0, what is no
-            tensor
-                goes along whole.
+                tensor goes along whole.
             target: what loss_fn takes; looked at on the rank of the last stage only.
             return_outputs: keep the last stage's outputs.
             kwargs: keyword arguments of this rank's stages, cut likewise.
 
         Raises:
-            SizeMismatch: there are fewer samples than microbatches, or inputs and target differ in their number.
+            SizeMismatch: there are fewer samples than microbatches, or inputs, target and keyword arguments differ in
+                their number.
+            UnsupportedOp: there is no loss_fn, or gradients are switched off.
             PeerFailed: another rank failed; the message has its error.
             Timeout: a rank did not send in time what another waited for.
         """
+        self._by_hand.forget()
         batch = self._training_batch(inputs, target, kwargs, return_outputs)
         if not self._is_settled:
             self.schedule, self._is_settled = self._runtime.settle(self.schedule, batch), True
-        times = self._runtime.run(self.schedule, batch, self._start_reduction)
-        if self._synchronizes:
-            with self._runtime.telling_others():
-                for reducer in self._reducers.values():
-                    reducer.finish()
+        with self._runtime.telling_others(), self._replicas.synchronizing():
+            times = self._runtime.run(self.schedule, batch, self._replicas.start)
+        self.num_steps += 1
         loss = self._tell(batch, times)
-        return StepOutput(
-            loss, merge([batch.outputs[index] for index in sorted(batch.outputs)]) if batch.outputs else None
-        )
+        metrics = None if self._metrics is None else self._tell_metrics(batch)
+        return StepOutput(loss, _merged(batch) if batch.outputs else None, metrics)
 
-    def forward(self, *inputs: Value, **kwargs: Value) -> Value:
-        """Runs inference, without gradients, and returns the outputs in batch order on the rank of the last stage.
+    def forward(self, *inputs: Value, train: bool = False, **kwargs: Value) -> Value:
+        """Runs the batch forward, and returns the outputs in batch order on the rank of the last stage.
 
-        Batches of any size will do: with fewer samples than microbatches there are as many microbatches as samples.
-        On other ranks it returns None. Modules stay in the mode that `train` or `eval` set.
+        Without gradients, batches of any size will do: with fewer samples than microbatches there are as many
+        microbatches as samples. On other ranks it returns None. Modules stay in the mode that `train` or `eval` set.
+
+        Args:
+            inputs: what the first stage takes, as for `step`.
+            train: keep what `backward` needs. The outputs are leaves then: what is made of them has a gradient, and
+                theirs is what `backward` takes. Without a backward it is forgotten by the next call.
+            kwargs: keyword arguments of this rank's stages.
+
+        Raises:
+            SizeMismatch: there are no samples, or with `train` fewer than microbatches.
+            PeerFailed, Timeout: as for `step`.
         """
-        samples = batch_size(inputs, "inputs") if self.is_first else None
-        if self.is_first and not samples:
-            raise SizeMismatch("at least 1 sample", f"{samples or 0}", "inputs of forward()", "pass a batch")
+        self._by_hand.forget()
+        with self._runtime.telling_others():
+            self._require_memory()
+            samples = batch_size((inputs, kwargs), "inputs of forward()") if self.is_first else None
+            if self.is_first and (not samples or (train and samples < self.num_microbatches)):
+                least = self.num_microbatches if train else 1
+                raise SizeMismatch(
+                    f"at least {least} samples", f"{samples or 0}", "inputs of forward()", "pass a larger batch"
+                )
         told = self._group.broadcast_object(samples, src=self.schedule.placement[0])
         assert isinstance(told, int)
         count = min(self.num_microbatches, told)
-        schedule = forward_only(self.schedule.placement, count)
-        batch = Batch(
-            inputs=split_arguments(inputs, count) if self.is_first else None,
-            targets=None,
-            kwargs=split_keywords(kwargs, count),
-            loss_fn=None,
-            scale=None,
-            keeps_outputs=True,
-        )
+        if train:
+            _require_gradients("forward(train=True)")
+            batch = self._batch(inputs, kwargs, count, self.num_steps)
+            self.num_steps += 1
+            return self._by_hand.forward(self.schedule.placement, batch)
+        self._num_inferences += 1
+        batch = self._batch(inputs, kwargs, count, -self._num_inferences)
         with torch.no_grad():
-            self._runtime.run(schedule, batch, lambda _: None)
-        return merge([batch.outputs[index] for index in range(count)]) if self.is_last else None
+            self._runtime.run(forward_only(self.schedule.placement, count), batch, lambda _: None)
+        return _merged(batch) if self.is_last else None
+
+    def backward(self, grad_outputs: Value = None) -> None:
+        """Runs the backward of the last `forward(train=True)` and adds the gradients into .grad.
+
+        Data-parallel ranks average theirs, as in `step`.
+
+        Args:
+            grad_outputs: on the rank of the last stage, the gradients of its outputs: one for each tensor that requires
+                one, in any container; None where nothing depends on it. Looked at there only.
+
+        Raises:
+            ScheduleError: there was no such forward.
+            SizeMismatch: a gradient is not like its output, or there are more or fewer.
+            PeerFailed, Timeout: as for `step`.
+        """
+        self._by_hand.backward(grad_outputs)
 
     def __call__(self, *inputs: Value, **kwargs: Value) -> Value:
-        """Runs `forward`."""
-        return self.forward(*inputs, **kwargs)
+        """Runs `forward`, for inference."""
+        return self.forward(*inputs, train=False, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Leaves gradients unsynchronised inside; the first step after it averages all that was added up."""
-        before, self._synchronizes = self._synchronizes, False
-        try:
-            yield
-        finally:
-            self._synchronizes = before
+        return self._replicas.no_sync()
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their 2-norm over all stages is at most `max_norm`; returns what it was.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
 
-        As torch.nn.utils.clip_grad_norm_ does in one process, up to rounding. Every rank must call it.
+        As torch.nn.utils.clip_grad_norm_ does in one process, up to rounding; tied weights count once. Every rank must
+        call it.
         """
-        return self._weights.clip(max_norm)
+        return self._weights.clip(max_norm, norm_type)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Puts this rank's stages into training mode."""
@@ -257,6 +289,9 @@ class Pipeline:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's part of a state dict of the unsplit model; the other stages' entries are passed over.
 
+        It may come from any number of stages. What is on the meta device gets memory; parameters stay the objects they
+        are.
+
         Raises:
             KeyError: an entry of this rank's stages is missing.
         """
@@ -264,40 +299,43 @@ class Pipeline:
 
     # Inside
 
+    def _batch(self, inputs: tuple[Value, ...], kwargs: Mapping[str, Value], count: int, step: int) -> Batch:
+        replica = 0 if self._data_parallel is None else self._data_parallel.rank
+        return Batch(
+            inputs=split_arguments(inputs, count) if self.is_first else None,
+            targets=None,
+            kwargs=split_keywords(kwargs, count),
+            loss_fn=None,
+            scale=None,
+            keeps_outputs=True,
+            key=Key(self._seed, step, replica),
+        )
+
     def _training_batch(
         self, inputs: tuple[Value, ...], target: Value, kwargs: Mapping[str, Value], keeps_outputs: bool
     ) -> Batch:
-        count = self.num_microbatches
-        num_inputs = num_targets = 0
         with self._runtime.telling_others():
+            _require_gradients("step()")
+            self._require_memory()
+            count = self.num_microbatches
+            batch = self._batch(inputs, kwargs, count, self.num_steps)
+            batch.keeps_outputs = keeps_outputs
+            batch.num_kwargs = batch_size(kwargs, "keyword arguments of step()") or 0
             if self.is_first:
-                num_inputs = num_samples(inputs, count, "inputs")
+                batch.num_inputs = num_samples(inputs, count, "inputs")
             if self.is_last:
                 if self._loss_fn is None:
                     raise UnsupportedOp("step() needs a loss: give the Pipeline loss_fn=, or use forward()")
-                num_targets = num_samples(target, count, "target")
-            targets = split(target, count) if self.is_last else None
-            return Batch(
-                inputs=split_arguments(inputs, count) if self.is_first else None,
-                targets=targets,
-                kwargs=split_keywords(kwargs, count),
-                loss_fn=self._loss_fn,
-                scale=None
-                if targets is None
-                else LossScale(targets, self._loss_reduction, self._loss_weight, self._data_parallel),
-                keeps_outputs=keeps_outputs,
-                num_inputs=num_inputs,
-                num_targets=num_targets,
-            )
+                batch.num_targets = num_samples(target, count, "target")
+                batch.loss_fn, batch.metrics = self._loss_fn, self._metrics
+                batch.targets = split(target, count)
+                batch.scale = LossScale(batch.targets, self._loss_reduction, self._loss_weight, self._data_parallel)
+            return batch
 
-    def _replicate(self, stage: Stage, data_parallel: ProcessGroup) -> None:
-        broadcast_tensors([*stage.module.parameters(), *stage.module.buffers()], data_parallel)
-        trainable = [pair for pair in stage.module.named_parameters() if pair[1].requires_grad]
-        self._reducers[stage.index] = GradientReducer(trainable, data_parallel)
-
-    def _start_reduction(self, stage: int) -> None:
-        if self._synchronizes and (reducer := self._reducers.get(stage)):
-            reducer.start()
+    def _require_memory(self) -> None:
+        if not self._has_memory:
+            self._weights.require_memory()
+            self._has_memory = True
 
     def _tell(self, batch: Batch, times: list[Span]) -> torch.Tensor:
         """Gives every rank the loss, and when each step of every rank ran."""
@@ -306,6 +344,22 @@ class Pipeline:
             loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
             if self._data_parallel is not None:
                 self._data_parallel.all_reduce(loss)
-        told = tell(self._group, self.schedule, times, batch.num_inputs, batch.num_targets, loss)
+        told = tell(self._group, self.schedule, times, batch, loss)
         self._times = told.times
         return told.loss
+
+    def _tell_metrics(self, batch: Batch) -> dict[str, float]:
+        return tell_metrics(self._group, self._data_parallel, self.schedule.placement[-1], batch)
+
+
+def _merged(batch: Batch) -> Value:
+    """Returns the outputs of all microbatches in batch order, without a graph."""
+    with torch.no_grad():
+        return merge([batch.outputs[index] for index in range(len(batch.outputs))])
+
+
+def _require_gradients(what: str) -> None:
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        raise UnsupportedOp(
+            f"{what} was called inside of torch.no_grad() or torch.inference_mode(): call it outside, or use forward()"
+        )

@@ -10,8 +10,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+
+
+class Key(NamedTuple):
+    """What random numbers depend on beside stage and microbatch; see `keyed`."""
+
+    seed: int = 0
+    step: int = 0
+    replica: int = 0
 
 
 @contextmanager

@@ -20,12 +20,13 @@ from echelon.pipeline.action import actions_of as actions_of
 from echelon.pipeline.buffers import Buffers
 from echelon.pipeline.fuse import fused, split_stages
 from echelon.pipeline.interpreter import Interpreter, forward_of
-from echelon.pipeline.loss import LossScale
+from echelon.pipeline.loss import LossScale, Metrics
 from echelon.pipeline.lowered_check import check_program
 from echelon.pipeline.lowering import Program, Transfer, lower
 from echelon.pipeline.meter import Memory, Meter
 from echelon.pipeline.nested import Value, tensors_of
 from echelon.pipeline.probe import Finding, probe
+from echelon.pipeline.randomness import Key
 from echelon.pipeline.saved import address
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.stage import Stage
@@ -52,8 +53,17 @@ class Batch:
     """Samples in `inputs`."""
     num_targets: int = 0
     """Samples in `targets`."""
+    num_kwargs: int = 0
+    """Samples in `kwargs`."""
+    key: Key = field(default_factory=Key)
+    """Of the random numbers."""
+    metrics: Metrics | None = None
+    grad_outputs: Sequence[Sequence[torch.Tensor | None]] = ()
+    """Without a loss_fn, for each microbatch the gradients of the tensors of the output that require one."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
+    measured: dict[int, dict[str, float]] = field(default_factory=dict)
+    """What `metrics` gave."""
 
 
 class _Loaded(NamedTuple):
@@ -94,6 +104,7 @@ class Runtime:
         self.buffers = Buffers()
         """What receives are written into."""
         self._memory: Memory | None = None
+        self._meter: Meter | None = None
 
     def load(self, schedule: Schedule) -> Program:
         """Spells a schedule out and checks the result; `run` does so if it was not done before.
@@ -146,9 +157,24 @@ class Runtime:
             Timeout: what another rank was to send did not come.
             NotFinite: a microbatch's loss.
         """
+        one = self.begin(schedule, batch, on_stage_done, until_backward=False)
+        return one.times
+
+    def begin(
+        self, schedule: Schedule, batch: Batch, on_stage_done: Callable[[int], None], *, until_backward: bool = True
+    ) -> Interpreter:
+        """Runs this rank's order up to its first backward; `finish` runs the rest.
+
+        Args:
+            schedule, batch, on_stage_done: as for `run`.
+            until_backward: False: run all of it.
+
+        Raises:
+            PeerFailed, Timeout, NotFinite: as for `run`.
+        """
         self._steps += 1
         loaded = self._load(schedule)
-        meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
+        self._meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
         one = Interpreter(
             loaded.program,
             batch,
@@ -158,16 +184,35 @@ class Runtime:
             self._steps,
             loaded.split,
             on_stage_done,
-            meter,
+            self._meter,
         )
         with self.telling_others(lambda: one.current):
+            one.run(until_backward=until_backward)
+        if not until_backward:
+            self._end(schedule)
+        return one
+
+    def finish(self, schedule: Schedule, one: Interpreter) -> None:
+        """Runs what `begin` left.
+
+        Raises:
+            PeerFailed, Timeout: as for `run`.
+        """
+        with self.telling_others(lambda: one.current):
             one.run()
+        self._end(schedule)
+
+    def forget(self) -> None:
+        """Drops what was begun and not finished."""
+        for stage in self._stages.values():
+            stage.forget()
+
+    def _end(self, schedule: Schedule) -> None:
         self.buffers.forget_unused()
-        if meter is not None:
-            self._memory = meter.memory(schedule, self._group.rank)
+        if self._meter is not None:
+            self._memory = self._meter.memory(schedule, self._group.rank)
             for stage in self._stages.values():
                 stage.is_metered = False
-        return one.times
 
     @property
     def memory(self) -> Memory:
@@ -186,8 +231,7 @@ class Runtime:
         try:
             yield
         except BaseException as error:
-            for stage in self._stages.values():
-                stage.forget()
+            self.forget()
             mine = PeerFailed(self._group.backend.rank, _told(error, current()))
             first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
             if isinstance(error, PeerFailed):

@@ -47,7 +47,7 @@ class Halves(NamedTuple):
 class _Microbatch:
     """What is kept of one microbatch."""
 
-    __slots__ = ("again", "inputs", "random_state", "roots", "saved", "split")
+    __slots__ = ("again", "inputs", "roots", "saved", "split")
 
     def __init__(self, inputs: list[torch.Tensor]) -> None:
         self.inputs = inputs
@@ -55,7 +55,6 @@ class _Microbatch:
         self.saved: SavedTensors | None = None
         self.split: SplitBackward | None = None
         self.again: Forward | None = None
-        self.random_state: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [
@@ -125,19 +124,16 @@ class Stage:
         held = self._held[microbatch] = _Microbatch([tensor for tensor in tensors if tensor.requires_grad])
         if not self.recomputes:
             return self._make(held, forward, splits)
-        held.again, held.random_state = forward, torch.get_rng_state()
+        held.again = forward
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
             return forward.make()
 
     def recompute(self, microbatch: int, *, splits: bool) -> None:
-        """Runs the forward again, with the same random numbers."""
+        """Runs the forward again; it draws the same random numbers, which belong to the microbatch."""
         held = self._held[microbatch]
         assert held.again is not None, "the forward comes before"
-        assert held.random_state is not None
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(held.random_state)
-            self._make(held, held.again, splits)
-        held.again = held.random_state = None
+        self._make(held, held.again, splits)
+        held.again = None
 
     def backward(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Adds into the parameters' .grad, and returns the gradients of the inputs that require one.

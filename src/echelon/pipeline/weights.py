@@ -7,28 +7,49 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.stage import Stage
+from echelon.pipeline.ties import TiedWeights
 
 
 class Weights:
     """Names, saves, loads and clips what the stages of this rank hold."""
 
-    def __init__(self, stages: Sequence[Stage], group: ProcessGroup) -> None:
+    def __init__(self, stages: Sequence[Stage], ties: TiedWeights, group: ProcessGroup) -> None:
         """Looks at the stages; nothing is copied.
 
         Args:
             stages: this rank's.
+            ties: their tied weights.
             group: the ranks of the pipeline.
         """
         self._stages = stages
+        self._ties = ties
         self._group = group
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this rank's parameters under their names in the unsplit model."""
+        """Yields this rank's parameters, each once, under their names in the unsplit model."""
+        seen: set[int] = set()
         for stage in self._stages:
             for name, parameter in stage.module.named_parameters():
-                yield stage.prefix + name, parameter
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield stage.prefix + name, parameter
+
+    def require_memory(self) -> None:
+        """Refuses to run what has no values.
+
+        Raises:
+            UnsupportedOp: a parameter or a buffer is on the meta device.
+        """
+        for stage in self._stages:
+            for name, tensor in (*stage.module.named_parameters(), *stage.module.named_buffers()):
+                if tensor.is_meta:
+                    raise UnsupportedOp(
+                        f"{stage.prefix}{name} is on the meta device, without values: call load_state_dict() first; a "
+                        "buffer that is not saved has to be set by hand"
+                    )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns this rank's part of the unsplit model's state dict."""
@@ -42,23 +63,50 @@ class Weights:
         Raises:
             KeyError: an entry of this rank's stages is missing.
         """
-        missing = sorted(set(self.state_dict()) - set(state_dict))
+        found = {name: self._find(name, state_dict) for name in self.state_dict()}
+        missing = sorted(name for name, value in found.items() if value is None)
         if missing:
             raise KeyError(
                 f"the state dict has no {', '.join(missing)}: give that of the whole model, or of these stages"
             )
         for stage in self._stages:
-            names = stage.module.state_dict()
-            stage.module.load_state_dict({name: state_dict[stage.prefix + name] for name in names})
+            own = {name: found[stage.prefix + name] for name in stage.module.state_dict()}
+            _give_memory(stage.module, own)
+            stage.module.load_state_dict(own)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their 2-norm over all stages is at most `max_norm`; returns what it was."""
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was."""
         gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
-        squares = [gradient.double().square().sum() for gradient in gradients]
-        total = torch.stack(squares).sum().reshape(1) if squares else torch.zeros(1, dtype=torch.float64)
-        norm = self._group.all_reduce(total).sqrt()[0]
-        factor = min(1.0, float(max_norm / (norm + 1e-6)))
-        if factor < 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
+        counted = [
+            parameter.grad.detach().double()
+            for _, parameter in self.named_parameters()
+            if parameter.grad is not None and self._ties.is_counted_here(parameter)
+        ]
+        norms = [torch.linalg.vector_norm(gradient, norm_type).cpu() for gradient in counted]
+        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        if norm_type == float("inf"):
+            norm = self._group.all_reduce(mine.max().reshape(1), op="max")[0]
+        else:
+            norm = self._group.all_reduce(mine.pow(norm_type).sum().reshape(1))[0].pow(1.0 / norm_type)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # one that is no number spreads, as in torch
+        if factor != 1.0:
+            with torch.no_grad():
+                for gradient in gradients:
+                    gradient.mul_(factor.item())
         return norm
+
+    def _find(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Returns an entry, of a tied weight by any of its names: some formats save only one."""
+        names = (name, *self._ties.names.get(name, ()))
+        return next((state_dict[one] for one in names if one in state_dict), None)
+
+
+def _give_memory(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
+    """Gives what is on the meta device memory where its value is; parameters stay the objects that they are."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        value = values.get(name)
+        if tensor.is_meta and value is not None:
+            empty = torch.empty_like(tensor, device=value.device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
