@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import echelon
 from echelon.testing import RankPool
 
 os.environ["ECHELON_TUNED"] = "off"  # what `echelon tune` may have written here does not matter to tests
@@ -15,6 +16,15 @@ def pool():
     """Real processes as ranks, kept over the whole session."""
     with RankPool() as ranks:
         yield ranks
+
+
+@pytest.fixture(params=["simulated", "processes"])
+def run(request):
+    """Runs a function on a number of ranks and returns their results."""
+    if request.param == "simulated":
+        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
+    pool = request.getfixturevalue("pool")
+    return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
 
 
 @pytest.fixture(autouse=True)

@@ -10,15 +10,6 @@ import echelon
 WORLD_SIZES = (1, 2, 3, 4)
 
 
-@pytest.fixture(params=["simulated", "processes"])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
-
-
 def each_op(group):
     mine = torch.arange(7, dtype=torch.float64) + group.rank + 1
     integers = torch.tensor([group.rank + 1, 6])

@@ -12,15 +12,6 @@ from echelon import PeerFailed, RecvFrom, SendTo
 from echelon.testing import RaceError, RankPool, check_same_results
 
 
-@pytest.fixture(params=["simulated", "processes"])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
-
-
 def collect_from_all(group):
     """Rank 0 takes ten numbers of every other rank, in whatever order they come."""
     if group.rank:

@@ -19,6 +19,7 @@ from tests.backends.worlds import (
     dial,
     free_address,
     hello,
+    one_that_joins,
     proof,
     prove,
     receive,
@@ -162,22 +163,13 @@ def test_our_own_challenge_mirrored_back_is_worth_nothing(connect):
     assert_hung_up(connection)
 
 
-def listener():
-    server = socket.create_server(("127.0.0.1", 0))
-    return server, f"127.0.0.1:{server.getsockname()[1]}"
-
-
 def test_what_listens_as_rank_0_must_know_the_secret_too():
-    server, address = listener()
-    with server:
-        joining = start(lambda: TcpBackend(1, 2, address, secret=SECRET, connect_timeout=SECONDS))
-        connection, _ = server.accept()
-        with connection:
-            connection.sendall(MAGIC + bytes(32))
-            theirs = receive(connection, 72)
-            connection.sendall(b"\x01" + theirs[40:])  # mirrors the connector's own proof
-            with pytest.raises(AuthenticationError, match="what listens as rank 0 does not know the secret"):
-                joining()
+    with one_that_joins() as (connection, joining):
+        connection.sendall(MAGIC + bytes(32))
+        theirs = receive(connection, 72)
+        connection.sendall(b"\x01" + theirs[40:])  # mirrors the connector's own proof
+        with pytest.raises(AuthenticationError, match="what listens as rank 0 does not know the secret"):
+            joining()
 
 
 @pytest.mark.parametrize(
@@ -188,14 +180,10 @@ def test_what_listens_as_rank_0_must_know_the_secret_too():
     ],
 )
 def test_another_protocol_is_named(said, reason):
-    server, address = listener()
-    with server:
-        joining = start(lambda: TcpBackend(1, 2, address, secret=SECRET, connect_timeout=SECONDS))
-        connection, _ = server.accept()
-        with connection:
-            connection.sendall(said)
-            with pytest.raises(ProtocolError, match=reason):
-                joining()
+    with one_that_joins() as (connection, joining):
+        connection.sendall(said)
+        with pytest.raises(ProtocolError, match=reason):
+            joining()
 
 
 def test_a_wrong_secret_is_named_on_both_sides():

@@ -22,6 +22,7 @@ from tests.backends.worlds import (
     dial,
     free_address,
     hello,
+    one_that_joins,
     proof,
     prove,
     receive,
@@ -276,17 +277,13 @@ def test_a_rank_that_died_after_it_came_fails_the_others_quickly():
 )
 @pytest.mark.usefixtures("nothing_left")
 def test_a_table_that_cannot_be_is_a_protocol_error(table):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        joining = start(lambda: TcpBackend(1, 2, address, secret=SECRET, connect_timeout=SECONDS))
-        connection, _ = server.accept()
-        with connection:
-            accept(connection)
-            receive_json(connection)
-            send_json(connection, table)
-            with pytest.raises(ProtocolError) as caught:
-                joining()
-            del caught, joining
+    with one_that_joins() as (connection, joining):
+        accept(connection)
+        receive_json(connection)
+        send_json(connection, table)
+        with pytest.raises(ProtocolError) as caught:
+            joining()
+        del caught, joining
 
 
 def accept(connection):
@@ -299,13 +296,10 @@ def accept(connection):
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_0_that_ends_before_all_have_met_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        joining = start(lambda: TcpBackend(1, 2, address, secret=SECRET, connect_timeout=SECONDS))
-        connection, _ = server.accept()
-        with connection:
-            accept(connection)
-            receive_json(connection)
+    with one_that_joins() as (connection, joining):
+        accept(connection)
+        receive_json(connection)
+        connection.close()
         with pytest.raises(ConnectError, match="rank 0 answered but ended before all ranks had met") as caught:
             joining()
         del caught, joining

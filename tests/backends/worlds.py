@@ -56,6 +56,17 @@ def tcp_world(world_size, **options):
             backend.abort("the test is over")
 
 
+@contextlib.contextmanager
+def one_that_joins():
+    """Listens as rank 0, lets a rank 1 of two come, and gives the connection to it and what waits for its end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        joining = start(lambda: TcpBackend(1, 2, address, secret=SECRET, connect_timeout=20.0))
+        connection, _ = server.accept()
+        with connection:
+            yield connection, joining
+
+
 def start(function, *arguments):
     """Runs a function in a thread; call what is returned for its result or its error."""
     outcome = []

@@ -10,15 +10,6 @@ from echelon.pipeline import Pipeline, schedules
 RUNNABLE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 
 
-@pytest.fixture(params=["simulated", "processes"])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
-
-
 def make_model(num_layers, dtype=torch.float64):
     """Makes a chain of layers with the same weights wherever it is called."""
     generator = torch.Generator().manual_seed(0)
