@@ -35,13 +35,14 @@ def reduce_until_one_dies(group, victim, iteration, size, clock):
     return None
 
 
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_every_survivor_names_the_rank_that_was_killed(size):
+def test_every_survivor_names_the_rank_that_was_killed(size, backend):
     """Not one of the others, which give up because of it."""
     for run in range(5):
         victim, iteration = run % 4, random.Random(run).randrange(1, 30)
         with mmap.mmap(-1, 8) as clock:
-            outcomes = run_forked(reduce_until_one_dies, 4, victim, iteration, size, clock)
+            outcomes = run_forked(reduce_until_one_dies, 4, victim, iteration, size, clock, backend=backend)
         assert sorted(outcomes) == [rank for rank in range(4) if rank != victim]
         for failed, seconds, message in outcomes.values():
             assert failed == victim, message
@@ -68,9 +69,10 @@ def die_beside_an_asynchronous_operation(group, clock):
     return failed, time.monotonic() - struct.unpack("<d", clock[:8])[0]
 
 
-def test_operations_under_way_on_several_groups_all_fail():
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_operations_under_way_on_several_groups_all_fail(backend):
     with mmap.mmap(-1, 8) as clock:
-        outcomes = run_forked(die_beside_an_asynchronous_operation, 3, clock)
+        outcomes = run_forked(die_beside_an_asynchronous_operation, 3, clock, backend=backend)
     assert sorted(outcomes) == [0, 2]
     for failed, seconds in outcomes.values():
         assert failed == [1, 1]

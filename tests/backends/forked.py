@@ -13,15 +13,19 @@ import traceback
 
 import torch
 
+from echelon.backends.shared.backend import share
 from echelon.backends.tcp import TcpBackend
 from echelon.group import ProcessGroup
 from tests.backends.worlds import SECRET, free_address
 
 
-def run_forked(function, world_size, *arguments, timeout=20.0):
-    """Runs `function(group, *arguments)` on every rank; returns what the survivors returned, JSON-like, by rank."""
+def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0):
+    """Runs `function(group, *arguments)` on every rank; returns what the survivors returned, JSON-like, by rank.
+
+    The backend is "tcp" or "shm".
+    """
     with free_address() as address:
-        ranks = {rank: _fork(function, rank, world_size, address, arguments) for rank in range(world_size)}
+        ranks = {rank: _fork(function, rank, world_size, address, backend, arguments) for rank in range(world_size)}
         deadline = time.monotonic() + timeout
         try:
             return {
@@ -36,7 +40,7 @@ def run_forked(function, world_size, *arguments, timeout=20.0):
                 os.waitpid(pid, 0)
 
 
-def _fork(function, rank, world_size, address, arguments):
+def _fork(function, rank, world_size, address, name, arguments):
     reading, writing = os.pipe()
     sys.stdout.flush()
     pid = os.fork()
@@ -46,6 +50,8 @@ def _fork(function, rank, world_size, address, arguments):
     try:
         torch.set_num_threads(1)  # the threads of OpenMP stayed in the parent
         backend = TcpBackend(rank, world_size, address, secret=SECRET, connect_timeout=20, timeout=20)
+        if name == "shm":
+            backend = share(backend, required=True, timeout=20.0)
         result = function(ProcessGroup(backend), *arguments)
         backend.close()
         text = json.dumps({"result": result})

@@ -1,0 +1,219 @@
+"""Ranks that share memory and die, give up, disagree, come late or leave."""
+
+import gc
+import mmap
+import os
+import random
+import signal
+import struct
+import threading
+import time
+
+import pytest
+import torch
+
+import echelon
+from echelon.backends.shared.backend import share
+from echelon.backends.tcp import TcpBackend
+from echelon.group import ProcessGroup
+from tests.backends.forked import run_forked
+from tests.backends.worlds import SECRET, free_address
+
+SIZES = (1, 50_000, 3_000_000)
+
+
+def reduce_until_killed(group, victim, seconds, size, clock):
+    """Returns, on a survivor: who it says failed, and how many seconds after the death."""
+    if group.rank == victim:
+        threading.Timer(seconds, kill_this_process, [clock]).start()
+    operations = [
+        lambda tensor: group.all_reduce(tensor),
+        lambda tensor: group.broadcast(tensor),
+        lambda tensor: group.reduce_scatter(tensor),
+        lambda tensor: group.all_gather(tensor),
+        lambda tensor: group.all_reduce(tensor, async_op=True).wait(),
+        lambda _: group.barrier(),
+    ]
+    try:
+        for number in range(1_000_000):
+            operations[number % len(operations)](torch.ones(size))
+    except echelon.PeerFailed as error:
+        return error.rank, time.monotonic() - struct.unpack("<d", clock[:8])[0], str(error)
+    return None
+
+
+def kill_this_process(clock):
+    clock[:8] = struct.pack("<d", time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_random(seed):
+    chance = random.Random(seed)
+    world_size = chance.choice([2, 3, 4])
+    victim, seconds, size = chance.randrange(world_size), chance.uniform(0.0, 0.1), chance.choice(SIZES)
+    with mmap.mmap(-1, 8) as clock:
+        outcomes = run_forked(reduce_until_killed, world_size, victim, seconds, size, clock, backend="shm")
+    assert sorted(outcomes) == [rank for rank in range(world_size) if rank != victim]
+    for failed, after, message in outcomes.values():
+        assert failed == victim, message
+        assert after < 1.0, f"{after:.2f} s: {message}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_killed_at_any_moment_is_named_within_a_second(seed):
+    kill_at_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_ranks_killed_at_random_moments():
+    for seed in range(1000, 1200):
+        kill_at_random(seed)
+
+
+def disagree(group):
+    """Each rank calls something else; returns the error of each."""
+    calls = [
+        lambda: group.all_reduce(torch.ones(4)),
+        lambda: group.all_reduce(torch.ones(5)),
+        lambda: group.barrier(),
+    ]
+    try:
+        calls[group.rank]()
+    except echelon.CollectiveMismatch as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_disagree_are_told_both_sides_at_once():
+    begin = time.monotonic()
+    notes = ["all_reduce(sum) of float32[4], #1", "all_reduce(sum) of float32[5], #1", "barrier, #1"]
+    for text in run_forked(disagree, 3, backend="shm").values():
+        assert sum(note in text for note in notes) >= 2, text  # a third rank may have been faster to tell of two others
+    assert time.monotonic() - begin < 5.0
+
+
+def disagree_in_the_large(group):
+    tensor = torch.ones(500_000) if group.rank else torch.ones(500_001)
+    try:
+        group.all_reduce(tensor)
+    except echelon.CollectiveMismatch as error:
+        return "float32[500000]" in str(error), "float32[500001]" in str(error), bool((tensor == 1).all())
+    return None
+
+
+def test_a_large_operation_that_ranks_disagree_on_changes_nothing():
+    assert set(map(tuple, run_forked(disagree_in_the_large, 2, backend="shm").values())) == {(True, True, True)}
+
+
+def be_late(group):
+    if group.rank == 1:
+        group.recv(0, 7)
+        try:
+            group.barrier()
+        except echelon.PeerFailed as error:
+            return error.rank, str(error)
+        return None
+    try:
+        group.all_reduce(torch.ones(3), timeout=0.2)
+    except echelon.Timeout as error:
+        group.send(torch.ones(1), 1, 7)
+        return -1, str(error)
+    return None
+
+
+def test_a_timeout_names_who_is_missing_and_ends_the_group_everywhere():
+    outcomes = run_forked(be_late, 2, backend="shm")
+    assert outcomes[0][0] == -1
+    assert "all_reduce(sum) of float32[3], #1" in outcomes[0][1]
+    assert "rank 1" in outcomes[0][1]
+    assert outcomes[1][0] == 0
+    assert "Timeout" in outcomes[1][1]
+
+
+def mix_threads_and_groups(group):
+    """Asynchronous and blocking operations of several groups, started in one order and waited for in another."""
+    other = group.subgroup(list(reversed(range(group.world_size))))
+    chance = random.Random(3 + group.rank)
+    works = []
+    for turn in range(40):
+        for part in (group, other):
+            size = (5, 100_000)[turn % 2]
+            works.append((turn, part.all_reduce(torch.full((size,), float(turn)), async_op=True)))
+        if turn % 5 == 0:
+            assert group.all_reduce(torch.ones(2)).tolist() == [group.world_size] * 2
+            other.barrier()
+    chance.shuffle(works)
+    return all(bool((work.wait() == turn * group.world_size).all()) for turn, work in works)
+
+
+def test_asynchronous_and_blocking_operations_of_several_groups_never_mix():
+    assert list(run_forked(mix_threads_and_groups, 3, backend="shm").values()) == [True] * 3
+
+
+def use_in_a_child(group):
+    group.barrier()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            group.barrier()
+        except echelon.Closed:
+            os.write(writing, b"closed")
+        os._exit(0)
+    os.close(writing)
+    said = os.read(reading, 100).decode()
+    os.waitpid(pid, 0)
+    return said, group.all_reduce(torch.ones(1)).item()
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on():
+    assert set(map(tuple, run_forked(use_in_a_child, 2, backend="shm").values())) == {("closed", 2.0)}
+
+
+def leave(group):
+    group.barrier()
+    if group.rank == 1:
+        return "left"
+    try:
+        group.barrier()
+    except (echelon.PeerFailed, echelon.CollectiveMismatch) as error:
+        return "rank 1" in str(error) and "closed its group" in str(error)
+    return "nothing"
+
+
+def test_a_rank_that_has_left_is_named():
+    assert run_forked(leave, 2, backend="shm") == {0: True, 1: "left"}
+
+
+def resources():
+    """Returns how many files are open, parts of the shared memory mapped, and threads running."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        mapped = sum("memfd:echelon" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), mapped, threading.active_count()
+
+
+def open_and_close(group, times, address):
+    """Makes and closes worlds beside the one that is there; what is open, mapped and running does not become more."""
+    counts = []
+    for turn in range(times):
+        tcp = TcpBackend(group.rank, group.world_size, address, secret=SECRET, connect_timeout=20)
+        backend = share(tcp, required=True, timeout=20.0)
+        with ProcessGroup(backend) as inner:
+            inner.all_reduce(torch.ones(3), async_op=turn % 2 == 1)
+            inner.all_gather(torch.ones(100_000))
+            part = inner.subgroup([group.rank])
+            part.barrier()
+        del inner, part, backend, tcp
+        counts.append(resources())
+    return counts[2], counts[-1]
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+def test_nothing_is_left_after_closing(times):
+    with free_address() as address:
+        outcomes = run_forked(open_and_close, 2, times, address, timeout=250.0)
+    for early, late in outcomes.values():
+        assert early == late
+        assert late[1] == 0
