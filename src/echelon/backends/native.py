@@ -89,5 +89,9 @@ class NativeCollectives(ABC):
         """Sends so many rows to each rank (None: as torch.tensor_split does), and returns those that came."""
 
     @abstractmethod
+    def empty(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a new tensor, the same shape on every rank, where collectives are the fastest."""
+
+    @abstractmethod
     def barrier(self, call: Call) -> None:
         """Returns when all ranks have come."""

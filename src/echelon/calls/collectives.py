@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import cast, overload
 
+import torch
 from torch import Tensor
 
 from echelon.backends.base import Work
@@ -225,6 +226,26 @@ class Collectives(Member):
                 f"{self.world_size} numbers that add up to {num_rows}", list(in_splits), "all_to_all(in_splits=)"
             )
         return self._call(rows.all_to_all(tensor, in_splits, out_splits, out), async_op, timeout, out)
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None, timeout: Seconds = None) -> Tensor:
+        """Returns a new CPU tensor in memory that the group's ranks share, if they are on one host; else anywhere.
+
+        Large collectives on tensors that all ranks got from one such call copy nothing twice: each rank reads and
+        writes the others' where they are. So while one is under way, and after it has failed, values may change in
+        any of them. The memory is given back when nothing refers to the tensor any more.
+
+        Args:
+            shape: the same on every rank.
+            dtype: the same on every rank; None: torch's default.
+            timeout: as in `all_reduce`.
+
+        Raises:
+            UnsupportedOp: there is no memory for it.
+        """
+        self._check_open()
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        operation = operations.empty(size, torch.get_default_dtype() if dtype is None else dtype)
+        return cast("Tensor", self._call(operation, False, timeout))
 
     @overload
     def barrier(self, async_op: No = ..., timeout: Seconds = ...) -> None: ...

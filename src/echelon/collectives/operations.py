@@ -159,6 +159,19 @@ def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
     )
 
 
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Operation[Tensor]:
+    """Returns a new tensor, its values undefined, in memory that the ranks share where there is any."""
+    shape = tuple(shape)
+
+    def act(channel: Channel) -> Tensor:  # noqa: ARG001
+        return new_tensor(shape, dtype)
+
+    def native(collectives: NativeCollectives, call: Call) -> Tensor:
+        return collectives.empty(call, shape, dtype)
+
+    return Operation(f"empty of {describe(shape, dtype)}", act, native)
+
+
 def place_of(out: Tensor | None, source: Tensor) -> Place:
     """Returns what gives `out` for a result that it can hold, and else a new tensor of the dtype of `source`."""
 

@@ -1,6 +1,11 @@
 """What ranks do in the tests of shared memory: functions that their processes can import."""
 
+import gc
+import os
+
 import torch
+
+import echelon
 
 KIB = 1 << 10
 SIZES = (0, 1, 64 * KIB, 64 * KIB + 1, 300 * KIB + 7, 1600 * KIB)
@@ -75,3 +80,106 @@ def check_moving(group):
     strided = torch.zeros(3, 8)
     group.broadcast(strided[:, ::2] if rank else torch.ones(3, 4))
     assert strided.sum() == (12 if rank else 0)
+
+
+def new_values(group, size, dtype=torch.float32):
+    """Returns what this rank has, in memory that all share."""
+    tensor = group.empty(size, dtype)
+    assert tensor.shape == (size,)
+    assert tensor.dtype == dtype
+    return tensor.copy_(values(group.rank, size, dtype))
+
+
+def check_symmetric(group):
+    """Compares operations on shared tensors, and on parts of them, with the same done here."""
+    rank, count = group.rank, group.world_size
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for size in (3, 70_000 * 4, 999_999):
+            stack = torch.stack([values(peer, size, dtype) for peer in range(count)])
+            total = stack.double().sum(0).to(dtype)
+            assert torch.equal(group.all_reduce(new_values(group, size, dtype)), total)
+            part = group.all_reduce(new_values(group, size + 100, dtype)[40:-60], "max")
+            assert torch.equal(
+                part, torch.stack([values(peer, size + 100, dtype) for peer in range(count)]).amax(0)[40:-60]
+            )
+            assert torch.equal(
+                group.broadcast(new_values(group, size, dtype), count - 1), values(count - 1, size, dtype)
+            )
+            own = new_values(group, size, dtype)
+            assert torch.equal(group.reduce_scatter(own), total.tensor_split(count)[rank])
+            assert torch.equal(own, values(rank, size, dtype))
+            assert torch.equal(group.reduce(own, 0), total if rank == 0 else values(rank, size, dtype))
+    if count > 1:
+        mean = group.all_reduce(new_values(group, 500_000), "mean")
+        assert torch.equal(mean, torch.stack([values(peer, 500_000) for peer in range(count)]).mean(0))
+    assert group.empty((2, 0, 3)).shape == (2, 0, 3)
+    assert group.empty(7, torch.bool).dtype == torch.bool
+
+
+def check_mixed(group):
+    """One rank passes a shared tensor, others ordinary ones, or shared ones of another block: it works all the same."""
+    size = 400_000
+    expected = sum(values(rank, size) for rank in range(group.world_size))
+    first, second = new_values(group, size), new_values(group, size)
+    tensors = [values(0, size), first, second]
+    assert torch.equal(group.all_reduce(tensors[group.rank % 3]), expected)
+    again = new_values(group, 2 * size)
+    view = again[group.rank * 1000 : group.rank * 1000 + size].copy_(values(group.rank, size))
+    assert torch.equal(group.all_reduce(view), expected)
+
+
+def shared_kib():
+    """Returns how much shared memory this process has in its mappings, in KiB."""
+    with open("/proc/self/smaps") as maps:
+        lines = iter(maps)
+        total = 0
+        for line in lines:
+            if "memfd:echelon" in line:
+                total += next(int(other.split()[1]) for other in lines if other.startswith("Rss:"))
+    return total
+
+
+def check_freed(group):
+    """Returns the memory of the segment before, with and after a tensor; others go on with theirs."""
+    group.barrier()
+    before = shared_kib()
+    tensor = group.empty(4 << 20).fill_(1.0)
+    group.all_reduce(tensor)
+    during = shared_kib()
+    kept = tensor[:10] if group.rank == 0 else None
+    del tensor
+    still = shared_kib()
+    other = group.empty(1 << 20).fill_(2.0)
+    group.all_reduce(other)
+    assert other.sum() == group.world_size * 2.0 * (1 << 20)
+    del other
+    del kept
+    return before, during, still, shared_kib()
+
+
+def drop_in_a_child(group):
+    """A forked child lets go of the tensor; the parent's is as it was."""
+    tensor = group.empty(1 << 18).fill_(3.0)
+    pid = os.fork()
+    if pid == 0:
+        del tensor
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return tensor.sum().item()
+
+
+def keep_after_close(group):
+    """A tensor outlives its group."""
+    tensor = group.empty(1 << 18).fill_(4.0)
+    group.close()
+    gc.collect()
+    return tensor.sum().item()
+
+
+def disagree_on_shape(group):
+    try:
+        group.empty(100 + group.rank)
+    except echelon.CollectiveMismatch as error:
+        return str(error)
+    return "nothing"

@@ -46,7 +46,8 @@ class SharedMemoryBackend(Backend):
         self._tcp = tcp
         self.flight_recorder = tcp.flight_recorder
         self._local_ranks = frozenset(local_ranks)
-        self._segment = segment
+        self.segment = segment
+        """What the ranks of this host share."""
         self.waiter = Waiter(len(local_ranks))
         """How this rank waits."""
 
@@ -94,12 +95,12 @@ class SharedMemoryBackend(Backend):
         tag = Tag(context, _REGION_SEQUENCE)
         first, *others = ranks
         if self.rank == first:
-            offset = self._segment.allocate(size)
+            offset = self.segment.allocate(size)
             for rank in others:
                 self._tcp.send(torch.tensor([offset], device="cpu"), rank, tag, call.deadline - time.monotonic())
         else:
             offset = int(self._tcp.recv(first, tag, timeout=call.deadline - time.monotonic()).item())
-        return self._segment.map(offset, size)
+        return self.segment.map(offset, size)
 
     # Messages
 
@@ -147,11 +148,11 @@ class SharedMemoryBackend(Backend):
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         self._tcp.abort(reason, origin)
-        self._segment.close()
+        self.segment.close()
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
         self._tcp.close(timeout)
-        self._segment.close()
+        self.segment.close()
 
 
 def share(tcp: TcpBackend, *, required: bool, timeout: float) -> Backend:

@@ -21,7 +21,8 @@ from echelon.backends.operators import Operator
 from echelon.backends.shared import moving, reducing
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.room import Rooms, Shared
-from echelon.backends.shared.segment import Window
+from echelon.backends.shared.segment import Segment, Window
+from echelon.backends.shared.symmetric import SymmetricMemory
 from echelon.backends.shared.turnstile import Turnstile
 from echelon.backends.shared.waiting import Waiter
 from echelon.errors import PeerFailed
@@ -32,6 +33,11 @@ Ts = TypeVarTuple("Ts")
 
 class Host(Protocol):
     """What a group needs of the backend."""
+
+    @property
+    def segment(self) -> Segment:
+        """What the ranks of this host share."""
+        ...
 
     @property
     def waiter(self) -> Waiter:
@@ -108,6 +114,9 @@ class SharedCollectives(NativeCollectives):
     def barrier(self, call: Call) -> None:  # noqa: D102
         self._pass(call, moving.barrier)
 
+    def empty(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:  # noqa: D102
+        return self._pass(call, _allocate, shape, dtype)
+
     def _pass(self, call: Call, act: Callable[[Shared, Call, *Ts], T], *arguments: *Ts) -> T:
         """Does an operation when it is its turn."""
         number = call.sequence
@@ -133,5 +142,10 @@ class SharedCollectives(NativeCollectives):
 
         count = len(self._ranks)
         board = Board(region, self._ranks, self._rank, self._host.waiter, look_around)
-        self._shared = Shared(self._rank, count, board, Rooms(region, count))
+        symmetric = SymmetricMemory(self._host.segment, self._rank, count)
+        self._shared = Shared(self._rank, count, board, Rooms(region, count), symmetric)
         return self._shared
+
+
+def _allocate(shared: Shared, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return shared.symmetric.allocate(shared.board, call, shape, dtype)

@@ -8,8 +8,13 @@ import torch
 
 from echelon.backends.memory import dtype_code, dtype_of
 from echelon.backends.native import Call, Gathered, Place
+from echelon.backends.shared import layout
 from echelon.backends.shared.exchange import Block, Exchange
 from echelon.backends.shared.room import Shared
+from echelon.backends.shared.short_way import meet_with, part_together
+from echelon.backends.shared.streaming import pass_by, stream
+
+_SLOT_BYTES = 512 << 10
 
 
 def barrier(shared: Shared, call: Call) -> None:
@@ -22,12 +27,38 @@ def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> Non
     """Overwrites `tensor` with that of rank `src`, in place."""
     flat = tensor.contiguous()
     data = _bytes_of(flat)
+    if data.numel() > layout.SMALL_BYTES:
+        _broadcast_pieces(shared, call, data, src)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat)
+        return
     if shared.rank == src:
         Exchange.meet(shared, call, [data]).read({})
         return
     Exchange.meet(shared, call, []).read({Block(src, 0): data})
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat)
+
+
+def _broadcast_pieces(shared: Shared, call: Call, data: torch.Tensor, src: int) -> None:
+    """Has rank `src` write a large tensor piece by piece, unless all can read it where it is."""
+    is_source = shared.rank == src
+    everywhere = meet_with(shared, call, data)
+    if everywhere is not None:
+        if not is_source:
+            data.copy_(everywhere[src])
+        part_together(shared, call)
+        return
+    slots = shared.rooms.slots(_SLOT_BYTES, torch.uint8)[src]
+    pieces = torch.split(data, _SLOT_BYTES)
+
+    def write(number: int, slot: int) -> None:
+        slots[slot][: len(pieces[number])].copy_(pieces[number])
+
+    def read(number: int, slot: int) -> None:
+        pieces[number].copy_(slots[slot][: len(pieces[number])])
+
+    stream(shared, call, len(pieces), write if is_source else pass_by, pass_by if is_source else read)
 
 
 def all_gather(shared: Shared, call: Call, rows: torch.Tensor, place: Place) -> torch.Tensor:

@@ -14,12 +14,17 @@ from echelon.backends.native import Call, Place
 from echelon.backends.operators import Operator, accumulation_dtype
 from echelon.backends.shared import layout
 from echelon.backends.shared.room import Shared
+from echelon.backends.shared.short_way import meet_with, part_together
 from echelon.backends.shared.streaming import pass_by, stream
 
 _MEMMOVE_BYTES = 2048
 """Up to so many, moving bytes is faster than calling torch."""
 _SLOT_BYTES = 512 << 10
 _STAGED_SLOT_BYTES = 1 << 20
+_SLICE_BYTES = 256 << 10
+"""How much of a slice is combined and written at a time, so that it stays in the cache."""
+_ALIGNMENT = 64
+"""Elements; slices begin at multiples of it."""
 
 
 def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Operator) -> None:
@@ -28,9 +33,11 @@ def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Opera
         places = _show(shared, call, tensor)
         _combine(tensor, places, operator)
         return
-    _meet(shared, call)
     flat = tensor.contiguous().view(-1)
-    if shared.num_ranks == 2:
+    everywhere = meet_with(shared, call, flat)
+    if everywhere is not None:
+        _reduce_slices(shared, call, everywhere, operator)
+    elif shared.num_ranks == 2:
         _reduce_pieces(shared, call, flat, operator, readers=(0, 1))
     else:
         _reduce_parts(shared, call, flat, operator)
@@ -44,9 +51,14 @@ def reduce(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator:
         if shared.rank == dst:
             _combine(tensor, places, operator)
         return
-    _meet(shared, call)
     flat = tensor.contiguous().view(-1)
-    _reduce_pieces(shared, call, flat, operator, readers=(dst,))
+    everywhere = meet_with(shared, call, flat)
+    if everywhere is None:
+        _reduce_pieces(shared, call, flat, operator, readers=(dst,))
+    else:
+        if shared.rank == dst:
+            _combine_slice(flat, everywhere, 0, operator)
+        part_together(shared, call)
     _write_back(flat, tensor)
 
 
@@ -59,7 +71,12 @@ def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: O
         places = _show(shared, call, tensor)
         _combine(result, [place.tensor_split(count)[rank] for place in places], operator)
         return result
-    _meet(shared, call)
+    everywhere = meet_with(shared, call, tensor.contiguous().view(-1))
+    if everywhere is not None:
+        start = sum(part.numel() for part in parts[:rank])
+        _combine_slice(result.view(-1), everywhere, start, operator)
+        part_together(shared, call)
+        return result
     flats = [part.contiguous().view(-1) for part in parts]
     size = _SLOT_BYTES // tensor.itemsize // count  # of each part, in a slot
     slots = shared.rooms.slots(_SLOT_BYTES, tensor.dtype)
@@ -94,9 +111,24 @@ def _show(shared: Shared, call: Call, tensor: torch.Tensor) -> Sequence[torch.Te
     return places
 
 
-def _meet(shared: Shared, call: Call) -> None:
-    shared.board.announce(call)
-    shared.board.meet(call)
+def _reduce_slices(shared: Shared, call: Call, everywhere: Sequence[torch.Tensor], operator: Operator) -> None:
+    """Each rank combines its slice of all tensors where they are, and writes it to all while it is in the cache."""
+    size = -(-everywhere[0].numel() // shared.num_ranks // _ALIGNMENT) * _ALIGNMENT
+    slices = [flat[shared.rank * size : (shared.rank + 1) * size] for flat in everywhere]
+    for parts in zip(*(torch.split(part, _SLICE_BYTES // part.itemsize) for part in slices), strict=True):
+        if len(parts[0]):
+            _combine(parts[0], parts, operator)
+            for part in parts[1:]:
+                part.copy_(parts[0])
+    part_together(shared, call)
+
+
+def _combine_slice(target: torch.Tensor, everywhere: Sequence[torch.Tensor], start: int, operator: Operator) -> None:
+    """Combines what all tensors have from `start` on into a tensor of this rank, piece by piece."""
+    for piece in torch.split(target, _SLICE_BYTES // target.itemsize):
+        if len(piece):
+            _combine(piece, [flat[start : start + len(piece)] for flat in everywhere], operator)
+        start += len(piece)
 
 
 def _reduce_pieces(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator, readers: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ import torch
 from echelon.backends.shared import layout
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.segment import Window
+from echelon.backends.shared.symmetric import SymmetricMemory
 
 _MAX_CACHED = 512
 """How many shapes to keep views for; making one takes microseconds."""
@@ -86,3 +87,4 @@ class Shared(NamedTuple):
     num_ranks: int
     board: Board
     rooms: Rooms
+    symmetric: SymmetricMemory
