@@ -99,11 +99,11 @@ class Work(Generic[T]):
         "_completed",
         "_driver",
         "_error",
-        "_flight",
         "_result",
         "_timeout",
         "_when_seen",
         "description",
+        "flight",
         "note",
     )
 
@@ -118,7 +118,8 @@ class Work(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._flight: Flight | None = None
+        self.flight: Flight | None = None
+        """What the flight recorder has of it."""
         self._when_seen: Callable[[], object] = _nothing
 
     def is_completed(self) -> bool:
@@ -161,8 +162,8 @@ class Work(Generic[T]):
         if self._completed:
             return
         self._result, self._error, self._completed = result, error, True
-        if self._flight is not None:
-            _end(self._flight, result, error)
+        if self.flight is not None:
+            _end(self.flight, result, error)
         for callback in self._callbacks:
             callback()
         self._callbacks.clear()
@@ -180,7 +181,7 @@ class Work(Generic[T]):
 
     def record(self, flight: Flight) -> None:
         """Has the end of the operation written down in the flight recorder."""
-        self._flight = flight
+        self.flight = flight
         if self._completed:
             _end(flight, self._result, self._error)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from echelon.backends.base import Received, Work
 from echelon.backends.memory import describe, plain
 from echelon.calls.member import Member, Seconds
+from echelon.calls.patience import wait_for
 from echelon.errors import InvalidWorldSize, Timeout
 from echelon.flights import Flight
 
@@ -38,7 +39,7 @@ class PointToPoint(Member):
     def send(self, tensor: Tensor, dst: int, tag: int = 0, timeout: Seconds = None) -> None:
         """Sends a tensor to rank `dst`; returns when `tensor` may be changed again, not when it was received."""
         with self.backend.attend():
-            self.isend(tensor, dst, tag).wait(self.timeout if timeout is None else timeout)
+            self._wait(self.isend(tensor, dst, tag), [dst], timeout)
 
     def recv(self, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None) -> Tensor:
         """Returns the next tensor that rank `src` sends with this tag; its shape and dtype travel along.
@@ -53,7 +54,7 @@ class PointToPoint(Member):
             SizeMismatch: the tensor does not fit `out`; it is dropped, and the group stays usable.
         """
         with self.backend.attend():
-            return self._receive(self.irecv(src, tag, out), timeout)
+            return self._receive(self.irecv(src, tag, out), [src], timeout)
 
     def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
         """Returns the next tensor that any rank of the group sends with this tag, and which rank it was.
@@ -72,7 +73,8 @@ class PointToPoint(Member):
             InvalidWorldSize: the group has one rank.
         """
         with self.backend.attend():
-            return self._receive(self.irecv_any(tag), timeout)
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            return self._receive(self.irecv_any(tag), others, timeout)
 
     def sendrecv(
         self, tensor: Tensor, dst: int, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None
@@ -91,8 +93,8 @@ class PointToPoint(Member):
         deadline = self.backend.now() + (self.timeout if timeout is None else timeout)
         with self.backend.attend():
             receipt, sent = self.batch_isend_irecv([RecvFrom(src, tag, out), SendTo(tensor, dst, tag)])
-            came = self._receive(cast("Work[Tensor]", receipt), deadline - self.backend.now())
-            sent.wait(max(0.0, deadline - self.backend.now()))
+            came = self._receive(cast("Work[Tensor]", receipt), [src], deadline - self.backend.now())
+            self._wait(cast("Work[None]", sent), [dst], deadline - self.backend.now())
             return came
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
@@ -153,10 +155,14 @@ class PointToPoint(Member):
     def _recorded(self, operation: str, num_bytes: int = 0) -> Flight:
         return self.backend.flight_recorder.begin(self.name, self.context, 0, 0, operation, num_bytes)
 
-    def _receive(self, work: Work[T], timeout: Seconds) -> T:
+    def _wait(self, work: Work[T], peers: Sequence[int], timeout: Seconds) -> T:
+        seconds = self.timeout if timeout is None else max(0.0, timeout)
+        return wait_for(self.backend, work, [self.ranks[peer] for peer in peers], self.context, seconds)
+
+    def _receive(self, work: Work[T], peers: Sequence[int], timeout: Seconds) -> T:
         """Waits for a receive, and withdraws it when its time is up."""
         try:
-            return work.wait(self.timeout if timeout is None else max(0.0, timeout))
+            return self._wait(work, peers, timeout)
         except Timeout:
             self.backend.cancel(cast("Work[Tensor]", work))
             raise

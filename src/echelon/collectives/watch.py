@@ -17,9 +17,9 @@ from echelon.flights import Flight
 
 logger = logging.getLogger("echelon")
 
-_ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 2.0
 """How long a rank has to answer."""
-_WARN_SECONDS = 60.0
+WARN_SECONDS = 60.0
 """A wait that takes this long is worth a warning, and another one every time that it has taken as long again."""
 _NAMED = 4
 """How many ranks that are behind are described; of the others there is only the number."""
@@ -56,8 +56,8 @@ class Watch:
             CollectiveMismatch: it does not.
         """
         waited = self._backend.now() - self._begun
-        self.looks_at = self._begun + (2 * waited if 2 * waited <= _WARN_SECONDS else _whole_minutes(waited) + 60)
-        if waited >= _WARN_SECONDS:
+        self.looks_at = self._begun + (2 * waited if 2 * waited <= WARN_SECONDS else _whole_minutes(waited) + 60)
+        if waited >= WARN_SECONDS:
             logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.whereabouts())
         status = self._ask([peer]).get(peer)
         if status is None or has_come():
@@ -113,7 +113,7 @@ class Watch:
         silent = [rank for rank in others if rank not in statuses]
         there = [rank for rank in others if rank in statuses and rank not in behind]
         culprits = [f"rank {rank}, which is {statuses[rank].text}" for rank in behind]
-        culprits += [f"rank {rank}, which {self._silence(rank)}" for rank in silent]
+        culprits += [f"rank {rank}, which {silence(self._backend, rank, ANSWER_SECONDS)}" for rank in silent]
         if len(culprits) > _NAMED:
             culprits[_NAMED:] = [f"{len(culprits) - _NAMED} more"]
         if not culprits:
@@ -126,7 +126,7 @@ class Watch:
         flight = flight or self._flight
         others = [rank for rank in ranks if rank != self._backend.rank]
         question = Question(flight.context, flight.sequence, flight.signature)
-        return self._backend.ask(others, question, _ANSWER_SECONDS)
+        return self._backend.ask(others, question, ANSWER_SECONDS)
 
     def _mismatch(self, statuses: Mapping[int, Status]) -> CollectiveMismatch | None:
         others = [rank for rank, status in statuses.items() if status.standing == Standing.ELSEWHERE]
@@ -135,14 +135,16 @@ class Watch:
     def _mine(self) -> str:
         return f"{self._flight} on rank {self._backend.rank}"
 
-    def _silence(self, rank: int) -> str:
-        heard = self._backend.last_heard(rank)
-        last = f"; its last message was of {heard}" if heard else ""
-        return f"has not answered for {_ANSWER_SECONDS:.0f} s: computing without a pause, or stopped{last}"
+
+def silence(backend: Backend, rank: int, seconds: float) -> str:
+    """Says of a rank that it has not answered, and what is known of it."""
+    heard = backend.last_heard(rank)
+    last = f"; its last message was of {heard}" if heard else ""
+    return f"has not answered for {seconds:g} s: computing without a pause, or stopped{last}"
 
 
 def _whole_minutes(seconds: float) -> float:
-    return seconds // _WARN_SECONDS * _WARN_SECONDS
+    return seconds // WARN_SECONDS * WARN_SECONDS
 
 
 def _and(ranks: Sequence[int]) -> str:
