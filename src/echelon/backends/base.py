@@ -347,7 +347,7 @@ class Backend(ABC):
         return {}
 
     def last_heard(self, rank: int) -> str:  # noqa: ARG002
-        """Returns the note of the last message that came from a rank; empty if there was none."""
+        """Returns what the last message of a collective that came from a rank said; empty if there was none."""
         return ""
 
     def now(self) -> float:

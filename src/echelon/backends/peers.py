@@ -70,7 +70,7 @@ class Peers:
         self._recorder = recorder
         self._inquiries: list[Inquiry] = []
         self.last_notes: dict[int, str] = {}
-        """Of each rank, the note of its last message."""
+        """Of each rank, the note of its last message of a collective."""
         self._connections: dict[int, Connection] = {}
         self._writing: set[int] = set()
         """Ranks whose socket is full: the epoll watches for room."""
@@ -234,7 +234,8 @@ class Peers:
     def _on_frame(self, rank: int, frame: wire.Frame) -> Delivery | None:
         if frame.kind == wire.FrameKind.DATA:
             tag = Tag(frame.context, frame.sequence, frame.step)
-            self.last_notes[rank] = frame.note
+            if wire.is_signed(frame.note):
+                self.last_notes[rank] = frame.note
             delivery = self._mailbox.arrive(rank, tag, frame.shape, dtype_of(frame.dtype), frame.note)
             is_small = frame.payload_bytes <= _HOLD_BYTES
             if (

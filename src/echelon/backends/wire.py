@@ -124,6 +124,11 @@ def signed(note: str, signature: int) -> str:
     return f"{note} ~{signature:08x}"
 
 
+def is_signed(note: str) -> bool:
+    """Says whether a note is that of a collective."""
+    return " ~" in note
+
+
 def readable(note: str) -> str:
     """Returns a note without its signature, if it has one."""
     head, mark, tail = note.partition(" ~")
