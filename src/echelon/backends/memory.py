@@ -56,8 +56,10 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor, writable, as bytes. The view keeps the tensor alive."""
     flat = tensor.detach().reshape(-1)
-    if flat.numel() == 0:
-        return memoryview(bytearray())
+    if flat.numel() < 2:
+        if flat.numel() == 0:
+            return memoryview(bytearray())
+        flat = flat.as_strided((1,), (1,))  # a single element may have any stride, and no other view then
     return flat.view(torch.uint8).numpy().data
 
 
