@@ -96,3 +96,31 @@ def test_a_schedule_with_weights_out_of_order_is_right_within_rounding():
     assert exact_stages(schedule) == (False, True)
     run = echelon.simulate(train, 2, (schedule, torch.float64, 9), timeout=20.0)
     assert_equal_to_alone(run.results, schedule, torch.float64, 9, same_bits=False)
+
+
+def train_replicated(group, name, no_sync):
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    schedule = named(name, 2, 4)
+    pipe = Pipeline(
+        make_model(NUM_LAYERS), mesh["pp"], schedule, loss_fn=nn.functional.mse_loss, data_parallel=mesh["dp"]
+    )
+    inputs, target = (tensor[mesh.coordinates["dp"] :: 2] for tensor in make_batch(8))
+    if no_sync:
+        with pipe.no_sync():
+            pipe.step(inputs, target=target)
+    pipe.step(inputs, target=target)
+    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-min", "dualpipe-v"])
+def test_replicas_average_every_stage_under_every_schedule(name, no_sync):
+    """An earlier system skipped all stages but one under zero-bubble schedules, silently."""
+    results = echelon.simulate(train_replicated, 4, (name, no_sync), timeout=20.0).results
+    model = make_model(NUM_LAYERS)
+    for _ in range(1 + no_sync):
+        train_alone(model, make_batch(8), 1)
+    for replica in (results[:2], results[2:]):
+        got = {name: gradient for rank in replica for name, gradient in rank.items()}
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-12, atol=1e-14)

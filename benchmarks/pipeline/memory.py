@@ -1,0 +1,80 @@
+"""Does a process take the memory for activations that the plan says?
+
+    python benchmarks/pipeline/memory.py
+
+Two processes, 8 x (Linear 256 + GELU), 8 microbatches of 2048. The plan's figure is `pipe.memory().planned`: the peak
+of the schedule with the activations that were measured in a first step. Beside it stands what the system says that the
+process took more at its peak in a third step than before it (VmHWM of /proc/self/status), receive buffers included.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import echelon
+from echelon.pipeline import Pipeline, schedules
+
+RANKS, MICROBATCHES, SAMPLES, WIDTH, DEPTH = 2, 8, 2048, 256, 8
+CASES = [("gpipe", False), ("1f1b", False), ("zb-h1", False), ("zb-h2", False), ("zb-v", False), ("v-half", False)]
+CASES += [("v-min", False), ("dualpipe-v", False), ("gpipe", True)]
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def kibibytes(name: str) -> int:
+    (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1])
+
+
+def run(group: echelon.ProcessGroup, name: str, recompute: bool) -> tuple[int, int, int]:
+    """Returns the bytes that were planned, counted, and taken by the process."""
+    torch.set_num_threads(1)
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    schedule = schedules.build(name, RANKS, MICROBATCHES)
+    pipe = Pipeline(
+        nn.Sequential(*layers),
+        group,
+        schedule,
+        loss_fn=nn.functional.mse_loss,
+        at=cuts(schedule.num_stages),
+        recompute=recompute,
+    )
+    inputs, target = torch.randn(2, MICROBATCHES * SAMPLES, WIDTH)
+    for _ in range(2):
+        pipe.step(inputs, target=target)
+    pipe._runtime.buffers.forget_unused()  # they were filled before, and count as activations while they are
+    gc.collect()
+    group.barrier()
+    CLEAR.write_text("5")
+    before = kibibytes("VmRSS")
+    pipe.step(inputs, target=target)
+    taken = (kibibytes("VmHWM") - before) * 1024
+    return (*pipe.memory(), taken)
+
+
+def cuts(num_stages: int) -> list[str]:
+    return [str(2 * DEPTH // num_stages * stage) for stage in range(1, num_stages)]
+
+
+def main() -> None:
+    os.environ |= {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }  # what is freed goes back at once
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}\n")
+    print("| schedule | rank | planned (MB) | counted (MB) | the process's (MB) | ratio |")
+    print("|---|---|---|---|---|---|")
+    for name, recompute in CASES:
+        for rank, (planned, counted, taken) in enumerate(echelon.spawn(run, RANKS, (name, recompute))):
+            cells = [f"{size / 1e6:.1f}" for size in (planned, counted, taken)]
+            title = name + (", recomputed" if recompute else "")
+            print(f"| {title} | {rank} | {' | '.join(cells)} | {taken / planned:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
