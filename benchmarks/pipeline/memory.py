@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline/memory.py
 
-Two processes, 8 x (Linear 256 + GELU), 8 microbatches of 2048. The plan's figure is `pipe.memory().planned`: the peak
+Two processes, 32 x (Linear 256 + GELU), 8 microbatches of 1024. The plan's figure is `pipe.memory().planned`: the peak
 of the schedule with the activations that were measured in a first step. Beside it stands what the system says that the
 process took more at its peak in a third step than before it (VmHWM of /proc/self/status), receive buffers included.
 """
@@ -20,7 +20,7 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, schedules
 
-RANKS, MICROBATCHES, SAMPLES, WIDTH, DEPTH = 2, 8, 2048, 256, 8
+RANKS, MICROBATCHES, SAMPLES, WIDTH, DEPTH = 2, 8, 1024, 256, 32
 CASES = [("gpipe", False), ("1f1b", False), ("zb-h1", False), ("zb-h2", False), ("zb-v", False), ("v-half", False)]
 CASES += [("v-min", False), ("dualpipe-v", False), ("gpipe", True)]
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
