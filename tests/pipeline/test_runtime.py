@@ -51,15 +51,17 @@ def recurrent_model():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Recurrent(), nn.Linear(WIDTH, WIDTH))
 
 
-def train_recurrent(group):
-    pipe = Pipeline(recurrent_model(), group, "zb-h2", 3, nn.functional.mse_loss, at=["2", "3"])
+def train_recurrent(group, at_build):
     batch = make_batch(6, torch.float32)
-    if any(isinstance(stage.module[0], Recurrent) for stage in pipe.stages):
-        with pytest.warns(UserWarning, match=r"stage 1 does its backward as a whole .*: 2.lstm \(LSTM\)"):
-            step(pipe, batch)
-    else:
-        step(pipe, batch)
-    assert split_stages(pipe.schedule) == {0, 2}
+    schedule = named("zb-h2", group.world_size, 3)
+    cuts = ["2", "3"][: group.world_size - 1]
+    example = (batch[0],) if at_build else None
+    pipe = Pipeline(recurrent_model(), group, schedule, loss_fn=nn.functional.mse_loss, at=cuts, example=example)
+    whole = {1} if cuts else {0}
+    every = set(range(group.world_size))
+    assert split_stages(pipe.schedule) == (every - whole if at_build else every)
+    step(pipe, batch)
+    assert split_stages(pipe.schedule) == every - whole
     assert pipe.timeline.steps == pipe.schedule.orders
     return gradients(pipe_modules(pipe))
 
@@ -73,11 +75,24 @@ class _Named:
         self.named_parameters = pipe.named_parameters
 
 
-def test_a_stage_that_cannot_be_split_is_planned_again_on_all_ranks():
-    results = simulate(train_recurrent, 3)
+@pytest.mark.filterwarnings("ignore:stage 1 does its backward as a whole")
+@pytest.mark.parametrize("at_build", [False, True])
+def test_a_stage_that_cannot_be_split_is_planned_again_on_all_ranks(at_build):
+    results = simulate(train_recurrent, 3, at_build)
     model = recurrent_model()
     train_alone(model, make_batch(6, torch.float32), 3)
     assert_gradients(results, model)
+
+
+def test_a_warning_names_the_module_that_cannot_be_split():
+    stages = [nn.Linear(WIDTH, WIDTH), Recurrent()]
+    with echelon.init() as group:
+        pipe = Pipeline(stages, group, "zb-v", 2, nn.functional.mse_loss)
+        words = (
+            r"stage 1 does its backward as a whole \(B instead of I and W in zb-v\): 1.lstm \(LSTM\) does the same work"
+        )
+        with pytest.warns(UserWarning, match=words):
+            step(pipe, make_batch(4, torch.float32))
 
 
 # Memory

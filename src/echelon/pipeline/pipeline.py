@@ -13,6 +13,7 @@ from echelon.group import ProcessGroup
 from echelon.pipeline.agreement import agreed_group, agreed_parts, check_arguments, check_runnable, choose_schedule
 from echelon.pipeline.by_hand import ByHand
 from echelon.pipeline.cut import Parts, StageMaker, keep
+from echelon.pipeline.fuse import split_stages
 from echelon.pipeline.loss import LossScale, Metrics, Reduction, num_samples
 from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
@@ -72,7 +73,8 @@ class Pipeline:
                 buffers of its rank 0.
             at: names of the layers at which stages 1, 2, ... begin.
             example: positional inputs such as the model will get, as a tuple. Without `at`, one rank measures the
-                layers with them and divides them evenly; `Pipeline.at` says what it chose.
+                layers with them and divides them evenly; `Pipeline.at` says what it chose. If all ranks give it, stages
+                are tried with it whose backward is to be done in two halves (I and W); else the first step tries them.
             example_kwargs: keyword inputs, likewise.
             loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
             loss_weight: loss_weight(target), what a microbatch counts in the mean; None: its number of samples.
@@ -117,6 +119,7 @@ class Pipeline:
         self._runtime = Runtime(self.stages, self._group, self._replicas.groups, recomputed)
         self._by_hand = ByHand(self._runtime, self._replicas)
         self._runtime.load(self.schedule)
+        self._settle_early(example, example_kwargs)
 
     def __repr__(self) -> str:
         cut = f" cut before {', '.join(self.at)}" if self.at else ""
@@ -174,8 +177,7 @@ class Pipeline:
         """
         self._by_hand.forget()
         batch = self._training_batch(inputs, target, kwargs, return_outputs)
-        if not self._is_settled:
-            self.schedule, self._is_settled = self._runtime.settle(self.schedule, batch), True
+        self._settle(batch)
         with self._runtime.telling_others(), self._replicas.synchronizing():
             times = self._runtime.run(self.schedule, batch, self._replicas.start)
         self.num_steps += 1
@@ -298,6 +300,18 @@ class Pipeline:
         self._weights.load_state_dict(state_dict)
 
     # Inside
+
+    def _settle_early(self, example: Sequence[Value] | None, kwargs: Mapping[str, Value] | None) -> None:
+        """Settles with an example, if all ranks have one and their stages have values."""
+        if split_stages(self.schedule):
+            is_ready = example is not None and self._weights.have_memory
+            if all(self._group.all_gather_object(is_ready)):
+                self._settle(self._batch(tuple(example or ()), kwargs or {}, 1, 0))
+
+    def _settle(self, batch: Batch) -> None:
+        """Plans again, once, for stages that cannot do their backward in two halves."""
+        if not self._is_settled:
+            self.schedule, self._is_settled = self._runtime.settle(self.schedule, batch), True
 
     def _batch(self, inputs: tuple[Value, ...], kwargs: Mapping[str, Value], count: int, step: int) -> Batch:
         replica = 0 if self._data_parallel is None else self._data_parallel.rank

@@ -137,7 +137,7 @@ class Runtime:
         for stage, reason in reasons.items():
             warnings.warn(
                 f"stage {stage} does its backward as a whole (B instead of I and W in {schedule.name}): {reason}",
-                stacklevel=2,
+                stacklevel=4,
             )
         settled = fused(schedule, refused)
         settled.check()

@@ -37,6 +37,12 @@ class Weights:
                     seen.add(id(parameter))
                     yield stage.prefix + name, parameter
 
+    @property
+    def have_memory(self) -> bool:
+        """Whether none is on the meta device."""
+        modules = [stage.module for stage in self._stages]
+        return not any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
+
     def require_memory(self) -> None:
         """Refuses to run what has no values.
 
