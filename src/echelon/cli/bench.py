@@ -25,10 +25,12 @@ def bench(
     smallest: Annotated[str, typer.Option("--min", metavar="BYTES", help="The smallest array.")] = "8",
     largest: Annotated[str, typer.Option("--max", metavar="BYTES", help="The largest array.")] = "64M",
     factor: Annotated[int, typer.Option(help="Each array is so many times as large as the one before.")] = 2,
-    dtype: Annotated[str, typer.Option(help="Of the elements.")] = "float32",
-    op: Annotated[str, typer.Option(help="Of a reduction.")] = "sum",
+    dtype: Annotated[str, typer.Option(help="Of the elements, as bfloat16.")] = "float32",
+    op: Annotated[str, typer.Option(help="Of a reduction, as sum or max.")] = "sum",
     root: Annotated[int, typer.Option(help="The rank that a broadcast or scatter is from, a reduce or gather to.")] = 0,
-    algorithm: Annotated[str | None, typer.Option(help="Of messages.  [default: what a group takes]")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="One of messages, as ring.  [default: what a group takes]")
+    ] = None,
     vs: Annotated[str | None, typer.Option(metavar="gloo|mpi", help="What to measure as well, in turns.")] = None,
     turns: Annotated[int, typer.Option(help="How often each takes its turn; the median counts.")] = 5,
     iterations: Annotated[int | None, typer.Option(help="Calls in a turn.  [default: as many as take 50 ms]")] = None,
