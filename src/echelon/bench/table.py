@@ -35,7 +35,7 @@ def line(row: Row) -> str:
     for measured in row.measured:
         bandwidths = (f"{row.algorithm_bandwidth(measured):.3f}", f"{row.bus_bandwidth(measured):.3f}")
         text += "  " + _cells((_microseconds(measured), *bandwidths, str(measured.wrong)), _WIDTHS)
-    return text + (f"  {row.ratio:5.1f}" if len(row.measured) > 1 else "")
+    return text + (f"  {_ratio(row.ratio)}" if len(row.measured) > 1 else "")
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -86,6 +86,10 @@ def _op(case: Case) -> str:
 def _microseconds(measured: Measured) -> str:
     value = measured.seconds * 1e6
     return f"{value:.2f}" if value < 1000 else f"{value:.1f}" if value < 10000 else f"{value:.0f}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:5.1f}" if value >= 10 else f"{value:5.2f}"
 
 
 def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -22,9 +22,11 @@ def bench(
         int | None, typer.Option("-n", "--num-ranks", help="How many ranks to start.  [default: 2]")
     ] = None,
     backend: Annotated[str, typer.Option(help="auto, shm, tcp, or simulated: in virtual time.")] = "auto",
-    smallest: Annotated[str, typer.Option("--min", metavar="BYTES", help="The smallest array.")] = "8",
-    largest: Annotated[str, typer.Option("--max", metavar="BYTES", help="The largest array.")] = "64M",
-    factor: Annotated[int, typer.Option(help="Each array is so many times as large as the one before.")] = 2,
+    smallest: Annotated[str, typer.Option("-b", "--min", metavar="BYTES", help="The smallest array.")] = "8",
+    largest: Annotated[str, typer.Option("-e", "--max", metavar="BYTES", help="The largest array.")] = "64M",
+    factor: Annotated[
+        int, typer.Option("-f", "--factor", help="Each array is so many times as large as the one before.")
+    ] = 2,
     dtype: Annotated[str, typer.Option(help="Of the elements, as bfloat16.")] = "float32",
     op: Annotated[str, typer.Option(help="Of a reduction, as sum or max.")] = "sum",
     root: Annotated[int, typer.Option(help="The rank that a broadcast or scatter is from, a reduce or gather to.")] = 0,

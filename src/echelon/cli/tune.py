@@ -19,7 +19,7 @@ def tune(
         int | None, typer.Option("-n", "--num-ranks", help="How many ranks to start.  [default: 2]")
     ] = None,
     backend: Annotated[str, typer.Option(help="tcp, or simulated: in virtual time.")] = "tcp",
-    largest: Annotated[str, typer.Option("--max", metavar="BYTES", help="The largest array.")] = "16M",
+    largest: Annotated[str, typer.Option("-e", "--max", metavar="BYTES", help="The largest array.")] = "16M",
     turns: Annotated[int, typer.Option(help="How often each algorithm takes its turn; the median counts.")] = 5,
     network: Annotated[
         str | None, typer.Option(metavar="NAME", help="Between simulated ranks.  [default: 10GbE]")
