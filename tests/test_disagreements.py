@@ -89,15 +89,15 @@ def disagree_in_turns(world):
             check(job.result(), pair, odd)
 
 
-WORLD_SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 4)]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [SLOW[0], 3, SLOW[2]])
 def test_on_free_running_ranks(world_size):
     disagree_in_turns(SimulatedBackend.create_group(world_size))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [2, *SLOW[1:]])
 def test_over_tcp(world_size):
     with tcp_world(world_size) as world:
         disagree_in_turns(world)
@@ -118,7 +118,7 @@ def play_every_case(group, every):
 
 
 def test_over_shared_memory(pool):
-    every = list(cases(3))[::5]
+    every = list(cases(3))[::9]
     by_rank = pool.run(play_every_case, 3, every, backend="shm")
     for outcomes, (pair, odd) in zip(zip(*by_rank, strict=True), every, strict=True):
         check(outcomes, pair, odd)

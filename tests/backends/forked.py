@@ -34,13 +34,32 @@ def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0):
                 if (result := _read(rank, pid, pipe, deadline)) is not None
             }
         finally:
-            for pid, pipe in ranks.values():
-                os.close(pipe)
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            _end(ranks.values())
+
+
+def fork_and_collect(functions, timeout=20.0):
+    """Runs functions at once, each in a process of its own; returns what they returned, JSON-like."""
+    children = [_fork_to(function) for function in functions]
+    deadline = time.monotonic() + timeout
+    try:
+        return [_read(number, pid, pipe, deadline) for number, (pid, pipe) in enumerate(children)]
+    finally:
+        _end(children)
 
 
 def _fork(function, rank, world_size, address, name, arguments):
+    def be_a_rank():
+        backend = TcpBackend(rank, world_size, address, secret=SECRET, connect_timeout=20, timeout=20)
+        if name == "shm":
+            backend = share(backend, required=True, timeout=20.0)
+        result = function(ProcessGroup(backend), *arguments)
+        backend.close()
+        return result
+
+    return _fork_to(be_a_rank)
+
+
+def _fork_to(function):
     reading, writing = os.pipe()
     sys.stdout.flush()
     pid = os.fork()
@@ -49,16 +68,18 @@ def _fork(function, rank, world_size, address, name, arguments):
         return pid, reading
     try:
         torch.set_num_threads(1)  # the threads of OpenMP stayed in the parent
-        backend = TcpBackend(rank, world_size, address, secret=SECRET, connect_timeout=20, timeout=20)
-        if name == "shm":
-            backend = share(backend, required=True, timeout=20.0)
-        result = function(ProcessGroup(backend), *arguments)
-        backend.close()
-        text = json.dumps({"result": result})
+        text = json.dumps({"result": function()})
     except BaseException:
         text = json.dumps({"failed": traceback.format_exc()})
     os.write(writing, text.encode())
     os._exit(0)
+
+
+def _end(children):
+    for pid, pipe in children:
+        os.close(pipe)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _read(rank, pid, pipe, deadline):
