@@ -127,15 +127,17 @@ class Borrowed(Chunks):
     def take(self, number: int) -> Tensor:
         """Returns a chunk in memory of its own."""
         chunk = self._chunks[number]
-        is_placed = self._place is not None and chunk.data_ptr() == self._place.data_ptr()
         is_alone = number in self._owned and chunk.untyped_storage().nbytes() == chunk.nbytes
-        return chunk if is_placed or is_alone else chunk.clone()
+        return chunk if is_alone or self._is_placed(number) else chunk.clone()
+
+    def _is_placed(self, number: int) -> bool:
+        return self._place is not None and self._chunks[number].data_ptr() == self._place.data_ptr()
 
     def outgoing(self, step: Send) -> list[Tensor]:  # noqa: D102
         return [_join(self._chunks[run.start : run.stop]) for run in runs(step.chunks)]
 
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
-        if step.chunks == (self._wanted,) and self._wanted not in self._owned:
+        if step.chunks == (self._wanted,) and not self._is_placed(self._wanted):
             return [self._place]
         return [None] * len(runs(step.chunks))
 
@@ -143,7 +145,11 @@ class Borrowed(Chunks):
         for run, piece in zip(runs(step.chunks), came, strict=True):
             if isinstance(step, Reduce):
                 assert combine is not None, "a plan with Reduce steps needs an operator"
-                combine(piece, _join(self._chunks[run.start : run.stop]))
+                own = _join(self._chunks[run.start : run.stop])
+                if len(run) == 1 and self._is_placed(run.start):
+                    combine(own, piece)
+                    continue
+                combine(piece, own)
             self._chunks[run.start : run.stop] = torch.split(piece, list(self._sizes[run.start : run.stop]))
             self._owned.update(run)
 
