@@ -9,6 +9,7 @@ from torch import Tensor
 
 from echelon.data_parallel.hooks import GradientBucket
 from echelon.errors import UnsupportedOp
+from echelon.group import ProcessGroup
 
 
 class BucketMemory:
@@ -23,15 +24,17 @@ class BucketMemory:
         number: int,
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
+        group: ProcessGroup,
         planned: torch.dtype,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocates the memory.
+        """Allocates the memory, where the ranks of `group` share it, if they can. Every rank must do the same.
 
         Args:
             number: which bucket.
             names: of the parameters, for errors.
             parameters: of one dtype and device.
+            group: the ranks that reduce it.
             planned: the parameters' dtype.
             dtype: of the memory; None: the parameters'.
         """
@@ -42,7 +45,11 @@ class BucketMemory:
         dtype = planned if dtype is None else dtype
         self._is_wide = dtype != planned
         sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
+        device = parameters[0].device
+        if device.type == "cpu" and group.world_size > 1:
+            self.flat = group.empty(sum(sizes), dtype)
+        else:
+            self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         self._views = [
             _like(piece, parameter) for piece, parameter in zip(torch.split(self.flat, sizes), parameters, strict=True)
         ]

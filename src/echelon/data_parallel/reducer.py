@@ -54,7 +54,7 @@ class GradientReducer:
         hook: GradientHook | None = None,
         learns_order: bool = False,
     ) -> None:
-        """Plans the buckets; nothing is sent.
+        """Plans the buckets and allocates their memory, together with the other ranks.
 
         Args:
             parameters: name and parameter; the same ones in the same order on every rank, each once.
@@ -82,16 +82,25 @@ class GradientReducer:
         self._failure = ""
         self._num_forwards: int | None = 0
         self._num_samples = 0
+        self._memories: list[BucketMemory] = []
         self.plan(parameters)
 
     def plan(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Plans the buckets for other parameters, from the next reduction on. Every rank must do the same."""
+        """Plans the buckets for other parameters, from the next reduction on. Every rank must do the same.
+
+        Blocks until all ranks have allocated the buckets' memory.
+
+        Raises:
+            UnsupportedOp: there is no memory that ranks share.
+        """
         named = list(parameters)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._came: list[int] | None = [] if self._learns_order else None
         self._lay_out(self._default_order())
+        if self.is_needed:
+            self._memories = [self._allocate(number) for number in range(len(self.layout.buckets))]
 
     @property
     def is_under_way(self) -> bool:
@@ -115,7 +124,7 @@ class GradientReducer:
 
     def hide(self) -> None:
         """To be called before gradients may be added to: takes those away that are rounded from the wider memory."""
-        for memory in self._memories.values():
+        for memory in self._memories:
             memory.hide()
 
     def keep(self, index: int) -> None:
@@ -125,7 +134,7 @@ class GradientReducer:
             UnsupportedOp: the gradient cannot be reduced (see `start`).
         """
         home, place = self._homes[index]
-        self._memory(home).take(place)
+        self._memories[home].take(place)
 
     def ready(self, index: int) -> None:
         """Says that the gradient of a parameter is complete. Launches the buckets that are full. Never blocks.
@@ -226,7 +235,7 @@ class GradientReducer:
         kinds = [kind_of(parameter) for parameter in self._parameters]
         self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=list(order))
         self._homes = self.layout.homes()
-        self._memories: dict[int, BucketMemory] = {}  # made when the first gradient comes
+        self._memories = []
 
     def _default_order(self) -> list[int]:
         return list(reversed(range(len(self._parameters))))
@@ -234,12 +243,17 @@ class GradientReducer:
     def _learn_order(self, order: list[int]) -> None:
         """Plans the buckets in the order in which rank 0 got its gradients; the others follow as they would."""
         seen = set(order)
-        before = self.layout
+        before, memories = self.layout, self._memories
         self._came = None
         self._lay_out([*order, *(index for index in self._default_order() if index not in seen)])
-        if self.layout != before:
-            for home, place in self._homes:
-                self._memory(home).take(place)
+        if self.layout == before:
+            self._memories = memories
+            return
+        del memories
+        for number, bucket in enumerate(self.layout.buckets):  # one by one, as the memory of the old ones becomes free
+            self._memories.append(self._allocate(number))
+            for place in range(len(bucket.members)):
+                self._memories[number].take(place)
 
     def _begin(self) -> list[set[int]]:
         if self._failure:
@@ -248,21 +262,20 @@ class GradientReducer:
             self._awaited = [set(bucket.members) for bucket in self.layout.buckets]
         return self._awaited
 
-    def _memory(self, number: int) -> BucketMemory:
-        if number not in self._memories:
-            members = self.layout.buckets[number].members
-            self._memories[number] = BucketMemory(
-                number,
-                [self._names[member] for member in members],
-                [self._parameters[member] for member in members],
-                self._dtypes[members[0]],
-                None if self._hook is None else self._hook.dtype,
-            )
-        return self._memories[number]
+    def _allocate(self, number: int) -> BucketMemory:
+        members = self.layout.buckets[number].members
+        return BucketMemory(
+            number,
+            [self._names[member] for member in members],
+            [self._parameters[member] for member in members],
+            self.group,
+            self._dtypes[members[0]],
+            None if self._hook is None else self._hook.dtype,
+        )
 
     def _launch(self) -> None:
         try:
-            memory = self._memory(self.num_launched)
+            memory = self._memories[self.num_launched]
             memory.fill()
             self._launched.append(self._reduce(memory))
         except BaseException:
@@ -283,18 +296,18 @@ class GradientReducer:
         return group.backend.start(lambda: hook.reduce(memory.bucket(), group), description, group.context)
 
     def _own_summary(self) -> torch.Tensor:
-        having = [self._memory(home).has_gradient[place] for home, place in self._homes]
+        having = [self._memories[home].has_gradient[place] for home, place in self._homes]
         came = self._came if self.group.rank == 0 and self._came is not None else []
         summary = Summary.of(having, self._num_forwards, self._num_samples, came)
         return torch.tensor(summary.numbers(), dtype=torch.int64, device="cpu")
 
     def _give(self, summary: Summary) -> None:
         if self._average == "samples" and summary.num_samples:
-            for memory in self._memories.values():
+            for memory in self._memories:
                 memory.flat.mul_(self.group.world_size / summary.num_samples)
         for (home, place), having in zip(self._homes, summary.num_having, strict=True):
             if having:
-                self._memory(home).give(place)
+                self._memories[home].give(place)
 
     def _mismatch(self, mine: int | None) -> CollectiveMismatch:
         told = self.group.all_gather_object(mine)
