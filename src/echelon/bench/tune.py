@@ -58,7 +58,7 @@ def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable
     links = _links(group, turns, say)
     timings: list[Timing] = []
     for count in _group_sizes(group.world_size):
-        for timing in _timings(group, count, sizes, turns):
+        for timing in time_algorithms(group, count, sizes, turns):
             timings.append(timing)
             say(_line(timing))
         group.barrier()
@@ -73,10 +73,20 @@ def _group_sizes(world_size: int) -> list[int]:
     return sorted({world_size, *(power for power in powers if power < world_size)})
 
 
-def _timings(group: ProcessGroup, count: int, sizes: Sequence[int], turns: int) -> Iterator[Timing]:
-    """Measures on the first `count` ranks; on the others there is nothing to yield, but the groups are made."""
+def time_algorithms(
+    group: ProcessGroup, count: int, sizes: Sequence[int], turns: int, operations: Sequence[str] = OPERATIONS
+) -> Iterator[Timing]:
+    """Measures every algorithm of operations that have several; all ranks of the group call it.
+
+    Args:
+        group: what the ranks that measure are taken from.
+        count: how many of its first ranks measure; the others are given no timings.
+        sizes: bytes of the arrays.
+        turns: how often each algorithm takes its turn; the median counts.
+        operations: which to measure.
+    """
     hosts = group.hosts[:count]
-    for operation in OPERATIONS:
+    for operation in operations:
         names = _candidates(operation, hosts)
         if len(names) < 2:
             continue
