@@ -14,6 +14,10 @@ _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for n
 _CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
 
+_IN_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})
+"""Dtypes for which numpy gives a buffer that can be cast to bytes."""
+
+
 def dtype_code(dtype: torch.dtype) -> int:
     """Returns the code of a dtype on the wire.
 
@@ -55,6 +59,8 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor, writable, as bytes. The view keeps the tensor alive."""
+    if tensor.dtype in _IN_NUMPY and tensor.numel() and not tensor.requires_grad:  # a third of the time of what follows
+        return tensor.numpy().data.cast("B")
     flat = tensor.detach().reshape(-1)
     if flat.numel() < 2:
         if flat.numel() == 0:

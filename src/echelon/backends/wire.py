@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from echelon.errors import ProtocolError
 
@@ -26,7 +26,8 @@ MAX_STEP = 2**32 - 1
 MAX_MESSAGE_BYTES = 1 << 36
 """The largest payload that is believed: 64 GiB, unless the backend is given a lower limit."""
 
-_HEADER = struct.Struct("<BBBxHxxQQIxxxxQ")
+_LAYOUT = "<BBBxHxxQQIxxxxQ"
+_HEADER = struct.Struct(_LAYOUT)
 HEADER_BYTES = _HEADER.size
 
 DTYPES: tuple[tuple[str, int], ...] = (
@@ -78,8 +79,7 @@ class FrameKind(IntEnum):
     """The standing of the sender, in `step`; context and sequence are the question's, the note says more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One frame without its payload. `step`, `sequence` and `context` are the tag of the message."""
 
     kind: FrameKind
@@ -94,22 +94,19 @@ class Frame:
     def encode(self) -> bytes:
         """Returns header, shape and note as bytes; the payload is to follow."""
         note = _encode_note(self.note)
-        return b"".join(
-            (
-                _HEADER.pack(
-                    self.kind,
-                    self.dtype,
-                    len(self.shape),
-                    len(note),
-                    self.context,
-                    self.sequence,
-                    self.step,
-                    self.payload_bytes,
-                ),
-                struct.pack(f"<{len(self.shape)}Q", *self.shape),
-                note,
-            )
+        head = struct.pack(
+            f"{_LAYOUT}{len(self.shape)}Q",
+            self.kind,
+            self.dtype,
+            len(self.shape),
+            len(note),
+            self.context,
+            self.sequence,
+            self.step,
+            self.payload_bytes,
+            *self.shape,
         )
+        return head + note
 
 
 def as_sent(note: str) -> str:
@@ -170,7 +167,7 @@ def decode(header: bytes | memoryview, extra: bytes | memoryview, max_message_by
     if dtype >= len(DTYPES):
         raise ProtocolError(f"frame with unknown dtype code {dtype}: the peer is of another version")
     expected = math.prod(shape) * DTYPES[dtype][1] if kind == FrameKind.DATA else 0
-    if math.prod(size or 1 for size in shape) > _MAX_INT64:
+    if math.prod([size or 1 for size in shape]) > _MAX_INT64:
         raise ProtocolError(f"frame with shape {_shortened(shape)}: the strides of such a tensor do not fit 64 bits")
     if payload_bytes != expected:
         raise ProtocolError(f"frame with a payload of {payload_bytes} bytes, but its shape needs {expected}")
@@ -180,7 +177,7 @@ def decode(header: bytes | memoryview, extra: bytes | memoryview, max_message_by
             "send it in parts, or raise max_message_bytes"
         )
     try:
-        note = bytes(extra[num_dims * 8 :]).decode()
+        note = str(extra[num_dims * 8 :], "utf-8")
     except UnicodeDecodeError as error:
         raise ProtocolError("frame with a note that is not UTF-8") from error
     return Frame(_KINDS[kind], context, sequence, step, dtype, shape, note, payload_bytes)
