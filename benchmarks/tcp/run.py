@@ -58,6 +58,10 @@ class Contestant(ABC):
         """Adds `tensor` up over all ranks."""
         raise NotImplementedError
 
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it, on both ranks at once."""
+
     def message(self, is_sender: bool, num_bytes: int, repetitions: int) -> float:
         """Measures a message and, as its answer, one of 8 bytes."""
         tensor, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
@@ -109,6 +113,9 @@ class Echelon(Contestant):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self.group.all_reduce(tensor)
 
+    def close(self) -> None:
+        self.group.close()
+
 
 class Gloo(Contestant):
     def __init__(self, where: Where) -> None:
@@ -126,6 +133,9 @@ class Gloo(Contestant):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         torch.distributed.all_reduce(tensor)
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
 
 
 class BareSocket(Contestant):
@@ -154,6 +164,9 @@ class BareSocket(Contestant):
         while view.nbytes:
             view = view[self.sock.recv_into(view) :]
 
+    def close(self) -> None:
+        self.sock.close()
+
 
 CONTESTANTS: dict[str, Callable[[Where], Contestant]] = {"Echelon": Echelon, "Gloo": Gloo, "socket": BareSocket}
 
@@ -166,6 +179,7 @@ def serve(name: str, where: Where, commands: Connection) -> None:
     while (command := commands.recv()) is not None:
         question, num_bytes, repetitions = command
         commands.send(getattr(contestant, question)(where.rank == 0, num_bytes, repetitions))
+    contestant.close()
 
 
 class Team:

@@ -43,6 +43,9 @@ _HOLD_BYTES = 1 << 16
 """Messages of more bytes are left with the kernel until somebody asks for them."""
 _HOLD_SECONDS = 0.005
 """For how long."""
+_LOCAL_BUFFER_BYTES = 1 << 18
+"""How much is on its way to a rank of this machine: so little that it is still in the cache when it is received. All
+copies go through memory otherwise, and an all-reduce of 64 MiB takes up to a third longer."""
 _LAST_WORDS_SECONDS = 0.05
 """How long what a dead process has sent may still be on its way."""
 
@@ -86,11 +89,13 @@ class Peers:
 
     # Watching
 
-    def connect(self, rank: int, sock: socket.socket, max_message_bytes: int) -> None:
-        """Takes over the socket to a rank."""
+    def connect(self, rank: int, sock: socket.socket, max_message_bytes: int, *, is_local: bool) -> None:
+        """Takes over the socket to a rank; `is_local`: it runs on this machine."""
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if is_local:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
         connection = self._connections[rank] = Connection(rank, sock, max_message_bytes)
         self._poller.watch(sock.fileno(), lambda events: self._on_socket(connection, events))
 

@@ -150,7 +150,8 @@ class TcpBackend(Backend):
         self._peers = Peers(poller, self._progress, self._mailbox, self.flight_recorder, max_unclaimed_bytes)
         with self._progress.lock:
             for peer, sock in sorted(world.sockets.items()):
-                self._peers.connect(peer, sock, max_message_bytes)
+                is_local = self._hosts[peer] == self._hosts[self.rank]
+                self._peers.connect(peer, sock, max_message_bytes, is_local=is_local)
             for member in world.members:
                 if member.rank != self.rank and member.machine == here:
                     self._peers.watch_process(member)
