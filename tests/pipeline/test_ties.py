@@ -7,9 +7,7 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, split
 from echelon.pipeline.ties import Place, find_ties
-from tests.pipeline.test_pipeline import make_batch, make_model, run
-
-__all__ = ["run"]
+from tests.pipeline.test_pipeline import make_batch, make_model
 
 
 def tied_model():
