@@ -72,6 +72,7 @@ NOT_PURE = {
     f"pipeline.{name}"
     for name in (
         "agreement",
+        "autocast",
         "buffers",
         "by_hand",
         "carving",

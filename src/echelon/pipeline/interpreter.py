@@ -8,8 +8,7 @@ directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from echelon.errors import NotFinite, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.action import Action, actions_of
+from echelon.pipeline.autocast import outside_autocast
 from echelon.pipeline.junctions import Gradient
 from echelon.pipeline.loss import check_loss, check_metrics
 from echelon.pipeline.lowering import (
@@ -252,13 +252,3 @@ def _is_of_backward(instruction: Instruction) -> bool:
             return any(action.kind != "F" for action in actions_of(step))
         case _:
             return isinstance(instruction, Recompute)
-
-
-@contextmanager
-def outside_autocast() -> Iterator[None]:
-    """Does what is inside in the dtypes that the forward left, as a backward after `with torch.autocast` would."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield

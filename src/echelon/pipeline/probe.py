@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from echelon.pipeline.autocast import outside_autocast
 from echelon.pipeline.deferred import SplitBackward
 from echelon.pipeline.junctions import CannotSplit, Group, Root, edge_of
 from echelon.pipeline.nested import Value, map_tensors, tensors_of
@@ -66,11 +67,11 @@ def _try(stage: Stage, forward: Forward, reused: tuple[nn.Parameter, ...]) -> Ha
     del roots
     before = num_bytes(saved.tensors())
     try:
-        with watch, saved.dropping():
+        with outside_autocast(), watch, saved.dropping():
             split.run_input(saved)
         frees = num_bytes(saved.tensors()) < before
         watch.next_part()
-        with watch:
+        with outside_autocast(), watch:
             split.run_weights(lambda group: setattr(watch, "label", group), into_leaves=False)
     except RuntimeError as error:
         weights = watch.label.leaves if isinstance(watch.label, Group) else ()
