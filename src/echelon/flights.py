@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Literal
 
 from echelon.places import Place, calling_place, line_of, place_of_thread
@@ -23,6 +23,9 @@ CAPACITY = 1000
 """How many operations are remembered."""
 VARIABLE = "ECHELON_FLIGHT_RECORDER"
 """Names a folder: a rank that fails writes its records there."""
+
+_OWN_CALLS = 4
+"""From `calling_place` up to the group's method that has an operation recorded: it, a helper, `begin`, `Flight`."""
 
 State = Literal["under way", "done", "failed"]
 
@@ -96,8 +99,8 @@ class Flight:
         self.num_bytes = num_bytes
         self.marks = marks
         """What was called since the collective before without saying anything to the other ranks."""
-        self.place: Place | None = calling_place()
-        self.thread = threading.get_ident()
+        self.place: Place | None = calling_place(_OWN_CALLS)
+        self.thread = get_ident()
         self.started = clock()
         self.ended: float | None = None
         self.error = ""

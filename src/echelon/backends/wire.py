@@ -116,9 +116,9 @@ def as_sent(note: str) -> str:
     return _encode_note(note).decode()
 
 
-def signed(note: str, signature: int) -> str:
-    """Returns a note that two ranks compare together with a signature of all that they have called before."""
-    return f"{note} ~{signature:08x}"
+def signed(operation: str, sequence: int, signature: int) -> str:
+    """Returns what two ranks compare: an operation, its number, and a signature of all that was called before."""
+    return f"{operation}, #{sequence} ~{signature:08x}"
 
 
 def is_signed(note: str) -> bool:

@@ -105,7 +105,7 @@ class Caller:
     def _run(self, operation: Operation[T], flight: Flight, timeout: float) -> T:
         begun = self._backend.now()
         watch = Watch(self._backend, self._ranks, flight, begun)
-        note = signed(f"{flight.operation}, #{flight.sequence}", flight.signature)
+        note = signed(flight.operation, flight.sequence, flight.signature)
         deadline = begun + timeout
         try:
             result = self._act(operation, Call(flight.sequence, note, deadline, watch), watch)

@@ -29,6 +29,8 @@ _ADVICE = "every rank must call the same operations in the same order with the s
 class Watch:
     """Watches over one collective of this rank."""
 
+    __slots__ = ("_backend", "_begun", "_flight", "_ranks", "looks_at")
+
     def __init__(self, backend: Backend, ranks: Sequence[int], flight: Flight, begun: float) -> None:
         """Describes what to watch over.
 
