@@ -14,6 +14,7 @@ import torch
 
 from echelon.backends.base import Tag, Work
 from echelon.backends.wire import MAX_NOTE_BYTES
+from echelon.calls.patience import wait_for
 from echelon.errors import PeerFailed, Timeout, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.buffers import Buffers
@@ -98,8 +99,8 @@ class Incoming:
 
     def _arrived(self) -> tuple[str, list[torch.Tensor]]:
         """Waits for the structure and for all messages."""
-        works, seconds = self._works, self._group.timeout
-        head = works[0].wait(seconds)
+        works = self._works
+        head = self._wait(works[0])
         apart = works[0].note == _APART
         structure = bytes(head.numpy()).decode() if apart else works[0].note
         count = num_tensors(structure) + apart
@@ -107,7 +108,11 @@ class Incoming:
             works.append(self._post(part))
         for work in works[count:]:
             self._group.backend.cancel(work)
-        return structure, [work.wait(seconds) for work in works[:count]]
+        return structure, [self._wait(work) for work in works[:count]]
+
+    def _wait(self, work: Work[torch.Tensor]) -> torch.Tensor:
+        group = self._group
+        return wait_for(group.backend, work, [self._src], group.context, group.timeout)
 
     def _operation(self) -> str:
         """Says what this rank is doing, for errors."""
