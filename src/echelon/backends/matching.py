@@ -164,6 +164,10 @@ class Mailbox:
         """Ends every posted receive."""
         self._end(lambda _: error)
 
+    def revoked(self, context: int) -> EchelonError | None:
+        """Returns why the collectives of a context have ended, if they have."""
+        return self._failed_contexts.get(context)
+
     def failure(self, rank: int, tag: Tag) -> EchelonError | None:
         """Returns why nothing with this tag can be exchanged with `rank` any more."""
         if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):

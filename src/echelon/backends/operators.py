@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -109,6 +110,7 @@ def _with_sign(function: Function, signed: torch.dtype, is_order: bool) -> Funct
     return apply
 
 
+@functools.cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that values of `dtype` are combined in: float32 for 8- and 16-bit floats."""
     if dtype == torch.complex32:

@@ -242,6 +242,10 @@ class TcpBackend(Backend):
         with self._progress.lock:
             self._progress.glance()
 
+    def revoked(self, context: int) -> EchelonError | None:
+        """Returns why the collectives of that context have ended on all ranks, as far as was heard."""
+        return self._mailbox.revoked(context)
+
     def failure(self, rank: int, context: int) -> EchelonError | None:
         """Returns why a collective of that context cannot be finished with a rank; as far as was heard."""
         return self._mailbox.failure(rank, Tag(context, 1))

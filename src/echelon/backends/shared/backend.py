@@ -75,7 +75,7 @@ class SharedMemoryBackend(Backend):
         """Raises Closed or PeerFailed if the group cannot begin an operation."""
         if self._tcp.is_closed:
             raise self.closed_error()
-        if error := self._tcp.failure(self.rank, context):
+        if error := self._tcp.revoked(context):
             raise error
 
     def look_around(self, call: Call, context: int, rank: int | None, board: Board | None) -> None:

@@ -184,7 +184,7 @@ def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 def _combine(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Operator) -> None:
     """Writes into `target` what the parts are combined to in their order; it may be one of them."""
     wide = accumulation_dtype(target.dtype)
-    if wide is target.dtype and not any(part is target for part in parts[2:]):
+    if wide is target.dtype and (len(parts) == 2 or not any(part is target for part in parts[2:])):
         operator.function(parts[0], parts[1], out=target)
         for part in parts[2:]:
             operator.combine(target, part)

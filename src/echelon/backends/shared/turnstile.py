@@ -16,6 +16,10 @@ class Turnstile:
         self._num_waiting = 0
         self._changed = threading.Condition()
 
+    def is_open_to(self, number: int) -> bool:
+        """Says whether an operation can pass without `enter`: all before it have left."""
+        return self._next == number
+
     def enter(self, number: int, look_around: Callable[[], None]) -> None:
         """Returns when all operations before `number` have left.
 
@@ -23,8 +27,6 @@ class Turnstile:
             number: of the operation.
             look_around: called every 20 ms; an exception ends the wait.
         """
-        if self._next == number:
-            return
         with self._changed:
             self._num_waiting += 1
             try:
