@@ -75,6 +75,7 @@ _OPERATORS = {
 }
 
 
+@functools.lru_cache(256)
 def operator(name: str, dtype: torch.dtype) -> Operator:
     """Returns the reduction of that name, for tensors of `accumulation_dtype(dtype)`.
 

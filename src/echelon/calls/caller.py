@@ -72,9 +72,12 @@ class Caller:
         flight = self._begin(operation.note, operation.num_bytes)
 
         def attempt() -> T:
-            with torch.no_grad():
+            if self._native is not None:  # takes detached tensors only; entering no_grad costs 1.5 us
                 result = self._run(operation, flight, timeout)
-                return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
+            else:
+                with torch.no_grad():
+                    result = self._run(operation, flight, timeout)
+            return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
 
         if not async_op:
             return attempt()

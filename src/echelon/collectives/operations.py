@@ -66,7 +66,10 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
         return _keep(tensor, reduction.finish(wide, channel.num_ranks))
 
     def native(collectives: NativeCollectives, call: Call) -> Tensor:
-        values = _resolved(tensor)
+        if not tensor.is_conj() and not tensor.is_neg():
+            collectives.all_reduce(call, tensor.detach(), reduction)
+            return tensor
+        values = plain(tensor)
         collectives.all_reduce(call, values, reduction)
         return _keep(tensor, values)
 
@@ -177,7 +180,7 @@ def place_of(out: Tensor | None, source: Tensor) -> Place:
 
     def place(shape: Sequence[int]) -> Tensor:
         if out is not None and can_hold(out, shape, source):
-            return out
+            return out.detach()
         return new_tensor(tuple(shape), source.dtype)
 
     return place
@@ -193,7 +196,8 @@ def write_out(out: Tensor, result: Tensor, note: str) -> Tensor:
         return out
     if out.shape != result.shape or out.dtype != result.dtype:
         raise SizeMismatch(describe(result.shape, result.dtype), describe(out.shape, out.dtype), f"{note}, out=")
-    out.detach().copy_(result)
+    if result.data_ptr() != out.data_ptr() or not is_plain(out):
+        out.detach().copy_(result)
     return out
 
 
