@@ -1,0 +1,162 @@
+"""The memory itself: who gets it, what is believed of it, and words in it to wait on."""
+
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import echelon
+from echelon.backends.native import Call
+from echelon.backends.shared import backend, layout, passing, support
+from echelon.backends.shared.board import Board
+from echelon.backends.shared.segment import Segment
+from echelon.backends.shared.turnstile import Turnstile
+from echelon.backends.shared.waiting import Waiter
+from tests.backends.worlds import tcp_world
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def segment():
+    made = Segment.create(2)
+    yield made
+    made.close()
+
+
+def test_parts_are_given_out_once_and_seen_by_all_who_map_them(segment):
+    first, second = segment.allocate(5000), segment.allocate(1)
+    assert second - first == 8192
+    segment.map(first, 5000).data[4999] = 7
+    assert segment.map(first, 5000).data[4999] == 7
+    assert segment.map(second, 1).data[0] == 0
+
+
+@pytest.mark.parametrize("offset", [-4096, 1, 2 << 57])
+def test_what_is_outside_is_not_mapped(segment, offset):
+    with pytest.raises(echelon.ConnectError, match="are not in a shared memory of"):
+        segment.map(offset, 4096)
+
+
+def test_the_file_cannot_be_changed_in_size(segment):
+    for size in (0, 4096, 4 << 57):
+        with pytest.raises(OSError):
+            os.ftruncate(segment.fd, size)
+
+
+@pytest.mark.parametrize("kind", ["memfd that is not sealed", "file", "of another number of ranks"])
+def test_another_file_is_refused_and_closed(kind, tmp_path):
+    if kind == "file":
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    elif kind == "memfd that is not sealed":
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    else:
+        fd = os.dup(Segment.create(3).fd)
+    with pytest.raises(echelon.ConnectError, match="shared memory"):
+        Segment(fd, 2, 1)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_the_file_goes_only_to_who_is_expected_and_knows_the_token(segment):
+    giver = passing.Giver(segment.fd, 1)
+    impostor = passing.dial(giver.name, bytes(passing.TOKEN_BYTES), os.getpid(), SECONDS)
+    friend = passing.dial(giver.name, giver.token, os.getpid(), SECONDS)
+    giver.give([os.getpid()], SECONDS)
+    giver.close()
+    with pytest.raises(echelon.ConnectError, match="it was closed"):
+        passing.take(impostor)
+    fd = passing.take(friend)
+    assert os.path.sameopenfile(fd, segment.fd)
+    os.close(fd)
+
+
+def test_another_process_than_the_giver_is_not_trusted(segment):
+    giver = passing.Giver(segment.fd, 1)
+    with pytest.raises(echelon.AuthenticationError, match="another process than 1 listens"):
+        passing.dial(giver.name, giver.token, 1, SECONDS)
+    with pytest.raises(echelon.ConnectError, match="did not come"):
+        giver.give([os.getpid()], 0.05)
+    giver.close()
+
+
+def share_all(world, required):
+    def share(tcp):
+        try:
+            return backend.share(tcp, required=required, timeout=SECONDS)
+        except echelon.LaunchError as error:
+            return error
+
+    with ThreadPoolExecutor(len(world)) as threads:
+        return list(threads.map(share, world))
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_where_one_rank_cannot_share_memory_none_does(monkeypatch, caplog, failing):
+    """Each in its own way: the system, the giving, the taking."""
+    if failing == 0:
+        monkeypatch.setattr(support, "obstacle", lambda: "it rains")
+    elif failing == 1:
+        monkeypatch.setattr(passing.Giver, "give", lambda *_: (_ for _ in ()).throw(OSError("it rains")))
+    else:
+        monkeypatch.setattr(passing, "take", refuse_to_take)
+    with tcp_world(3) as world, caplog.at_level(logging.WARNING, "echelon"):
+        assert share_all(world, required=False) == world
+        assert caplog.text.count("no shared memory, so all goes over TCP: rank") == 3
+        assert "it rains" in caplog.text or "Broken pipe" in caplog.text  # as the giver sees who does not take
+        for tcp in world:
+            tcp.isend(torch.ones(1), (tcp.rank + 1) % 3).wait(SECONDS)
+    with tcp_world(2) as world:
+        for error in share_all(world, required=True):
+            assert "backend='shm' cannot be used here" in str(error)
+
+
+def refuse_to_take(connection):
+    connection.close()
+    raise OSError("it rains")
+
+
+def test_processors_with_a_weak_memory_order_are_refused(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert support.obstacle() == "it relies on the memory order of x86-64, and this is aarch64"
+
+
+def test_ticks_pass_what_a_futex_compares(segment):
+    """The words that ranks sleep on are the low 32 bits of their ticks."""
+    window = segment.map(segment.allocate(2 * layout.ROOM_BYTES), 2 * layout.ROOM_BYTES)
+    words = memoryview(window.memory).cast("Q")
+    for rank in range(2):
+        words[(rank * layout.ROOM_BYTES + layout.TICK) // 8] = (1 << 32) - 20
+
+    def run(rank):
+        board = Board(window, (0, 1), rank, Waiter(1000), lambda *_: None)
+        for number in range(1, 60):
+            call = Call(number, f"operation {number}", 0.0, None)
+            board.announce(call, [number * 10 + rank])
+            board.meet(call)
+            assert board.word(1 - rank, 0) == number * 10 + 1 - rank
+            board.tick()
+            board.wait_for_all(1, call)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, range(2)))
+    del words
+
+
+def test_operations_pass_in_their_order():
+    turnstile, passed = Turnstile(), []
+
+    def go(number):
+        turnstile.enter(number, lambda: None)
+        passed.append(number)
+        turnstile.leave(number)
+
+    threads = [threading.Thread(target=go, args=(number,)) for number in (4, 3, 2, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert passed == [1, 2, 3, 4]
