@@ -7,7 +7,8 @@ before it lets it sleep. Whoever writes a word looks afterwards, behind a fence,
 either the sleeper sees the new value or the writer sees that it sleeps. A sleep ends after 20 ms at the latest, and the
 caller looks around for what else may have happened: peers that died or gave up.
 
-When giving the core away takes long, others need it: for some hundred waits it is not tried.
+When giving the core away takes long, others need it: for 16 waits it is not tried, and for twice as many if it then
+takes long again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SPINS = 200
 _YIELDS = 100
 _YIELDS_WHEN_CROWDED = 10
 _LONG_YIELD_SECONDS = 0.5e-3
-_WAITS_WITHOUT_YIELDS = 300
+_FEWEST_WITHOUT_YIELDS, _MOST_WITHOUT_YIELDS = 16, 512
 _NAP_SECONDS = 0.02
 
 _LOW_BITS = 0xFFFFFFFF
@@ -37,6 +38,7 @@ class Waiter:
         self._spins = range(_SPINS if roomy else 0)
         self._yields = range(_YIELDS if roomy else _YIELDS_WHEN_CROWDED)
         self._waits_without_yields = 0
+        self._next_without_yields = _FEWEST_WITHOUT_YIELDS
 
     def wait(
         self, words: memoryview, index: int, level: int, address: int, asleep: int, look_around: Callable[[], None]
@@ -60,11 +62,14 @@ class Waiter:
             before = time.monotonic()
             for _ in self._yields:
                 os.sched_yield()
-                if words[index] >= level:
-                    return
                 now = time.monotonic()
+                if words[index] >= level:
+                    if now - before <= _LONG_YIELD_SECONDS:
+                        self._next_without_yields = _FEWEST_WITHOUT_YIELDS
+                    return
                 if now - before > _LONG_YIELD_SECONDS:
-                    self._waits_without_yields = _WAITS_WITHOUT_YIELDS
+                    self._waits_without_yields = self._next_without_yields
+                    self._next_without_yields = min(2 * self._next_without_yields, _MOST_WITHOUT_YIELDS)
                     break
                 before = now
         try:
