@@ -134,6 +134,11 @@ def every_view(group):
         "expanded": group.all_gather(torch.tensor([7.0]).expand(3)),
         "scattered": group.reduce_scatter(torch.tensor([[1.0]]).expand(size, 2)),
     }
+    for rows in (0, 1):
+        odd = torch.full((rows, 2), 5.0)[:, 0]  # of no more than one element, a stride that is not 1, and contiguous
+        assert odd.is_contiguous()
+        moved = [group.broadcast(odd), group.all_gather(odd), group.all_reduce(odd.clone()), group.all_to_all(odd)]
+        assert [len(tensor) for tensor in moved[:3]] == [rows, rows * size, rows]
     place = torch.zeros(2 * size, dtype=torch.complex64)
     group.all_gather(wave, out=place.conj())
     got["out"] = place[:2]

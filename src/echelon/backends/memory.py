@@ -61,12 +61,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor, writable, as bytes. The view keeps the tensor alive."""
     if tensor.dtype in _IN_NUMPY and tensor.numel() and not tensor.requires_grad:  # a third of the time of what follows
         return tensor.numpy().data.cast("B")
-    flat = tensor.detach().reshape(-1)
+    return as_bytes(tensor.detach()).numpy().data if tensor.numel() else memoryview(bytearray())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a contiguous tensor as a tensor of bytes."""
+    flat = tensor.reshape(-1)
     if flat.numel() < 2:
-        if flat.numel() == 0:
-            return memoryview(bytearray())
-        flat = flat.as_strided((1,), (1,))  # a single element may have any stride, and no other view then
-    return flat.view(torch.uint8).numpy().data
+        flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride, and no other view then
+    return flat.view(torch.uint8)
 
 
 @functools.lru_cache(1024)

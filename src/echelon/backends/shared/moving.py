@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.backends.memory import dtype_code, dtype_of
+from echelon.backends.memory import as_bytes, dtype_code, dtype_of
 from echelon.backends.native import Call, Gathered, Place
 from echelon.backends.shared import layout
 from echelon.backends.shared.exchange import Block, Exchange
@@ -26,7 +26,7 @@ def barrier(shared: Shared, call: Call) -> None:
 def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> None:
     """Overwrites `tensor` with that of rank `src`, in place."""
     flat = tensor.contiguous()
-    data = _bytes_of(flat)
+    data = as_bytes(flat)
     if data.numel() > layout.SMALL_BYTES:
         _broadcast_pieces(shared, call, data, src)
         if flat.data_ptr() != tensor.data_ptr():
@@ -80,13 +80,13 @@ def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int) -
     if tensor is not None and shared.rank == src:
         parts = tensor.tensor_split(shared.num_ranks)
         facts = [dtype_code(tensor.dtype), *tensor.shape]
-        Exchange.meet(shared, call, [_bytes_of(part.contiguous()) for part in parts], facts).read({})
+        Exchange.meet(shared, call, [as_bytes(part.contiguous()) for part in parts], facts).read({})
         return parts[src].clone()
     exchange = Exchange.meet(shared, call, [])
     code, rows, *rest = exchange.heads[src].facts
     count = len(range(shared.rank, rows, shared.num_ranks))  # as torch.tensor_split: the first have one more
     part = torch.empty((count, *rest), dtype=dtype_of(code), device="cpu")
-    exchange.read({Block(src, shared.rank): _bytes_of(part)})
+    exchange.read({Block(src, shared.rank): as_bytes(part)})
     return part
 
 
@@ -95,18 +95,18 @@ def all_to_all(shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[
     rank = shared.rank
     parts = rows.tensor_split(shared.num_ranks) if splits is None else torch.split(rows, list(splits))
     exchange = Exchange.meet(
-        shared, call, [_bytes_of(part.contiguous()) for part in parts], [len(part) for part in parts]
+        shared, call, [as_bytes(part.contiguous()) for part in parts], [len(part) for part in parts]
     )
     counts = [head.facts[rank] for head in exchange.heads]
     result = place((sum(counts), *rows.shape[1:]))
     places = torch.split(result, counts)
     places[rank].copy_(parts[rank])
-    exchange.read({Block(peer, rank): _bytes_of(part) for peer, part in enumerate(places) if peer != rank})
+    exchange.read({Block(peer, rank): as_bytes(part) for peer, part in enumerate(places) if peer != rank})
     return Gathered(result, counts)
 
 
 def _show_rows(shared: Shared, call: Call, rows: torch.Tensor) -> Exchange:
-    return Exchange.meet(shared, call, [_bytes_of(rows.contiguous())], [len(rows)])
+    return Exchange.meet(shared, call, [as_bytes(rows.contiguous())], [len(rows)])
 
 
 def _collect(exchange: Exchange, rows: torch.Tensor, place: Place) -> torch.Tensor:
@@ -116,10 +116,5 @@ def _collect(exchange: Exchange, rows: torch.Tensor, place: Place) -> torch.Tens
     result = place((sum(counts), *rows.shape[1:]))
     places = torch.split(result, counts)
     places[rank].copy_(rows)
-    exchange.read({Block(peer, 0): _bytes_of(part) for peer, part in enumerate(places) if peer != rank})
+    exchange.read({Block(peer, 0): as_bytes(part) for peer, part in enumerate(places) if peer != rank})
     return result
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor, as one of uint8."""
-    return tensor.reshape(-1).view(torch.uint8)
