@@ -1,4 +1,4 @@
-"""The code in docs/pipeline.md, docs/schedules.md and docs/search.md runs and prints what stands below it."""
+"""The code in the documents about pipelines and schedules runs and prints what stands below it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ PAGE = DOCS / "schedules.md"
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "least"), [("pipeline.md", 2), ("schedules.md", 6), ("search.md", 3)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("pipeline.md", 2), ("train_pipeline.md", 3), ("schedules.md", 6), ("search.md", 3)]
+)
 def test_every_block_prints_what_it_says(page, least):
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     assert len(blocks) >= least

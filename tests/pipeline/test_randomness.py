@@ -42,7 +42,7 @@ def train(group, schedule, recompute=False, replicas=1):
 
 
 def train_alone(replica=0):
-    """What docs/pipeline.md shows."""
+    """What docs/train_pipeline.md shows."""
     stages = make_stages()
     losses = []
     for step in range(2):
