@@ -13,7 +13,8 @@ Hosts: TypeAlias = tuple[int, ...]
 
 def numbered(hosts: Sequence[object]) -> Hosts:
     """Returns the hosts by number, whatever they were called by."""
-    return tuple(map(list(dict.fromkeys(hosts)).index, hosts))
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 
 
 def members_of(hosts: Hosts) -> tuple[Numbers, ...]:
