@@ -2,7 +2,9 @@
 
     python benchmarks/simulation/run.py
 
-One process; medians of five. A row's CPU time is that of the process: where the machine is shared, look at that.
+One process; medians of five. "start" is what as many ranks take that do nothing; the second rate is without that. A
+row's CPU time is that of the process: where the machine is shared, look at that. Memory is measured in processes of
+their own.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -57,8 +62,12 @@ def ddp_step(group: ProcessGroup) -> None:
     optimizer.step()
 
 
-def nothing(group: ProcessGroup) -> None:
-    group.barrier()
+def barriers(group: ProcessGroup, count: int) -> None:
+    for _ in range(count):
+        group.barrier()
+
+
+def nothing(_: ProcessGroup) -> None: ...
 
 
 ROWS: tuple[tuple[str, Callable[..., None], int, tuple[int, ...], str], ...] = (
@@ -67,33 +76,72 @@ ROWS: tuple[tuple[str, Callable[..., None], int, tuple[int, ...], str], ...] = (
     ("20 ring all-reduces of 4 KiB", all_reduce, 8, (20,), "ring"),
     ("2 ring all-reduces of 4 KiB", all_reduce, 64, (2,), "ring"),
     ("all_reduce of 4 KiB", all_reduce, 256, (1,), ""),
+    ("20 all-reduces of 4 KiB", all_reduce, 256, (20,), ""),
     ("a ring all-reduce of 4 KiB", all_reduce, 256, (1,), "ring"),
     ("DDP: wrapped, one step", ddp_step, 64, (), ""),
-    ("barrier", nothing, 256, (), ""),
+    ("barrier", barriers, 256, (1,), ""),
+    ("20 barriers", barriers, 256, (20,), ""),
 )
 
 
-def measure(program: Callable[..., None], world_size: int, args: tuple[int, ...]) -> tuple[float, float, int]:
+class Row(NamedTuple):
+    """Medians of one program."""
+
+    wall: float
+    cpu: float
+    messages: int
+
+
+def measure(program: Callable[..., None], world_size: int, args: tuple[int, ...]) -> Row:
     """Returns wall seconds, CPU seconds and messages of the median run."""
     runs = []
     for _ in range(REPETITIONS):
         cpu, wall = time.process_time(), time.perf_counter()
         run = echelon.simulate(program, world_size, args)
-        runs.append((time.perf_counter() - wall, time.process_time() - cpu, run))
-    messages = runs[0][2].trace.count(" sends to rank ")
-    return statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs), messages
+        runs.append((time.perf_counter() - wall, time.process_time() - cpu))
+    messages = run.trace.count(" sends to rank ")
+    return Row(statistics.median(wall for wall, _ in runs), statistics.median(cpu for _, cpu in runs), messages)
+
+
+def peak_kib(code: str) -> int:
+    """Returns the most memory that a process of its own needs for a line of Python, in KiB."""
+    program = (
+        "import resource, torch, echelon\n"
+        "echelon.simulate(lambda group: group.barrier(), 2)\n"
+        f"{code}\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    return int(done.stdout)
+
+
+def memory() -> tuple[float, float]:
+    """Returns what a rank needs, in MB, and a message's place in the trace, in kB."""
+    nothing_more = peak_kib("")
+    ranks = peak_kib("run = echelon.simulate(lambda group: group.barrier(), 256)")
+    many = "run = echelon.simulate(lambda group: [group.barrier() for _ in range({})], 8)"
+    few, more = peak_kib(many.format(100)), peak_kib(many.format(1100))
+    return (ranks - nothing_more) * 1.024e-3 / 256, (more - few) * 1.024 / (1000 * 8 * 3)
 
 
 def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
-    print("| program | ranks | messages | seconds | messages/s | messages per CPU second |")
-    print("|---|---|---|---|---|---|")
+    print("| program | ranks | messages | seconds | start | messages/s | after the start | per CPU second |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, program, world_size, args, algorithm in ROWS:
+        start = measure(nothing, world_size, ())
         if algorithm:
             os.environ["ECHELON_ALL_REDUCE"] = algorithm
-        wall, cpu, messages = measure(program, world_size, args)
+        row = measure(program, world_size, args)
         os.environ.pop("ECHELON_ALL_REDUCE", None)
-        print(f"| {name} | {world_size} | {messages:,} | {wall:.2f} | {messages / wall:,.0f} | {messages / cpu:,.0f} |")
+        rates = [row.messages / row.wall, row.messages / (row.wall - start.wall), row.messages / row.cpu]
+        print(
+            f"| {name} | {world_size} | {row.messages:,} | {row.wall:.2f} | {start.wall:.2f} | "
+            + " | ".join(f"{rate:,.0f}" for rate in rates)
+            + " |",
+            flush=True,
+        )
+    rank, message = memory()
+    print(f"\na rank: {rank:.2f} MB beside its tensors; a message: {message:.1f} kB of trace")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,11 @@ class Work(Generic[T]):
         """What the flight recorder has of it."""
         self._when_seen: Callable[[], object] = _nothing
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the operation has ended. Unlike `is_completed` of a simulated rank, this lets nothing happen."""
+        return self._completed
+
     def is_completed(self) -> bool:
         """Says whether the operation has ended, with a result or an error. Never blocks."""
         return self._completed

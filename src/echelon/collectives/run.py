@@ -65,6 +65,8 @@ class Channel:
             CollectiveMismatch: the peer makes other calls than this rank.
             EchelonError: the message failed.
         """
+        if work.has_ended:
+            return work.result()
         while True:
             try:
                 return work.wait(max(0.0, min(self.deadline, self.watch.looks_at) - self.backend.now()))

@@ -65,11 +65,6 @@ class VirtualWork(Work[T]):
         self.tag = tag
         """Of a receive that is no part of a collective."""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the operation has ended. Unlike `is_completed`, this lets nothing happen."""
-        return self._completed
-
     def is_completed(self) -> bool:
         """Says whether the operation has ended, after all that could happen before has happened."""
         return self._completed or self.backend.poll(self)  # type: ignore[arg-type]
@@ -159,12 +154,13 @@ class VirtualBackend(Backend):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
         tag = self.checked_send(tensor, dst, tag)
-        task = self._begin_message(tag, note)
+        plain = _is_plain(tag)
+        task = self._begin_message("" if plain else note)
         work: VirtualWork[None] = VirtualWork(self, _Passage("send to", dst, tag), dst, note, None)
         if error := self._mailbox.failure(dst, tag):
             work.complete(error=error)
         else:
-            done = self.world.send_tensor(self.rank, dst, tensor, tag, note, _is_plain(tag))
+            done = self.world.send_tensor(self.rank, dst, tensor, tag, note, plain)
             if done <= self._scheduler.now:
                 work.complete()
             else:
@@ -183,8 +179,8 @@ class VirtualBackend(Backend):
         combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
-        task = self._begin_message(tag, note or "")
         plain = tag if _is_plain(tag) else None
+        task = self._begin_message("" if plain else note or "")
         work: VirtualWork[torch.Tensor] = VirtualWork(self, _Passage("receive from", src, tag), src, note or "", plain)
         if plain is None:
             self.world.expect(src, self.rank, tag, -1)
@@ -196,7 +192,7 @@ class VirtualBackend(Backend):
         self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
     ) -> Work[Received]:
         tag = self.checked_receive_any(sources, tag)
-        task = self._begin_message(tag, note or "")
+        task = self._begin_message("" if _is_plain(tag) else note or "")
         work = _FromAny(self, note or "", tag, sources)
         self._mailbox.post(Receive(work, ANY, tag, None, note, sources))
         self._end_call(task)
@@ -252,10 +248,11 @@ class VirtualBackend(Backend):
             task.depth = 0
         if task.operation:
             recorder, began, now = self.world.recorder, task.entered_at, self._scheduler.now
+            operation = readable(task.operation)
             if task.number:
-                recorder.span_beside(self.rank, task.number, task.operation, began, now)
+                recorder.span_beside(self.rank, task.number, operation, began, now)
             elif not self._is_computing:
-                recorder.span(self.rank, task.operation, began, now)
+                recorder.span(self.rank, operation, began, now)
         self._end_call(task)
 
     # Computing
@@ -388,7 +385,8 @@ class VirtualBackend(Backend):
             self._spend(self._meter.stop((self.rank, task.number)))
         return task
 
-    def _begin_message(self, tag: Tag, note: str) -> Task:
+    def _begin_message(self, operation: str) -> Task:
+        """Begins a call that sends or receives, as part of a collective if that is given."""
         task = self._begin_call()
         if self._closed:
             raise self.closed_error()
@@ -396,8 +394,8 @@ class VirtualBackend(Backend):
         if self._num_messages >= self._dies_at:
             self.world.kill(self.rank)
             raise Ended
-        if note and not _is_plain(tag):
-            task.operation = readable(note)
+        if operation:
+            task.operation = operation
         return task
 
     def begin(self) -> None:
