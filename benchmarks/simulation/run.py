@@ -106,9 +106,9 @@ def measure(program: Callable[..., None], world_size: int, args: tuple[int, ...]
 def peak_kib(code: str) -> int:
     """Returns the most memory that a process of its own needs for a line of Python, in KiB."""
     program = (
-        "import resource, torch, echelon\n"
+        "import torch, echelon\n"
         "echelon.simulate(lambda group: group.barrier(), 2)\n"
-        f"{code}\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        f"{code}\nprint(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     return int(done.stdout)
@@ -119,8 +119,8 @@ def memory() -> tuple[float, float]:
     nothing_more = peak_kib("")
     ranks = peak_kib("run = echelon.simulate(lambda group: group.barrier(), 256)")
     many = "run = echelon.simulate(lambda group: [group.barrier() for _ in range({})], 8)"
-    few, more = peak_kib(many.format(100)), peak_kib(many.format(1100))
-    return (ranks - nothing_more) * 1.024e-3 / 256, (more - few) * 1.024 / (1000 * 8 * 3)
+    few, more = peak_kib(many.format(2000)), peak_kib(many.format(6000))
+    return (ranks - nothing_more) * 1.024e-3 / 256, (more - few) * 1.024 / (4000 * 8 * 3)
 
 
 def main() -> None:

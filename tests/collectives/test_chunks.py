@@ -40,6 +40,8 @@ class LateBackend:
 
 
 class Late:
+    has_ended = False
+
     def __init__(self, sent, tensor):
         self.sent, self.tensor = sent, tensor
 

@@ -23,7 +23,7 @@ def test_every_block_prints_what_it_says():
     for code, expected in blocks():
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(PAGE), "exec"), names)
+            exec(compile(code, "program.py", "exec"), names)
         assert printed.getvalue() == expected
 
 
