@@ -126,7 +126,7 @@ class World:
         news = sorted(self.returned - self._told_of)
         self._told_of.update(news)
         for rank in news:
-            failure = PeerFailed(rank, "its function has returned", has_closed=True)
+            failure = PeerFailed(rank, "its function has returned, after a fault")
             for peer in range(len(self.mailboxes)):
                 if peer != rank:
                     self.tell(rank, peer, partial(_fail_peer, rank, failure))
