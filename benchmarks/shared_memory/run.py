@@ -1,110 +1,202 @@
-"""How fast are all-reduces through shared memory, beside Gloo and the memory itself?
+"""How fast are collectives and messages between ranks of one host, beside Gloo, Open MPI and the memory itself?
 
-    python benchmarks/shared_memory/run.py                 # 2 ranks, about half a minute
-    python benchmarks/shared_memory/run.py --ranks 4
+    python benchmarks/shared_memory/run.py all_reduce --ranks 2
+    python benchmarks/shared_memory/run.py all_reduce --ranks 4
+    python benchmarks/shared_memory/run.py send_recv
+    python benchmarks/shared_memory/run.py others --ranks 2
+    python benchmarks/shared_memory/run.py others --ranks 4
+    python benchmarks/shared_memory/run.py busy
+    python benchmarks/shared_memory/run.py crowded
 
-Every contestant runs in the same processes, in turns; the others wait. A repetition is the time of one call, of the
-slowest rank; the table shows medians over all repetitions. "limit" is what the symmetric tensors cannot avoid: each
-rank adds up its slice of all tensors and writes it to all, at the same time as the others, and nobody waits.
+Each takes less than a minute and a half on 2 cores. All contestants are in the same processes and take turns. A turn is
+calls in a row, and counts as their mean, of the slowest rank; the table shows medians over the turns, and ratios of
+medians: above 1 where Echelon is faster. All results but those of the limit are compared with the right ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-import torch.distributed
+from goals import KIB, MIB, OTHERS, Found, lines
+from subjects import LimitSubject, SymmetricSubject
 
 import echelon
+from echelon.bench.figures import Case
+from echelon.bench.gloo import GlooSubject
+from echelon.bench.measure import measure_case
+from echelon.bench.sizes import read_size
+from echelon.bench.start import has_mpi4py, run_under_mpi
+from echelon.bench.subject import EchelonSubject, Subject
 
-SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-TURNS = 3
-SECONDS = 0.25
-"""How long a turn of one contestant takes at least; never fewer than 7 repetitions, and never more than 300."""
-PIECE = 64 << 10
-"""Elements that are added up and written at a time for the limit."""
-
-
-def write_slice(tensors: list[torch.Tensor], rank: int) -> None:
-    """Adds up one rank's slice of all tensors and writes it to all."""
-    slices = [tensor.tensor_split(len(tensors))[rank] for tensor in tensors]
-    for parts in zip(*(part.split(PIECE) for part in slices), strict=True):
-        torch.add(parts[0], parts[1], out=parts[0])
-        for part in parts[2:]:
-            parts[0].add_(part)
-        for part in parts[1:]:
-            part.copy_(parts[0])
+BESIDE = ("nothing", "python", "matmul")
 
 
-def contestants(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[[], object]]:
-    count = num_bytes // 4
-    plain, symmetric = torch.zeros(count), group.empty(count).zero_()
-    own = [torch.zeros(count) for _ in range(group.world_size)]
-    calls: dict[str, Callable[[], object]] = {
-        "any tensor": lambda: group.all_reduce(plain),
-        "symmetric": lambda: group.all_reduce(symmetric),
-        "Gloo": lambda: torch.distributed.all_reduce(plain),
-    }
-    if num_bytes >= 1 << 20:
-        calls["limit"] = lambda: write_slice(own, group.rank)
-    return calls
+class Question(NamedTuple):
+    """What is measured unless options say otherwise."""
+
+    ranks: int
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    beside: tuple[str, ...] = BESIDE[:1]
 
 
-def one_turn(group: echelon.ProcessGroup, call: Callable[[], object]) -> list[float]:
-    """Returns the time of each repetition, of the slowest rank."""
-    group.barrier()
-    start = time.perf_counter()
-    call()
-    warm = group.all_reduce(torch.tensor([time.perf_counter() - start], dtype=torch.float64), "max").item()
-    times = []
-    for _ in range(max(7, min(300, int(SECONDS / warm)))):
-        group.barrier()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return group.all_reduce(torch.tensor(times, dtype=torch.float64), "max").tolist()
+QUESTIONS = {
+    "all_reduce": Question(2, ("all_reduce",), (8, KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)),
+    "send_recv": Question(2, ("send_recv",), (8, KIB, 16 * KIB, 256 * KIB, MIB, 16 * MIB, 64 * MIB)),
+    "others": Question(2, OTHERS, (KIB, MIB, 64 * MIB)),
+    "busy": Question(2, ("all_reduce",), (8, MIB), BESIDE),
+    "crowded": Question(8, ("all_reduce",), (8, KIB, 256 * KIB, MIB, 16 * MIB)),
+}
 
 
-def measure(group: echelon.ProcessGroup, path: str, sizes: list[int]) -> list[tuple[int, dict[str, float]]]:
-    """Returns the median time of each contestant for each size, in microseconds."""
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(path, group.world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world_size)
-    found = []
-    for size in sizes:
-        calls = contestants(group, size)
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(TURNS):
-            for name, call in calls.items():
-                times[name] += one_turn(group, call)
-        found.append((size, {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}))
-    torch.distributed.destroy_process_group()
+def contestants(group: echelon.ProcessGroup, world: object, symmetric: bool) -> list[Subject]:
+    """Returns what takes turns; `world` is an MPI program's, None without MPI."""
+    found: list[Subject] = [EchelonSubject(group, "any tensor")]
+    if symmetric:
+        found += [SymmetricSubject(group), LimitSubject(group)]
+    gloo = GlooSubject(group)
+    gloo.name = "Gloo"
+    found.append(gloo)
+    if world is not None:
+        from mpi4py import MPI
+
+        from echelon.bench.mpi import MpiSubject
+
+        found.append(MpiSubject(world, MPI))
+        found[-1].name = "Open MPI"
     return found
 
 
-def main() -> None:
+@contextlib.contextmanager
+def busy_with(what: str) -> Iterator[None]:
+    """Has a thread of this rank do something else all the time."""
+    stop = threading.Event()
+    square = torch.rand(512, 512)
+
+    def count() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+
+    def multiply() -> None:
+        while not stop.is_set():
+            torch.mm(square, square)
+
+    work: dict[str, Callable[[], None]] = {"python": count, "matmul": multiply}
+    thread = threading.Thread(target=work[what]) if what in work else None
+    if thread is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if thread is not None:
+            thread.join()
+
+
+def measure(group: echelon.ProcessGroup, options: argparse.Namespace, world: object = None) -> int:
+    """Measures as one rank, the first one prints; returns how many values were wrong."""
+    torch.set_num_threads(1)
+    question = QUESTIONS[options.question]
+    subjects = contestants(group, world, options.question == "all_reduce")
+    names = [subject.name for subject in subjects]
+    say: Callable[[str], None] = (lambda text: print(text, flush=True)) if group.rank == 0 else lambda _: None
+    say(head(names))
+    rows, wrong = [], 0
+    for beside in options.beside or question.beside:
+        for operation in options.operations or question.operations:
+            for size in (0,) if operation == "barrier" else options.sizes or question.sizes:
+                case = Case.of(operation, group.world_size, size, "float32", 4, "sum", 0)
+                with busy_with(beside):
+                    row = measure_case(group, case, subjects, options.turns, seconds=options.seconds)
+                wrong += sum(each.wrong for each in row.measured if each.subject != "limit")
+                found = Found(group.world_size, operation, size, {each.subject: each.seconds for each in row.measured})
+                say(line(found, beside))
+                if beside == BESIDE[0]:
+                    rows.append(found)
+    say("\n".join(["", *lines(rows), f"wrong values: {wrong}"]))
+    for subject in subjects:
+        subject.close()
+    return wrong
+
+
+def head(names: list[str]) -> str:
+    """Returns the first two lines of the table, the units in the first."""
+    titles = ["ranks", "operation", "bytes", "beside", *(f"{name}, us" for name in names)]
+    titles += [f"{peer} / {own}" for own, peer in pairs(names)]
+    return f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|"
+
+
+def pairs(names: list[str]) -> list[tuple[str, str]]:
+    """Returns whose times are compared: ours, then the peer's."""
+    ours = [name for name in names if name in ("any tensor", "symmetric")]
+    return [
+        (own, peer) for own in ours for peer in names if peer not in ours and (peer != "limit" or own == "symmetric")
+    ]
+
+
+def line(found: Found, beside: str) -> str:
+    """Returns a line of the table."""
+    times = found.seconds
+    cells = [str(found.num_ranks), found.operation, str(found.size), beside]
+    cells += [f"{seconds * 1e6:.{1 if seconds < 1e-3 else 0}f}" for seconds in times.values()]
+    cells += [f"{times[peer] / times[own]:.2f}" for own, peer in pairs(list(times))]
+    return f"| {' | '.join(cells)} |"
+
+
+def why_without_mpi() -> str | None:
+    """Returns why Open MPI is not measured, None if it is."""
+    if shutil.which("mpirun") is None:
+        return "there is no mpirun: apt-get install openmpi-bin"
+    return None if has_mpi4py() else "there is no mpi4py: pip install mpi4py"
+
+
+def read_options() -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    arguments = parser.parse_args()
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-    print(f"{arguments.ranks} ranks, one thread each, all_reduce(sum) of float32, medians in microseconds\n")
-    print("| bytes | any tensor | symmetric | Gloo | Gloo / any | Gloo / symmetric | limit / symmetric |")
-    print("|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "store")
-        rows = echelon.spawn(measure, arguments.ranks, (path, arguments.sizes), backend="shm")[0]
-    for size, times in rows:
-        own, shared, gloo = times["any tensor"], times["symmetric"], times["Gloo"]
-        limit = f"{times['limit'] / shared:.0%}" if "limit" in times else "-"
-        print(f"| {size} | {own:.1f} | {shared:.1f} | {gloo:.0f} | {gloo / own:.1f} | {gloo / shared:.1f} | {limit} |")
+    parser.add_argument("question", choices=tuple(QUESTIONS))
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--sizes", type=lambda text: read_size("--sizes", text), nargs="+", help="as 8 16K 1M")
+    parser.add_argument("--operations", nargs="+", choices=OTHERS)
+    parser.add_argument("--beside", nargs="+", choices=BESIDE, help="what a thread of each rank does meanwhile")
+    parser.add_argument("--turns", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=0.02, help="about how long a turn takes")
+    parser.add_argument("--without-mpi", action="store_true")
+    parser.add_argument("--mpi-rank", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = read_options()
+    if options.mpi_rank:
+        from mpi4py import MPI
+
+        from echelon.bench.mpi_rank import join
+
+        with join(MPI.COMM_WORLD, "shm") as group:
+            return 1 if measure(group, options, MPI.COMM_WORLD) else 0
+    ranks = options.ranks or QUESTIONS[options.question].ranks
+    print(
+        f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}; {ranks} ranks, 1 thread each, float32, medians of "
+        f"{options.turns} turns\n",
+        flush=True,
+    )
+    why = "it is not wanted" if options.without_mpi else why_without_mpi()
+    if why is None:
+        return run_under_mpi([*sys.argv, "--mpi-rank"], ranks)
+    print(f"without Open MPI: {why}\n", flush=True)
+    return 1 if echelon.spawn(measure, ranks, (options,), backend="shm")[0] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

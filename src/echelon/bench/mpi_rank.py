@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
 
@@ -12,22 +13,26 @@ from echelon.bench.mpi import MpiSubject
 from echelon.bench.ranks import measure_and_print
 from echelon.bench.request import Request
 from echelon.errors import EchelonError
+from echelon.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.resources import LOOPBACK, ReservedPort
+
+
+def join(world: Any, backend: str) -> ProcessGroup:
+    """Returns the group of all ranks of an MPI program; `world` is mpi4py's COMM_WORLD."""
+    with ReservedPort() as port:
+        number = world.bcast(port.port, 0)
+        where = {"RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": number}
+        os.environ.update({name: str(value) for name, value in where.items()})
+        return init(backend)
 
 
 def main(backend: str, text: str) -> int:
     """Measures what `text`, a request as JSON, asks for; returns 1 if anything was wrong."""
     values = json.loads(text)
     request = Request(**{**values, "sizes": tuple(values["sizes"])})
-    world = MPI.COMM_WORLD
-    with ReservedPort() as port:
-        number = world.bcast(port.port, 0)
-        where = {"RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": number}
-        os.environ.update({name: str(value) for name, value in where.items()})
-        group = init(backend)
-    with group:
-        wrong = measure_and_print(group, request, lambda _: MpiSubject(world, MPI))
+    with join(MPI.COMM_WORLD, backend) as group:
+        wrong = measure_and_print(group, request, lambda _: MpiSubject(MPI.COMM_WORLD, MPI))
     return 1 if wrong else 0
 
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -88,6 +88,18 @@ def has_mpi4py() -> bool:
 
 
 def _run_under_mpi(request: Request, num_ranks: int, backend: str) -> int:
+    return run_under_mpi(["-m", "echelon.bench.mpi_rank", backend, json.dumps(asdict(request))], num_ranks)
+
+
+def run_under_mpi(arguments: Sequence[str], num_ranks: int) -> int:
+    """Has mpirun start Python with these arguments, as ranks that can `mpi_rank.join` each other.
+
+    Returns:
+        The status that it ended with: 0, or 1 if anything was wrong.
+
+    Raises:
+        LaunchError: it is missing, or ended otherwise.
+    """
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         raise LaunchError("--vs mpi: mpirun was not found; install it: apt-get install openmpi-bin libopenmpi-dev")
@@ -96,10 +108,9 @@ def _run_under_mpi(request: Request, num_ranks: int, backend: str) -> int:
     options = ["-n", str(num_ranks), "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    command = [mpirun, *options, sys.executable, "-m", "echelon.bench.mpi_rank", backend, json.dumps(asdict(request))]
     environ = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks)), **os.environ}
     environ |= {"ECHELON_SECRET": secrets.token_hex(32), "ECHELON_RUN_ID": secrets.token_hex(4)}
-    status = subprocess.run(command, env=environ, check=False).returncode
+    status = subprocess.run([mpirun, *options, sys.executable, *arguments], env=environ, check=False).returncode
     if status not in (0, 1):
         raise LaunchError(f"--vs mpi: mpirun ended with status {status}; what it printed above says why")
     return status
