@@ -1,7 +1,8 @@
 """What does reducing gradients add to a training step, beside what torch's DDP on Gloo adds?
 
-    python benchmarks/ddp/run.py             # 2 ranks, an MLP of 1M parameters; about a minute
-    python benchmarks/ddp/run.py --ranks 4 --rounds 50
+    python benchmarks/ddp/run.py                                  # 2 ranks, an MLP of 10M parameters, shared memory
+    python benchmarks/ddp/run.py --model gpt10m --ranks 4 --rounds 12
+    python benchmarks/ddp/run.py --model mlp1m --backend tcp
 
 In every round each rank takes one step of a local model, of Echelon's DDP and of torch's, in turns of changing order,
 all ranks together. So the three meet the same noise. The table shows medians over rounds: of the slowest rank's time,
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +34,27 @@ WARMUP = 5
 def mlp(width: int, depth: int) -> nn.Module:
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*layers)
+
+
+def gpt(width: int, depth: int) -> nn.Module:
+    """Returns blocks of attention and MLP, each of 12 width**2 parameters, for embedded sequences."""
+    block = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
+
+
+class Task(NamedTuple):
+    """A model and the shape of one rank's batch."""
+
+    make: Callable[[], nn.Module]
+    batch: tuple[int, ...]
+
+
+TASKS = {
+    "mlp1m": Task(lambda: mlp(512, 4), (64, 512)),
+    "mlp10m": Task(lambda: mlp(1024, 10), (64, 1024)),
+    "gpt10m": Task(lambda: gpt(320, 8), (4, 64, 320)),
+    "gpt40m": Task(lambda: gpt(640, 8), (4, 64, 640)),
+}
 
 
 def training_step(model: nn.Module, batch: torch.Tensor, set_to_none: bool) -> Step:
@@ -53,13 +76,12 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str
         "gloo", init_method=f"file://{store}", rank=group.rank, world_size=group.world_size
     )
     torch.manual_seed(group.rank)
-    batch = torch.randn(options.batch, options.width)
+    task = TASKS[options.model]
+    batch = torch.randn(task.batch)
     models = {
-        "local": mlp(options.width, options.depth),
-        "Echelon": echelon.DDP(mlp(options.width, options.depth), group, bucket_mb=options.bucket_mb),
-        "torch": nn.parallel.DistributedDataParallel(
-            mlp(options.width, options.depth), bucket_cap_mb=options.bucket_mb
-        ),
+        "local": task.make(),
+        "Echelon": echelon.DDP(task.make(), group, bucket_mb=options.bucket_mb),
+        "torch": nn.parallel.DistributedDataParallel(task.make(), bucket_cap_mb=options.bucket_mb),
     }
     steps = {name: training_step(models[name], batch, options.set_to_none) for name in VARIANTS}
     rounds = []
@@ -78,33 +100,36 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str
 
 
 def report(options: argparse.Namespace) -> None:
-    parameters = sum(parameter.numel() for parameter in mlp(options.width, options.depth).parameters())
+    task = TASKS[options.model]
+    parameters = sum(parameter.numel() for parameter in task.make().parameters())
     print(
         f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}"
     )
     print(
-        f"{options.ranks} ranks, 1 thread each; MLP of {parameters / 1e6:.2f}M parameters, batch of {options.batch} a "
-        f"rank, SGD; buckets of {options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms\n"
+        f"{options.ranks} ranks over {options.backend}, 1 thread each; {options.model} of {parameters / 1e6:.2f}M "
+        f"parameters, inputs {tuple(task.batch)} a rank, SGD; buckets of "
+        f"{options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms\n"
     )
-    print("| zero_grad(set_to_none=) | of | local step | Echelon | torch on Gloo | Echelon adds | torch adds | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = "local step | Echelon | torch on Gloo | Echelon adds | torch adds | ratio | Echelon / local"
+    print(f"| zero_grad(set_to_none=) | of | {columns} |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for options.set_to_none in (True, False):
         with tempfile.TemporaryDirectory() as folder:
-            rounds = echelon.spawn(measure, options.ranks, (options, os.path.join(folder, "store")))[0]
+            arguments = (options, os.path.join(folder, "store"))
+            rounds = echelon.spawn(measure, options.ranks, arguments, backend=options.backend)[0]
         for index, what in enumerate(("slowest rank", "all processors")):
             rows = [times[index] for times in rounds]
             medians = [statistics.median(column) * 1e3 for column in zip(*rows, strict=True)]
             added = [statistics.median(row[column] - row[0] for row in rows) * 1e3 for column in (1, 2)]
-            cells = [f"{value:.2f}" for value in (*medians, *added, added[0] / added[1])]
+            cells = [f"{value:.2f}" for value in (*medians, *added, added[0] / added[1], medians[1] / medians[0])]
             print(f"| {options.set_to_none} | {what} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=64, help="samples per rank")
+    parser.add_argument("--model", choices=TASKS, default="mlp10m")
+    parser.add_argument("--backend", default="auto", help="of Echelon: auto, shm, tcp")
     parser.add_argument("--bucket-mb", type=float, default=25, help="mebibytes, for both")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=30)
     report(parser.parse_args())
