@@ -45,15 +45,17 @@ class EchelonSubject(Subject):
         group = self._group
         if tensor is None:
             return (lambda: group.scatter(None, case.root)) if case.operation == "scatter" else self._barrier
+        lengths = {"all_gather": case.num_elements * case.num_ranks, "reduce_scatter": case.num_elements}
+        out = tensor.new_empty(lengths.get(case.operation, tensor.numel() if case.operation == "all_to_all" else 0))
         calls: dict[str, Call] = {
             "all_reduce": lambda: group.all_reduce(tensor, case.op),
             "reduce": lambda: group.reduce(tensor, case.root, case.op),
             "broadcast": lambda: group.broadcast(tensor, case.root),
-            "all_gather": lambda: group.all_gather(tensor),
-            "reduce_scatter": lambda: group.reduce_scatter(tensor, case.op),
+            "all_gather": lambda: group.all_gather(tensor, out),
+            "reduce_scatter": lambda: group.reduce_scatter(tensor, case.op, out),
             "gather": lambda: group.gather(tensor, case.root),
             "scatter": lambda: group.scatter(tensor, case.root),
-            "all_to_all": lambda: group.all_to_all(tensor),
+            "all_to_all": lambda: group.all_to_all(tensor, out),
             "send_recv": self._ping_pong(tensor),
         }
         return calls[case.operation]
