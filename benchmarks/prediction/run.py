@@ -1,18 +1,21 @@
 """Does a simulation with measured costs predict how long steps take on real processes?
 
-    python benchmarks/prediction/run.py
+    python benchmarks/prediction/run.py            # all links
+    python benchmarks/prediction/run.py shm        # or some of: shm, loopback, shaped
 
 Two ranks, one thread each. First two real processes measure their link, what computing alone takes, by how much moving
 bytes slows it down, and the steps. Then the same steps are simulated with these figures and with the CPU time that they
-take here, times a factor: what computing alone took both processes at once, over the CPU time that it takes here. Where
-this user may make network namespaces (as root, with ip and tc), the same again over a link that tc has shaped to 1
-Gbit/s.
+take here, times a factor: what computing alone took both processes at once, over the CPU time that it takes here. Over
+shared memory collectives are no messages: there the link of DDP is the one on which the plan of an all-reduce takes as
+long as a real all-reduce did. Where this user may make network namespaces (as root, with ip and tc), the same again
+over a link that tc has shaped to 1 Gbit/s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import secrets
@@ -20,9 +23,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,28 +111,67 @@ def exchange(group: ProcessGroup, tensor: torch.Tensor) -> None:
     sent.wait()
 
 
-def link_figures(group: ProcessGroup) -> dict[str, float]:
-    """Returns latency and bandwidth, both ranks sending at once as they do in collectives, and overhead."""
+def all_reduce(group: ProcessGroup, tensor: torch.Tensor) -> None:
+    group.all_reduce(tensor)
+
+
+class Link(NamedTuple):
+    """A way between two processes."""
+
+    name: str
+    backend: str
+    moves: Mapping[str, Callable[[ProcessGroup, torch.Tensor], None]]
+    """For each program, that by which its link is measured: each rank sends and receives a tensor's bytes once."""
+    prefixes: Sequence[Sequence[str]] = ((), ())
+    """What comes before the command of each process."""
+    address: str = "127.0.0.1"
+
+
+MESSAGES = dict.fromkeys(PROGRAMS, exchange)
+SHARED_MEMORY = Link("shared memory", "shm", MESSAGES | {"DDP": all_reduce})
+LOOPBACK = Link("loopback TCP", "tcp", MESSAGES)
+
+
+def rounds_of(move: Callable[[ProcessGroup, torch.Tensor], None], num_bytes: int) -> float:
+    """Returns how many latencies one move takes a simulated rank."""
+
+    def once(group: ProcessGroup) -> float:
+        return timed(group, lambda: move(group, torch.zeros(num_bytes // 4)))[0]
+
+    return float(echelon.simulate(once, 2, network=echelon.Network(1.0, math.inf)).results[0])
+
+
+def link_figures(
+    group: ProcessGroup, move: Callable[[ProcessGroup, torch.Tensor], None], rounds: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns latency and bandwidth, both ranks sending at once, and overhead.
+
+    Args:
+        group: two ranks.
+        move: has each send a tensor's bytes.
+        rounds: how many latencies that takes a simulated rank, for a small tensor and a large one.
+    """
 
     def median(num_bytes: int, count: int) -> float:
-        tensor = torch.ones(num_bytes // 4)
-        return statistics.median(timed(group, lambda: exchange(group, tensor), count))
+        tensor = torch.zeros(num_bytes // 4)
+        return statistics.median(timed(group, lambda: move(group, tensor), count))
 
-    latency = median(4, 400)
-    seconds = median(MESSAGE, 60) - latency
-    return {"latency": latency, "bandwidth": MESSAGE / seconds, "overhead": overhead(group, seconds)}
+    latency = median(4, 400) / rounds["small"]
+    seconds = median(MESSAGE, 60) - latency * rounds["large"]
+    return {"latency": latency, "bandwidth": MESSAGE / seconds, "overhead": overhead(group, move, seconds)}
 
 
-def overhead(group: ProcessGroup, seconds: float) -> float:
+def overhead(group: ProcessGroup, move: Callable[[ProcessGroup, torch.Tensor], None], seconds: float) -> float:
     """Returns the seconds by which a byte that comes or goes makes computing longer.
 
     Args:
         group: two ranks.
-        seconds: what exchanging a message takes.
+        move: has each send a tensor's bytes.
+        seconds: what it takes.
     """
     inputs, target = batch(group)
     alone = model()
-    message = torch.ones(MESSAGE // 4)
+    message = torch.zeros(MESSAGE // 4)
 
     def compute() -> None:
         for _ in range(3):
@@ -139,12 +181,12 @@ def overhead(group: ProcessGroup, seconds: float) -> float:
     # As many messages as fill two thirds of the time, the same number on both ranks.
     count = int(str(group.broadcast_object(max(1, int(without / seconds * 2 / 3)))))
 
-    def move() -> None:
+    def beside() -> None:
         for _ in range(count):
-            exchange(group, message)
+            move(group, message)
 
     def both() -> None:
-        moving = group.backend.start(move, "messages")
+        moving = group.backend.start(beside, "messages")
         began = group.backend.now()
         compute()
         longer.append(group.backend.now() - began - without)
@@ -155,32 +197,37 @@ def overhead(group: ProcessGroup, seconds: float) -> float:
     return max(0.0, statistics.median(longer)) / (2 * count * MESSAGE)
 
 
-def be_a_rank() -> None:
-    with echelon.init(backend="tcp") as group:
+def be_a_rank(link: Link, rounds: Mapping[str, Mapping[str, float]]) -> None:
+    with echelon.init(backend=link.backend) as group:
         torch.set_num_threads(1)
-        figures = {"link": link_figures(group), "local": local_steps(group)}
+        moves = dict.fromkeys(link.moves.values())
+        measured = {move.__name__: link_figures(group, move, rounds[move.__name__]) for move in moves}
+        figures: dict[str, Any] = {"links": measured, "local": local_steps(group)}
         figures |= {name: program(group) for name, program in PROGRAMS.items()}
         if group.rank == 0:
             print(FIGURES + json.dumps(figures))
 
 
-def run_processes(prefixes: Sequence[Sequence[str]], address: str) -> dict[str, Any]:
-    """Runs this file on two processes that meet at an address, and returns what rank 0 printed."""
+def run_processes(link: Link) -> dict[str, Any]:
+    """Runs this file on two processes, and returns what rank 0 printed."""
+    rounds = {
+        move.__name__: {"small": rounds_of(move, 4), "large": rounds_of(move, MESSAGE)} for move in link.moves.values()
+    }
     common = {
         "WORLD_SIZE": "2",
-        "MASTER_ADDR": address,
+        "MASTER_ADDR": link.address,
         "MASTER_PORT": str(20_000 + os.getpid() % 10_000),
         "ECHELON_SECRET": secrets.token_hex(16),
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
         subprocess.Popen(
-            [*prefix, sys.executable, __file__, "--rank"],
+            [*prefix, sys.executable, __file__, "--rank", link.backend, json.dumps(rounds)],
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, prefix in enumerate(prefixes)
+        for rank, prefix in enumerate(link.prefixes)
     ]
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     (line,) = [line for line in outputs[0].splitlines() if line.startswith(FIGURES)]
@@ -244,17 +291,17 @@ def shaped_link() -> Iterator[list[list[str]] | None]:
                 subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10)
 
 
-def report(where: str, prefixes: Sequence[Sequence[str]], address: str) -> None:
+def report(link: Link) -> None:
     for _ in range(ROUNDS):
-        real = run_processes(prefixes, address)
-        network = echelon.Network(**real["link"])
+        real = run_processes(link)
         local = statistics.median(echelon.simulate(local_steps, 2, costs="measured").results[0])
         costs = Measured(factor=statistics.median(real["local"]) / local)
         for name, program in PROGRAMS.items():
+            network = echelon.Network(**real["links"][link.moves[name].__name__])
             run = echelon.simulate(program, 2, network=network, costs=costs)
             predicted, measured = statistics.median(run.results[0]), statistics.median(real[name])
             print(
-                f"| {where} | {network.latency * 1e6:.0f} us, {network.bandwidth / 1e6:.0f} MB/s, "
+                f"| {link.name} | {network.latency * 1e6:.0f} us, {network.bandwidth / 1e6:.0f} MB/s, "
                 f"{network.overhead * 1e9:.2f} s/GB | {costs.factor:.2f} | {name} | "
                 f"{predicted * 1e3:.1f} | "
                 f"{measured * 1e3:.1f} | {predicted / measured:.2f} |",
@@ -262,18 +309,25 @@ def report(where: str, prefixes: Sequence[Sequence[str]], address: str) -> None:
             )
 
 
-def main() -> None:
+def main(links: Sequence[str]) -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
     print(
         "| link | measured: latency, bandwidth, overhead | computing takes | step "
         "| predicted (ms) | measured (ms) | ratio |"
     )
     print("|---|---|---|---|---|---|---|")
-    report("loopback TCP", [[], []], "127.0.0.1")
-    with shaped_link() as prefixes:
-        if prefixes is not None:
-            report("TCP at 1 Gbit/s", prefixes, NETWORK[0])
+    if "shm" in links:
+        report(SHARED_MEMORY)
+    if "loopback" in links:
+        report(LOOPBACK)
+    if "shaped" in links:
+        with shaped_link() as prefixes:
+            if prefixes is not None:
+                report(Link("TCP at 1 Gbit/s", "tcp", MESSAGES, prefixes, NETWORK[0]))
 
 
 if __name__ == "__main__":
-    be_a_rank() if "--rank" in sys.argv else main()
+    if sys.argv[1:2] == ["--rank"]:
+        be_a_rank({"shm": SHARED_MEMORY, "tcp": LOOPBACK}[sys.argv[2]], json.loads(sys.argv[3]))
+    else:
+        main(sys.argv[1:] or ["shm", "loopback", "shaped"])
