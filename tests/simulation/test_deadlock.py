@@ -99,6 +99,41 @@ def test_polling_for_what_never_comes_is_a_deadlock():
         echelon.simulate(poll_for_ever, 2)
 
 
+def look_at_the_time_for_ever(group):
+    while group.backend.now() < 1.0:
+        pass
+
+
+def test_looking_at_the_time_while_it_stands_still_is_a_deadlock(monkeypatch):
+    monkeypatch.setattr("echelon.simulation.backend._LOOKS", 1000)
+    with pytest.raises(echelon.DeadlockError, match=r"rank 0 has looked at the time 1,000 times at 0 s"):
+        echelon.simulate(look_at_the_time_for_ever, 1)
+
+
+def test_looking_at_the_time_ends_where_computing_takes_time():
+    run = echelon.simulate(look_at_the_time_for_ever, 1, costs=echelon.simulation.Measured(factor=1e4))
+    assert run.elapsed >= 1.0
+
+
+def compute_nothing(group):
+    with group.backend.compute("step"):
+        pass
+
+
+def look_between_calls(group, call):
+    for _ in range(30):
+        for _ in range(50):
+            group.backend.now()
+        call(group)
+    return True
+
+
+@pytest.mark.parametrize("call", [echelon.ProcessGroup.barrier, compute_nothing])
+def test_looking_at_the_time_between_calls_is_allowed(monkeypatch, call):
+    monkeypatch.setattr("echelon.simulation.backend._LOOKS", 200)
+    assert echelon.simulate(look_between_calls, 2, (call,)).results == [True, True]
+
+
 def poll_two(group):
     if group.rank:
         group.barrier()

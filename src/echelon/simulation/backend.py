@@ -21,7 +21,7 @@ from echelon.backends.delivery import ANY, Receive
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.wire import readable
-from echelon.errors import Failure, PeerFailed, Timeout
+from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
 from echelon.flights import FlightRecorder
 from echelon.places import calling_place, source_of
 from echelon.simulation.scheduler import Ended, Task
@@ -33,6 +33,8 @@ _NEARLY = 1 - 1e-9
 """A time limit counts as the default if rounding alone makes it shorter."""
 _TRANSFERS = 1 << 63
 """Sequence numbers from here on are those of transfers between the stages of a pipeline."""
+_LOOKS = 1_000_000
+"""How often a program may look at the time and do nothing else, while nothing can make it pass."""
 
 
 class _Passage(NamedTuple):
@@ -140,6 +142,7 @@ class VirtualBackend(Backend):
         self._num_messages = 0
         self._dies_at = world.deaths_by_op.get(rank, math.inf)
         self._is_computing = False
+        self._num_looks = 0
 
     @property
     def name(self) -> str:  # noqa: D102
@@ -258,8 +261,20 @@ class VirtualBackend(Backend):
     # Computing
 
     def now(self) -> float:
-        """Returns the virtual time."""
-        if self._meter is not None and self._scheduler.is_running_here():
+        """Returns the virtual time.
+
+        Raises:
+            DeadlockError: costs are not measured, and the program has looked a million times and done nothing else.
+        """
+        if self._meter is None:
+            self._num_looks += 1
+            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
+                raise DeadlockError(
+                    f"rank {self.rank} has looked at the time {_LOOKS:,} times at {self._scheduler.now:g} s, and done "
+                    "nothing else: no virtual time passes meanwhile, so it would look for ever: wait for a message "
+                    'with a timeout, or use costs="measured"'
+                )
+        elif self._scheduler.is_running_here():
             self._end_call(self._begin_call())
         return self._scheduler.now
 
@@ -269,6 +284,7 @@ class VirtualBackend(Backend):
         if self._is_computing:
             yield
             return
+        self._num_looks = 0
         began = self.now()
         self._is_computing = True
         try:
@@ -381,6 +397,7 @@ class VirtualBackend(Backend):
         task = self._scheduler.current()
         if task.is_doomed:
             raise Ended
+        self._num_looks = 0
         if self._meter is not None:
             self._spend(self._meter.stop((self.rank, task.number)))
         return task
