@@ -159,8 +159,10 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None:
             self.close()
+        elif isinstance(error, PeerFailed):
+            self.abort(error.reason, error.rank)
         else:
-            self.abort(f"{type(error).__name__}: {error}", error.rank if isinstance(error, PeerFailed) else None)
+            self.abort(f"{type(error).__name__}: {error}")
 
     # Inside
 

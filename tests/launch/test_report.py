@@ -12,8 +12,8 @@ class Group:
     def __init__(self):
         self.reasons = []
 
-    def abort(self, reason):
-        self.reasons.append(reason)
+    def abort(self, reason, origin=None):
+        self.reasons.append(reason if origin is None else (reason, origin))
 
 
 def raised(error):
@@ -72,3 +72,10 @@ def test_without_a_launcher_it_is_printed_as_ever(hook, monkeypatch, path):
     raise_it()
     assert group.reasons == ["ValueError: bad"]
     assert [str(error) for error in printed] == ["bad"]
+
+
+def test_the_peers_are_told_the_rank_that_failed_first(hook):
+    group, _, _ = hook
+    error = raised(PeerFailed(1, "it was killed", "all_reduce"))
+    sys.excepthook(PeerFailed, error, error.__traceback__)
+    assert group.reasons == [("it was killed", 1)]

@@ -154,7 +154,7 @@ REPORTING = """
     from echelon.launch import report
     class Group:
         rank = rank
-        def abort(self, reason): pathlib.Path(sys.argv[1], f"aborted{self.rank}").touch()
+        def abort(self, reason, origin=None): pathlib.Path(sys.argv[1], f"aborted{self.rank}").touch()
     def wait_for(name):
         while not pathlib.Path(sys.argv[1], name).exists(): time.sleep(0.01)
     report.report_uncaught(Group())

@@ -454,5 +454,7 @@ class Backend(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None:
             self.close()
+        elif isinstance(error, PeerFailed):
+            self.abort(error.reason, error.rank)
         else:
             self.abort(f"{type(error).__name__}: {error}")

@@ -221,7 +221,7 @@ class GradientReducer:
         reason = f"its backward failed with {self.num_launched} of {len(self._awaited)} buckets of gradients under way"
         mine = PeerFailed(self.group.backend.rank, reason)
         first = self.group.backend.revoke(self.group.context, self.group.ranks, mine)
-        self.group.backend.revoke(self._hook_group.context, self.group.ranks, mine)
+        self.group.backend.revoke(self._hook_group.context, self.group.ranks, first)
         self._failure = (
             f"an earlier reduction of gradients was given up because {first}: end all ranks, or wrap the model anew on "
             "all of them"

@@ -16,6 +16,7 @@ import traceback
 from types import TracebackType
 from typing import Protocol
 
+from echelon.errors import PeerFailed
 from echelon.launch.failure import RankFailure, blamed_rank
 from echelon.places import is_foreign
 
@@ -30,8 +31,8 @@ class Abortable(Protocol):
         """The number of this rank."""
         ...
 
-    def abort(self, reason: str) -> None:
-        """Tells every peer that this rank gives up."""
+    def abort(self, reason: str, origin: int | None = None) -> None:
+        """Tells every peer that this rank gives up; `origin` is the rank that it began with, None this one."""
         ...
 
 
@@ -79,7 +80,8 @@ def read(path: str) -> RankFailure | None:
 def report_uncaught(group: Abortable) -> None:
     """Makes an uncaught exception of this process abort `group` and reach the launcher.
 
-    The peers then fail with the reason, instead of a connection that ended. Without a launcher the exception is
+    The peers then fail with the reason, instead of a connection that ended; it names the rank that failed first, which
+    need not be this one. Without a launcher the exception is
     printed as ever; an excepthook that somebody installed before is called in any case.
     """
     previous = sys.excepthook
@@ -90,7 +92,10 @@ def report_uncaught(group: Abortable) -> None:
         if os.getpid() == pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
             written = path is not None and write(path, describe(group.rank, error))
-            group.abort(summarize(error))
+            if isinstance(error, PeerFailed):
+                group.abort(error.reason, error.rank)
+            else:
+                group.abort(summarize(error))
         if not written or previous is not sys.__excepthook__:
             previous(kind, error, trace)
 
