@@ -210,10 +210,10 @@ def open_and_close(group, times, address):
     return counts[2], counts[-1]
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_nothing_is_left_after_closing(times):
     with free_address() as address:
-        outcomes = run_forked(open_and_close, 2, times, address, timeout=250.0)
+        outcomes = run_forked(open_and_close, 2, times, address, timeout=500.0)
     for early, late in outcomes.values():
         assert early == late
         assert late[1] == 0
