@@ -10,7 +10,7 @@ from typing import TypeVar
 from echelon.backends.base import Backend, Work
 from echelon.backends.status import Question
 from echelon.collectives.watch import ANSWER_SECONDS, WARN_SECONDS, silence
-from echelon.errors import Timeout
+from echelon.errors import PeerFailed, Timeout
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ def wait_for(backend: Backend, work: Work[T], peers: Collection[int], context: i
 
     Raises:
         Timeout: with where the peers are.
+        PeerFailed: with the message in which it was noticed.
         EchelonError: the message failed.
     """
     begun = backend.now()
@@ -45,6 +46,10 @@ def wait_for(backend: Backend, work: Work[T], peers: Collection[int], context: i
                 raise Timeout(text) from error
             logger.warning(text)
             warns_at = now + WARN_SECONDS
+        except PeerFailed as error:
+            if error.operation:
+                raise
+            raise error.noticed_by(f"rank {backend.rank} in {work.flight or work.description}") from error
 
 
 def _where(backend: Backend, peers: Collection[int], context: int, seconds: float) -> str:
