@@ -99,7 +99,7 @@ def survive_deaths(group):
     for _ in range(2):
         with pytest.raises(PeerFailed, match="no coffee") as caught:
             group.recv_any()
-        assert "(noticed by rank 0 in recv" in str(caught.value)
+        assert "(noticed by rank 0 in receive from any rank" in str(caught.value)
         assert "test_point_to_point.py:" in str(caught.value)
         log.append(-caught.value.rank)
     group.send(torch.ones(()), 3, tag=9)
