@@ -5,13 +5,16 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INTEROP := $(VENV)/.interop
 
-.PHONY: help demo test slow lint format clean
+.PHONY: help demo test slow conformance gpu lint format clean
 
 help:
 	@echo "make demo    train a small language model on four ranks (dp=2, pp=2)"
 	@echo "make test    run the quick tests"
 	@echo "make slow    run the tests that make test leaves out"
+	@echo "make conformance  run PyTorch's own tests of torch.distributed over Gloo and over Echelon, and compare"
+	@echo "make gpu     run the tests that need a GPU with CUDA"
 	@echo "make lint    check formatting, style and types"
 	@echo "make format  format the code"
 	@echo "make clean   remove .venv, caches and outputs"
@@ -22,8 +25,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
-slow: $(STAMP)
+slow: $(INTEROP)
 	$(BIN)/python -m pytest -m slow --timeout 600
+
+conformance: $(INTEROP)
+	$(BIN)/python conformance/run.py
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu -rs
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -57,4 +66,9 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@echo "installing the package and what it needs into $(VENV): this takes a minute or a few, once"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# Lightning, Accelerate and what PyTorch's own tests import.
+$(INTEROP): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,interop]"
 	@touch $@

@@ -89,9 +89,9 @@ def splits_of(case, src, size):
     return splits
 
 
-def call(case, group):
-    """Makes the call in a group."""
-    root, tensor = case.root % group.world_size, laid_out(input_of(case, group.rank), case.layout)
+def call(case, group, put=lambda values: values):
+    """Makes the call in a group, with tensors that `put` has brought to some device."""
+    root, tensor = case.root % group.world_size, put(laid_out(input_of(case, group.rank), case.layout))
     before = tensor.detach().clone()
     if case.name in ("all_reduce", "reduce"):
         got = group.all_reduce(tensor, case.op) if case.name == "all_reduce" else group.reduce(tensor, root, case.op)
@@ -100,7 +100,7 @@ def call(case, group):
     if case.name == "broadcast":
         return group.broadcast(tensor, root).detach()
     wanted = expected(case, group.world_size)[group.rank] if case.with_out else None
-    out = None if wanted is None else laid_out(torch.zeros_like(wanted), case.layout)
+    out = None if wanted is None else put(laid_out(torch.zeros_like(wanted), case.layout))
     if case.name == "reduce_scatter":
         got = group.reduce_scatter(tensor, case.op, out=out)
     elif case.name == "all_gather":

@@ -18,13 +18,14 @@ def pool():
         yield ranks
 
 
-@pytest.fixture(params=["simulated", "processes"])
+@pytest.fixture(params=["simulated", "processes", pytest.param("gloo", marks=pytest.mark.slow)])
 def run(request):
     """Runs a function on a number of ranks and returns their results."""
     if request.param == "simulated":
         return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
     pool = request.getfixturevalue("pool")
-    return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
+    backend = "gloo" if request.param == "gloo" else "auto"
+    return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=backend)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import torch
 import echelon
 from echelon.backends.simulated import SimulatedBackend
 from echelon.group import ProcessGroup
-from tests.backends.worlds import tcp_world
+from tests.backends.worlds import gloo_world, tcp_world
 
 SECONDS = 20.0
 
@@ -100,6 +100,13 @@ def test_on_free_running_ranks(world_size):
 @pytest.mark.parametrize("world_size", [2, *SLOW[1:]])
 def test_over_tcp(world_size):
     with tcp_world(world_size) as world:
+        disagree_in_turns(world)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("world_size", [2, *SLOW[1:]])
+def test_over_gloo(world_size, shares):
+    with gloo_world(world_size, shares=shares) as world:
         disagree_in_turns(world)
 
 

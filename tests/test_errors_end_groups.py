@@ -102,7 +102,7 @@ class Odd(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.detach:
+        if function is torch.Tensor.is_conj:  # what every collective asks before it reads the values
             raise RuntimeError("the kernel is out of order")
         return super().__torch_function__(function, types, args, kwargs or {})
 

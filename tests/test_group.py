@@ -156,6 +156,44 @@ def test_gather_and_scatter_move_uneven_rows(run, world_size):
                 assert gathered is None
 
 
+def gather_and_scatter_into(group, root, extra):
+    """Returns what two places hold afterwards, whether they were returned, and how many fitted on this rank."""
+    count, is_root = group.world_size, group.rank == root
+    rows = torch.full((group.rank + 1, 2), group.rank)
+    gathered = torch.zeros(count * (count + 1) // 2 + extra, 2, dtype=rows.dtype)
+    scattered = torch.zeros(len(torch.arange(7).tensor_split(count)[group.rank]) + extra, 1, dtype=torch.int64)
+    refused = []
+    for name, call, place in (
+        ("gather", lambda: group.gather(rows, root, out=gathered), gathered if is_root else None),
+        ("scatter", lambda: group.scatter(torch.arange(7)[:, None] if is_root else None, root, scattered), scattered),
+    ):
+        try:
+            assert call() is place
+        except echelon.SizeMismatch as error:
+            refused.append(f"{name}: {error}")
+    group.barrier()
+    return gathered, scattered, refused
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gather_and_scatter_write_where_they_are_told(run, world_size):
+    parts = torch.arange(7)[:, None].tensor_split(world_size)
+    for root in {0, world_size - 1}:
+        for rank, (gathered, scattered, refused) in enumerate(run(gather_and_scatter_into, world_size, root, 0)):
+            assert torch.equal(scattered, parts[rank])
+            wanted = [src for src in range(world_size) for _ in range(src + 1)]
+            assert gathered[:, 0].tolist() == (wanted if rank == root else [0] * len(wanted))
+            assert not refused
+
+
+def test_gather_and_scatter_refuse_a_place_of_another_shape_and_the_group_goes_on(run):
+    for rank, (gathered, scattered, refused) in enumerate(run(gather_and_scatter_into, 2, 0, 1)):
+        assert [text.partition(":")[0] for text in refused] == (["gather", "scatter"] if rank == 0 else ["scatter"])
+        assert all("out=" in text and "int64[" in text for text in refused)
+        assert not gathered.any()
+        assert not scattered.any()
+
+
 def test_scatter_without_a_tensor_is_refused_where_it_is_missing():
     with pytest.raises(echelon.SizeMismatch, match="scatter on its src, rank 0"):
         echelon.simulate(lambda group: group.scatter(None, 0), 1)
@@ -386,7 +424,9 @@ def use_after_close(group):
 
 
 def test_a_closed_group_says_so(run):
-    assert re.fullmatch(r"<ProcessGroup 'world': rank 0 of 2 over (shm|simulated), closed>", run(use_after_close, 2)[0])
+    assert re.fullmatch(
+        r"<ProcessGroup 'world': rank 0 of 2 over (shm|simulated|gloo), closed>", run(use_after_close, 2)[0]
+    )
 
 
 class Odd(torch.Tensor):
@@ -394,13 +434,13 @@ class Odd(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.add:
+        if function in (torch.add, torch.Tensor.to):  # Gloo adds by itself, after that
             raise RuntimeError("the kernel is out of order")
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def fail_inside(group):
-    ones = torch.ones(4)
+    ones = torch.ones(4096)  # so many that every rank adds up a part
     try:
         group.all_reduce(ones.as_subclass(Odd) if group.rank == 1 else ones)
         group.barrier()  # the others may have been done before rank 1 failed

@@ -16,7 +16,7 @@ import torch
 import echelon
 from echelon.group import ProcessGroup
 from tests.backends.forked import run_forked
-from tests.backends.worlds import rank_0_and_a_bare_peer, tcp_world
+from tests.backends.worlds import gloo_world, rank_0_and_a_bare_peer, tcp_world
 
 SECONDS = 20.0
 
@@ -35,7 +35,7 @@ def reduce_until_one_dies(group, victim, iteration, size, clock):
     return None
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shm"])
+@pytest.mark.parametrize("backend", ["tcp", "shm", "gloo"])
 @pytest.mark.parametrize("size", [1, 100_000])
 def test_every_survivor_names_the_rank_that_was_killed(size, backend):
     """Not one of the others, which give up because of it."""
@@ -69,7 +69,7 @@ def die_beside_an_asynchronous_operation(group, clock):
     return failed, time.monotonic() - struct.unpack("<d", clock[:8])[0]
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shm"])
+@pytest.mark.parametrize("backend", ["tcp", "shm", "gloo"])
 def test_operations_under_way_on_several_groups_all_fail(backend):
     with mmap.mmap(-1, 8) as clock:
         outcomes = run_forked(die_beside_an_asynchronous_operation, 3, clock, backend=backend)
@@ -100,8 +100,10 @@ def reduce_in_threads(group):
         return dict(threads.map(lambda pair: work(*pair), mine))
 
 
-def test_threads_reduce_on_groups_of_their_own():
-    with tcp_world(3) as world:
+@pytest.mark.parametrize("connected", [tcp_world, gloo_world])
+def test_threads_reduce_on_groups_of_their_own(connected):
+    """Over Gloo, two threads that made connections for two groups once waited for each other."""
+    with connected(3) as world:
         results = on_every_rank(world, reduce_in_threads)
     for rank, got in enumerate(results):
         assert sorted(got) == [number for number, members in enumerate(MEMBERS) if rank in members]
@@ -127,8 +129,9 @@ def reduce_in_another_order(group):
     return {pair: works[pair].wait()[0].item() for pair in waiting}
 
 
-def test_operations_of_several_groups_meet_whatever_their_order():
-    with tcp_world(3) as world:
+@pytest.mark.parametrize("connected", [tcp_world, gloo_world])
+def test_operations_of_several_groups_meet_whatever_their_order(connected):
+    with connected(3) as world:
         results = on_every_rank(world, reduce_in_another_order)
     for got in results:
         for (number, turn), value in got.items():

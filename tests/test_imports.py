@@ -19,7 +19,7 @@ LAYERS = (
     ("data_parallel",),
     ("pipeline",),
     ("simulation", "testing"),
-    ("bench",),
+    ("bench", "doctor"),
     ("cli", "interop", "__init__", "__main__"),
 )
 """From the bottom to the top: a module imports from its own layer and those below."""
@@ -52,7 +52,9 @@ PURE = (
     "bench.sizes",
     "bench.table",
     "backends.wire",
+    "backends.shared.arena",
     "backends.shared.layout",
+    "backends.shared.mail",
     "backends.shared.protocol",
     "collectives.plan",
     "collectives.check",
@@ -64,6 +66,9 @@ PURE = (
     "collectives.tuning",
     "collectives.algorithms",
     "data_parallel.buckets",
+    "doctor.engine",
+    "doctor.finding",
+    "doctor.host",
     "pipeline",
 )
 """Modules, or packages with all that is in them."""
@@ -76,9 +81,11 @@ NOT_PURE = {
         "buffers",
         "by_hand",
         "carving",
+        "clock",
         "cut",
         "deferred",
         "entry",
+        "failures",
         "graph_cut",
         "interpreter",
         "junctions",

@@ -53,8 +53,18 @@ TASKS = {
     "mlp1m": Task(lambda: mlp(512, 4), (64, 512)),
     "mlp10m": Task(lambda: mlp(1024, 10), (64, 1024)),
     "gpt10m": Task(lambda: gpt(320, 8), (4, 64, 320)),
+    "gpt10m-large": Task(lambda: gpt(320, 8), (16, 64, 320)),
     "gpt40m": Task(lambda: gpt(640, 8), (4, 64, 640)),
 }
+
+
+class Measured(NamedTuple):
+    """What all ranks together took."""
+
+    rounds: list[list[list[float]]]
+    """By round: seconds of each variant's step, of the slowest rank; then of the processors of all."""
+    reductions: list[float]
+    """Seconds to reduce all gradients by Echelon, with nothing beside it."""
 
 
 def training_step(model: nn.Module, batch: torch.Tensor, set_to_none: bool) -> Step:
@@ -68,8 +78,8 @@ def training_step(model: nn.Module, batch: torch.Tensor, set_to_none: bool) -> S
     return step
 
 
-def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str) -> list[list[list[float]]]:
-    """Returns the seconds of each variant's step by round: those of the slowest rank, then the processors' of all."""
+def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str) -> Measured:
+    """Measures on one rank; `store` is a file for torch.distributed to start by."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
@@ -95,8 +105,15 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str
             seconds[name] = time.perf_counter() - start, time.process_time() - start_busy
         elapsed, busy = torch.tensor([seconds[name] for name in VARIANTS], dtype=torch.float64).t().contiguous()
         rounds.append([group.all_reduce(elapsed, "max").tolist(), group.all_reduce(busy, "sum").tolist()])
+    reductions = []
+    for _ in range(5):
+        group.barrier()
+        start = time.perf_counter()
+        models["Echelon"].sync_gradients()
+        elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        reductions += group.all_reduce(elapsed, "max").tolist()
     torch.distributed.destroy_process_group()
-    return rounds[WARMUP:]
+    return Measured(rounds[WARMUP:], reductions)
 
 
 def report(options: argparse.Namespace) -> None:
@@ -116,7 +133,7 @@ def report(options: argparse.Namespace) -> None:
     for options.set_to_none in (True, False):
         with tempfile.TemporaryDirectory() as folder:
             arguments = (options, os.path.join(folder, "store"))
-            rounds = echelon.spawn(measure, options.ranks, arguments, backend=options.backend)[0]
+            rounds = echelon.spawn(measure, options.ranks, arguments, backend=options.backend)[0].rounds
         for index, what in enumerate(("slowest rank", "all processors")):
             rows = [times[index] for times in rounds]
             medians = [statistics.median(column) * 1e3 for column in zip(*rows, strict=True)]

@@ -184,7 +184,7 @@ class Alone:
         self._target = target[: work.samples] if is_last else None
 
     def run_forward(self, splits: bool) -> None:
-        forward = Forward(self._x, self._make)
+        forward = Forward(self._x, {}, self._target, self._make)
         made = self._timed(0, lambda: self.stage.forward(0, forward, splits=splits))
         self._gradient = torch.ones_like(made.roots[0])
 
@@ -195,9 +195,9 @@ class Alone:
         else:
             self._timed(3, lambda: self.stage.backward(0, [self._gradient]))
 
-    def _make(self) -> Made:
-        output = self.stage.call((self._x,) if self.stage.index == 0 else self._x, {})
-        return Made(output, [output if self._target is None else loss_of(output, self._target)])
+    def _make(self, x: object, _: object, target: torch.Tensor | None) -> Made:
+        output = self.stage.call((x,) if self.stage.index == 0 else x, {})
+        return Made(output, [output if target is None else loss_of(output, target)])
 
     def _timed(self, kind: int, act: Callable[[], Any]) -> Any:
         began = time.perf_counter()

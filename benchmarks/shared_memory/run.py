@@ -107,7 +107,7 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace, world: obj
     """Measures as one rank, the first one prints; returns how many values were wrong."""
     torch.set_num_threads(1)
     question = QUESTIONS[options.question]
-    subjects = contestants(group, world, options.question == "all_reduce")
+    subjects = contestants(group, world, options.question in ("all_reduce", "others"))
     names = [subject.name for subject in subjects]
     say: Callable[[str], None] = (lambda text: print(text, flush=True)) if group.rank == 0 else lambda _: None
     say(head(names))

@@ -1,10 +1,13 @@
-"""What is measured besides any tensor: symmetric tensors, and what no all-reduce of these can do without."""
+"""What is measured besides any tensor: symmetric tensors, and what no operation on these can do without."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from echelon import ProcessGroup
 from echelon.bench.figures import Case
@@ -20,16 +23,40 @@ class SymmetricSubject(EchelonSubject):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group, "symmetric")
         self._memory = group
+        self._kept: Tensor | None = None
 
-    def call(self, case: Case, tensor: torch.Tensor | None) -> Call:
-        assert tensor is not None
-        return super().call(case, self._memory.empty(tensor.shape, tensor.dtype).copy_(tensor))
+    def call(self, case: Case, tensor: Tensor | None) -> Call:
+        if case.operation == "barrier":
+            return super().call(case, tensor)
+        shared = self._memory.empty(_length(case), getattr(torch, case.dtype))  # by all ranks, whoever has values
+        self._kept = shared  # on ranks that give none as well, or they would not have its block any more
+        return super().call(case, None if tensor is None else shared.copy_(tensor))
+
+
+class Task(NamedTuple):
+    """Values of several tensors that are added up, or of one that are copied, and where the result is written."""
+
+    sources: Sequence[Tensor]
+    targets: Sequence[Tensor]
+
+    def act(self) -> None:
+        for numbers in zip(*(part.split(_PIECE) for part in (*self.sources, *self.targets)), strict=True):
+            sources, (first, *others) = numbers[: len(self.sources)], numbers[len(self.sources) :]
+            if len(sources) == 1:
+                first.copy_(sources[0])
+            else:
+                torch.add(sources[0], sources[1], out=first)
+                for source in sources[2:]:
+                    first.add_(source)
+            for other in others:
+                other.copy_(first)
 
 
 class LimitSubject(Subject):
-    """The adds and copies of an all-reduce of symmetric tensors, by all ranks at once, where nobody waits.
+    """The adds and copies of an operation on symmetric tensors, by all ranks at once, where nobody waits.
 
-    Each rank adds up its slice of all tensors and writes it to all. The tensors are in memory that all ranks map, as
+    In an all-reduce each rank adds up its slice of all tensors and writes it to all, in a reduce to one; in every other
+    operation it copies or adds up what its result consists of. The tensors are in memory that all ranks map, as
     symmetric ones are. Nobody waits, so what comes out is not right, and not looked at.
     """
 
@@ -38,30 +65,89 @@ class LimitSubject(Subject):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def call(self, case: Case, _: torch.Tensor | None) -> Call:
-        group, count = self._group, case.num_elements
+    def call(self, case: Case, _: Tensor | None) -> Call:
+        if case.operation == "barrier":
+            return lambda: None
+        tasks = _TASKS[case.operation](case, self._group.rank, self._map(_length(case)))
+
+        def act() -> None:
+            for task in tasks:
+                task.act()
+
+        return act
+
+    def _map(self, length: int) -> list[Tensor]:
+        """Returns the tensors of all ranks, each of as many elements."""
+        group = self._group
         file = os.memfd_create("limit") if group.rank == 0 else -1
         path = group.broadcast_object(f"/proc/{os.getpid()}/fd/{file}", src=0)
         if group.rank == 0:
-            os.posix_fallocate(file, 0, count * group.world_size * case.itemsize)
+            os.posix_fallocate(file, 0, length * group.world_size * 4)
         group.barrier()
-        memory = torch.from_file(str(path), shared=True, size=count * group.world_size, dtype=torch.float32)
+        memory = torch.from_file(str(path), shared=True, size=length * group.world_size, dtype=torch.float32)
         group.barrier()
         if group.rank == 0:
             os.close(file)
-        everywhere = memory.chunk(group.world_size)
+        everywhere = list(memory.chunk(group.world_size))
         everywhere[group.rank].zero_()
-        slices = [each.tensor_split(group.world_size)[group.rank] for each in everywhere]
-
-        def add_and_copy() -> None:
-            for first, second, *others in zip(*(part.split(_PIECE) for part in slices), strict=True):
-                torch.add(first, second, out=first)
-                for other in others:
-                    first.add_(other)
-                for other in (second, *others):
-                    other.copy_(first)
-
-        return add_and_copy
+        return everywhere
 
     def close(self) -> None:
         """Does nothing: the memory goes with the calls."""
+
+
+def _length(case: Case) -> int:
+    """Returns how many elements a rank's tensor has."""
+    return case.num_elements * (case.num_ranks if case.operation in ("scatter", "reduce_scatter", "all_to_all") else 1)
+
+
+def _slices(tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
+    return [tensor.tensor_split(len(tensors))[rank] for tensor in tensors]
+
+
+def _all_reduce(_: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    own = _slices(everywhere, rank)
+    return [Task(own, own)]
+
+
+def _reduce(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    own = _slices(everywhere, rank)
+    return [Task(own, [own[case.root]])]
+
+
+def _broadcast(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    return [Task([everywhere[case.root]], [everywhere[rank]])] if rank != case.root else []
+
+
+def _all_gather(_: Case, __: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    return [Task([mine], [torch.zeros_like(mine)]) for mine in everywhere]
+
+
+def _gather(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    return _all_gather(case, rank, everywhere) if rank == case.root else []
+
+
+def _all_to_all(_: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    return [Task([part], [torch.zeros_like(part)]) for part in _slices(everywhere, rank)]
+
+
+def _scatter(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    part = _slices(everywhere, rank)[case.root]
+    return [Task([part], [torch.zeros_like(part)])]
+
+
+def _reduce_scatter(_: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    own = _slices(everywhere, rank)
+    return [Task(own, [torch.zeros_like(own[0])])]
+
+
+_TASKS: dict[str, Callable[[Case, int, Sequence[Tensor]], list[Task]]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "all_to_all": _all_to_all,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+}

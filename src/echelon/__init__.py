@@ -32,7 +32,7 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
-    from echelon.backends.base import Received
+    from echelon.backends.work import Received
     from echelon.calls.point_to_point import RecvFrom, SendTo
     from echelon.data_parallel import DDP, DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
     from echelon.group import ProcessGroup
@@ -61,7 +61,7 @@ _WHERE = {
     "Partition": "echelon.simulation",
     "Pause": "echelon.simulation",
     "ProcessGroup": "echelon.group",
-    "Received": "echelon.backends.base",
+    "Received": "echelon.backends.work",
     "RecvFrom": "echelon.calls.point_to_point",
     "SendTo": "echelon.calls.point_to_point",
     "Simulation": "echelon.simulation",

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions as DistributedBackendOptions
+from torch._C._distributed_c10d import _register_work as register_work
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # public, by its docs
+from torch.distributed.distributed_c10d import GroupName
 from torch.export import ExportedProgram
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
+    from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
+
+T = TypeVar("T")
 
 __all__ = [
-    "TorchDispatchMode",
+    "DispatchMode",
+    "DistributedBackendOptions",
     "TreeSpec",
+    "all_gather_into",
     "at_end_of_backward",
     "draws_random_numbers",
+    "fail_when_unwrapped",
     "fake_tensors",
     "guards_of",
+    "hooks_after_gradient",
+    "make_process_group",
+    "register_work",
+    "resolve_process_group",
     "run_backward",
     "storage_users",
     "tree_flatten",
@@ -31,9 +48,22 @@ __all__ = [
     "version_of",
     "writes_in_place",
 ]
-# TorchDispatchMode: the one way to see every tensor that a thread makes, in backward too. Documented, but in a module
-# whose name says that it is private.
+# DistributedBackendOptions: what torch.distributed hands to the function that makes a group of a registered backend.
+# resolve_process_group, register_work: functional collectives are given the name of a group, and have their Work found
+# again by the tensor that it writes.
 # tree_...: what torch.export takes inputs and outputs apart with. Libraries register their own containers there.
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What sees every operation of a thread, in backward too, if a subclass has `__torch_dispatch__`.
+
+    Documented, but in a module whose name says that it is private. As it is, its first operation imports torch.compile,
+    so that nothing of the mode is compiled; that takes more than a second, in the first step of whoever uses a mode.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
@@ -101,6 +131,12 @@ def storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def hooks_after_gradient(parameter: torch.nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
+    """Returns what `register_post_accumulate_grad_hook` was given; torch has no public way to ask for it."""
+    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
+    return list((hooks or {}).values())
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often a tensor, or one that shares its memory, was changed in place.
 
@@ -133,3 +169,72 @@ def writes_in_place(operation: object) -> bool:
 def draws_random_numbers(operation: object) -> bool:
     """Whether one of torch's operators draws from the generator of its device."""
     return isinstance(operation, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def all_gather_into(group: dist.ProcessGroup, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+    """Has a group gather the tensors of all ranks into `out`, and returns what to wait for.
+
+    By the name that it has in every torch that Echelon supports; the public one came with 2.13.
+    """
+    return group._allgather_base(out, tensor)
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """Returns the group of a name."""
+    return _resolve_process_group(GroupName(name))
+
+
+def fail_when_unwrapped(future: torch.futures.Future[T], error: Exception) -> None:
+    """Has a future that is not done yet raise an error to whoever asks for its value in Python.
+
+    `set_exception` makes the exception itself the value as well, which torch's C++ then takes for one.
+    """
+
+    def fail(_: object) -> None:
+        raise error
+
+    future._set_unwrap_func(fail)
+
+
+def make_process_group(
+    engines: Mapping[str, str], store: Store, rank: int, size: int, timeout: timedelta, host: str
+) -> dist.ProcessGroup:
+    """Makes a process group for some ranks of a world, by these alone.
+
+    torch's public `new_group` must be called by all ranks of the world, members or not. With its
+    `use_local_synchronization` only members need to, but then its name is made of the number of groups that a process
+    has, and ranks with different numbers of groups never meet.
+
+    Args:
+        engines: for each device type, "gloo", "nccl", "mpi" or "ucc".
+        store: reached by all members, and used by nobody else.
+        rank, size: among the members, and how many they are.
+        timeout: for the members to connect.
+        host: the address at which Gloo is to listen; empty: the one that torch chooses.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    for number, (device, engine) in enumerate(engines.items()):
+        kind = getattr(dist.ProcessGroup.BackendType, engine.upper())
+        if number == 0:
+            group._set_default_backend(kind)
+        part = PrefixStore(f"{device}/", store)
+        group._register_backend(torch.device(device), kind, _engine(engine, part, rank, size, timeout, host))
+    return group
+
+
+def _engine(name: str, store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    c10d: Any = dist.distributed_c10d
+    match name:
+        case "gloo":
+            options = c10d.ProcessGroupGloo._Options()
+            make = c10d.ProcessGroupGloo
+            options._devices = [make.create_device(hostname=host) if host else make.create_default_device()]
+            options._timeout = timeout
+            return make(store, rank, size, options)
+        case "nccl":
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return c10d.ProcessGroupNCCL(store, rank, size, options)
+        case "ucc":
+            return c10d.ProcessGroupUCC(store, rank, size, timeout=timeout)
+    return c10d.ProcessGroupMPI.create([])

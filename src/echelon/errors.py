@@ -8,7 +8,7 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── SelfSend             (ValueError)          you: a message to yourself
     ├── SizeMismatch         (ValueError)          you: the message does not fit where it is received
     ├── CollectiveMismatch   (RuntimeError)        you: ranks called different operations
-    ├── Closed               (RuntimeError)        you: used after close()
+    ├── Closed               (RuntimeError)        you: used after its end
     ├── UnsupportedOp        (NotImplementedError) you: not on this backend, dtype or device
     ├── ScheduleError        (ValueError)          you: a pipeline schedule that cannot run
     ├── PlanError            (ValueError)          you: a collective plan that cannot run
@@ -101,7 +101,7 @@ class CollectiveMismatch(EchelonError, RuntimeError):
 
 
 class Closed(EchelonError, RuntimeError):
-    """A group or backend that this rank has closed or aborted."""
+    """A group or backend that this rank has closed or aborted, or a pipeline that ended with a failure."""
 
 
 class UnsupportedOp(EchelonError, NotImplementedError):

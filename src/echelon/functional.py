@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.backends.base import Tag
 from echelon.backends.memory import plain
+from echelon.backends.tag import Tag
 from echelon.errors import SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
 

@@ -10,9 +10,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from echelon.backends.base import Backend, Work
+from echelon.backends.base import Backend
+from echelon.backends.work import Work
 from echelon.calls.caller import Caller
 from echelon.calls.coalesced import CoalescedCollectives
 from echelon.calls.collectives import Collectives
@@ -93,6 +95,11 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         return self._selector.hosts
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank is to have its tensors: what `echelon.init(device=)` chose."""
+        return self.backend.device
+
+    @property
     def table(self) -> Table:
         """Which algorithms the collectives run by: `echelon.collectives.select.STATIC`, or what tuning found."""
         return self._selector.table
@@ -169,7 +176,6 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def _call(
         self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
     ) -> T | Work[T]:
-        self._check_open()
         return self._caller.call(operation, async_op, self.timeout if timeout is None else timeout, out)
 
     def _check_open(self) -> None:

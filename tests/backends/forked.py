@@ -15,6 +15,7 @@ import torch
 
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp import TcpBackend
+from echelon.backends.torch_distributed.backend import engage
 from echelon.group import ProcessGroup
 from tests.backends.worlds import SECRET, free_address
 
@@ -22,7 +23,7 @@ from tests.backends.worlds import SECRET, free_address
 def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0):
     """Runs `function(group, *arguments)` on every rank; returns what the survivors returned, JSON-like, by rank.
 
-    The backend is "tcp" or "shm".
+    The backend is "tcp", "shm" or "gloo".
     """
     with free_address() as address:
         ranks = {rank: _fork(function, rank, world_size, address, backend, arguments) for rank in range(world_size)}
@@ -52,6 +53,8 @@ def _fork(function, rank, world_size, address, name, arguments):
         backend = TcpBackend(rank, world_size, address, secret=SECRET, connect_timeout=20, timeout=20)
         if name == "shm":
             backend = share(backend, required=True, timeout=20.0)
+        elif name == "gloo":
+            backend = engage(backend, name, timeout=20.0)
         result = function(ProcessGroup(backend), *arguments)
         backend.close()
         return result

@@ -8,6 +8,7 @@ import pytest
 from echelon.backends.shared.backend import share
 from echelon.backends.simulated import SimulatedBackend
 from echelon.backends.tcp import TcpBackend
+from echelon.backends.torch_distributed.backend import engage
 from echelon.testing import check_backend, clause_names, ranks_in_threads, simulated_ranks
 
 
@@ -31,6 +32,12 @@ def shared_world(world_size):
         return list(pool.map(lambda tcp: share(tcp, required=True, timeout=20.0), connected))
 
 
+def gloo_world(world_size):
+    connected = tcp_world(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(lambda tcp: engage(tcp, "gloo", 20.0), connected))
+
+
 WORLDS = {
     "simulated": simulated_ranks(),
     "simulated, another seed": simulated_ranks(seed=1),
@@ -38,6 +45,7 @@ WORLDS = {
     "free-running": ranks_in_threads(SimulatedBackend.create_group),
     "tcp": ranks_in_threads(tcp_world),
     "shm": ranks_in_threads(shared_world),
+    "gloo": ranks_in_threads(gloo_world),
 }
 
 

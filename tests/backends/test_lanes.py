@@ -36,6 +36,20 @@ def test_lanes_do_not_wait_for_each_other(lanes):
     assert first.wait(SECONDS) is True
 
 
+def test_an_operation_may_wait_for_what_is_queued_behind_it(lanes):
+    """As a callback of a future does that begins another operation."""
+    order = []
+
+    def first():
+        behind = [lanes.start(lambda number=number: order.append(number), "append", 3) for number in range(3)]
+        behind[1].wait(SECONDS)
+        order.append("first")
+
+    lanes.start(first, "first", 3).wait(SECONDS)
+    lanes.start(lambda: None, "last", 3).wait(SECONDS)
+    assert order == [0, 1, "first", 2]
+
+
 def test_an_error_belongs_to_its_operation_alone(lanes):
     failing = lanes.start(lambda: 1 // 0, "division", 0)
     after = lanes.start(lambda: 7, "seven", 0)

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.backends.base import Tag, Work
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
 
 TAG = Tag(step=3)

@@ -177,6 +177,49 @@ def test_ipv6():
             backend.close()
 
 
+def test_a_chosen_address_is_the_only_one_that_is_listened_on_and_dialled_from():
+    with free_address("127.0.0.3") as address:
+        before = listening()
+        zero = start(lambda: TcpBackend(0, 3, address, secret=SECRET, local_address="127.0.0.3"))
+        one = start(lambda: TcpBackend(1, 3, address, secret=SECRET, local_address="127.0.0.4"))
+        with dial(address) as probe:  # rank 0 listens
+            receive(probe, 40)
+        assert {host for host, _ in listening() - before} <= {"127.0.0.3", "127.0.0.4"}
+        world = [TcpBackend(2, 3, address, secret=SECRET, local_address="127.0.0.5"), zero(), one()]
+        hosts = [member.host for member in world[0].members]
+        for backend in world:
+            backend.abort("enough")
+    assert hosts == ["127.0.0.3", "127.0.0.4", "127.0.0.5"]
+
+
+def test_the_first_address_of_a_name_that_answers_is_taken(monkeypatch):
+    """Such as ::1 of a rank 0 that listens on 127.0.0.1."""
+    with free_address() as address:
+        port = int(address.rpartition(":")[2])
+        resolve = socket.getaddrinfo
+
+        def both(host, *arguments, **options):
+            found = resolve("127.0.0.1", *arguments, **options)
+            six = (socket.AF_INET6, *found[0][1:4], ("::1", port, 0, 0))
+            return [six, *found] if host == "rank-0" else resolve(host, *arguments, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        zero = start(lambda: TcpBackend(0, 2, address, secret=SECRET, connect_timeout=SECONDS))
+        one = TcpBackend(1, 2, f"rank-0:{port}", secret=SECRET, connect_timeout=SECONDS)
+        for backend in (one, zero()):
+            backend.abort("enough")
+
+
+def test_ipv6_addresses_are_printed_in_brackets():
+    with (
+        free_address("::1") as address,
+        pytest.raises(ConnectError, match=rf"rank 0 did not answer at {re.escape(address)} in time"),
+    ):
+        TcpBackend(1, 2, address, secret=SECRET, connect_timeout=0.1)
+    with pytest.raises(ConnectError, match=r"cannot listen on \[2001:db8::1\]:29500"):
+        TcpBackend(0, 2, "[2001:db8::1]:29500", secret=SECRET)
+
+
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("shares", [False, True], ids=["a server", "another rank 0"])
 def test_a_port_in_use_gets_one_line(shares):

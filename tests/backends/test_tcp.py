@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from echelon.backends import wire
-from echelon.backends.base import Tag
+from echelon.backends.tag import Tag
 from echelon.backends.tcp import TcpBackend
 from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout
 from tests.backends.forked import run_forked

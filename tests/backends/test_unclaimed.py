@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon.backends import peers
-from echelon.backends.base import Tag
+from echelon.backends.tag import Tag
 from echelon.errors import PeerFailed, Timeout
 from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from echelon.backends.members import machine_id
 from echelon.backends.tcp import TcpBackend
+from echelon.backends.torch_distributed.backend import TorchBackend, engage, meet_at_store
 
 SECRET = b"a secret of this test"
 MAGIC = b"ECHELON\x01"
@@ -54,6 +55,25 @@ def tcp_world(world_size, **options):
     finally:
         for backend in world:
             backend.abort("the test is over")
+
+
+@contextlib.contextmanager
+def gloo_world(world_size, *, shares=True, **options):
+    """Gives the ranks of a world whose collectives Gloo does, and closes them.
+
+    They agree over shared memory; if `shares` is False, by messages, as ranks of several hosts do.
+    """
+
+    def make(tcp):
+        return engage(tcp, "gloo", 20.0) if shares else TorchBackend(tcp, tcp, "gloo", meet_at_store(tcp, 20.0))
+
+    with tcp_world(world_size, **options) as connected, ThreadPoolExecutor(world_size) as threads:
+        world = list(threads.map(make, connected))
+        try:
+            yield world
+        finally:
+            for backend in world:
+                backend.abort("the test is over")
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_the_commands(capsys, arguments):
     commands = printed(capsys, *arguments).partition("Commands:")[2].split("\n")
-    assert [line.split()[0] for line in commands if line.strip()] == ["run", "plan", "bench", "tune"]
+    assert [line.split()[0] for line in commands if line.strip()] == ["run", "plan", "bench", "tune", "doctor"]
 
 
 def test_without_typer_there_is_a_hint(capsys, monkeypatch):
@@ -41,7 +41,7 @@ def test_without_typer_there_is_a_hint(capsys, monkeypatch):
     assert capsys.readouterr().err == "echelon: the command line needs typer: pip install 'echelon[cli]'\n"
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "bench", "tune"])
+@pytest.mark.parametrize("command", ["run", "plan", "bench", "tune", "doctor"])
 def test_help_does_not_wait_for_torch(command):
     imported = imported_by(command, "--help")
     assert f"echelon.cli.{command}" in imported

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from echelon.backends.base import Work
 from echelon.backends.simulated import SimulatedBackend
+from echelon.backends.work import Work
 from echelon.collectives.algorithms import build
 from echelon.collectives.chunks import Parts, Rows
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send

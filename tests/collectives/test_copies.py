@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from echelon._torch_private import TorchDispatchMode
+from echelon._torch_private import DispatchMode
 from echelon.group import ProcessGroup
 from tests.backends.worlds import start, tcp_world
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 COPIES = {"copy_", "clone", "cat", "_to_copy", "contiguous", "index_put_"}
 
 
-class Counter(TorchDispatchMode):
+class Counter(DispatchMode):
     """Counts the bytes that torch copies in one thread. What sockets read and write is not torch's."""
 
     def __init__(self):

@@ -142,6 +142,9 @@ def every_view(group):
     place = torch.zeros(2 * size, dtype=torch.complex64)
     group.all_gather(wave, out=place.conj())
     got["out"] = place[:2]
+    part = torch.zeros(2, dtype=torch.complex64)
+    group.scatter(torch.stack([wave] * size).flatten() if group.rank == 0 else None, 0, out=part.conj())
+    assert torch.equal(part, wave.conj())
     whole = wave.clone()
     group.all_reduce(whole.conj())
     got["in place"] = whole

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon import DDP
-from tests.data_parallel.models import TINY_MB, Shared, batch, fill, gradients, loss_of, mlp, part
+from tests.data_parallel.models import TINY_MB, Branches, Shared, batch, fill, gradients, loss_of, mlp, part
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this torch was built without Gloo, which is the yardstick"
@@ -73,3 +73,32 @@ def test_gradients_and_states_are_those_of_torch(pool, tmp_path, name):
                 torch.testing.assert_close(value, other[f"module.{key}"], rtol=1e-6, atol=1e-6)
         for key, value in ours[1].items():
             torch.testing.assert_close(value, theirs[1][f"module.{key}"], rtol=1e-6, atol=1e-6)
+
+
+def unused_and_frozen(model, group):
+    """One layer is used by one rank, one by none, one is frozen."""
+    loss_of(model(part(batch(), group), group.rank == 0)).backward()
+    return gradients(model)
+
+
+def frozen_branches():
+    module = fill(Branches())
+    module.trunk.bias.requires_grad_(False)
+    return module
+
+
+def both_with_unused(group, path):
+    ours = unused_and_frozen(DDP(frozen_branches(), group, bucket_mb=TINY_MB), group)
+    with gloo(group, path):
+        wrapped = nn.parallel.DistributedDataParallel(frozen_branches(), find_unused_parameters=True)
+        theirs = unused_and_frozen(wrapped, group)
+    return ours, theirs
+
+
+def test_unused_and_frozen_parameters_are_those_of_torch(pool, tmp_path):
+    for ours, theirs in pool.run(both_with_unused, 2, str(tmp_path / "store")):
+        for name, value in ours.items():
+            other = theirs[f"module.{name}"]
+            assert (value is None) == (other is None)
+            if value is not None:
+                torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-6)

@@ -1,5 +1,7 @@
 """DistributedDataParallel: N ranks leave the gradients of one process on the whole batch."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP
+from echelon.data_parallel.reducer import has_time_beside
 from tests.data_parallel.models import (
     TINY_MB,
     Branches,
@@ -342,12 +345,33 @@ def launch_early(group):
     last.register_post_accumulate_grad_hook(lambda _: launched.append(model._reducer.num_launched))
     model = DDP(module, group, bucket_mb=TINY_MB)
     loss_of(model(part(batch(), group))).backward()
-    return launched, len(model._reducer.layout.buckets)
+    return launched, len(model._reducer.layout.buckets), has_time_beside(group)
 
 
-def test_buckets_are_on_their_way_before_backward_ends(run):
+@pytest.mark.parametrize("backend", ["simulated", "tcp"])
+def test_buckets_are_on_their_way_before_backward_ends(pool, backend):
     """An earlier system's overlapped path was the synchronous one."""
-    assert run(launch_early, 2) == [([2], 3)] * 2
+    if backend == "simulated":
+        ranks = echelon.simulate(launch_early, 2).results
+    else:
+        ranks = pool.run(launch_early, 2, backend=backend)
+    assert ranks == [([2], 3, True)] * 2
+
+
+def launch_with_cores(group, num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return launch_early(group)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_over_shared_memory_they_are_if_there_is_an_idle_core(pool):
+    num_cores = len(os.sched_getaffinity(0))
+    assert pool.run(launch_with_cores, 2, num_cores, backend="shm") == [([0], 3, False)] * 2
+    if num_cores > 2:
+        assert pool.run(launch_with_cores, 2, 1, backend="shm") == [([2], 3, True)] * 2
 
 
 def gradients_by_hand(group):

@@ -71,17 +71,18 @@ def test_half_precision_is_added_in_float32(dtype):
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
-def evaluate(group):
-    layer = SyncBatchNorm(3, group)
+def evaluate(group, tracks):
+    layer = SyncBatchNorm(3, group, track_running_stats=tracks)
     if group.rank == 0:  # alone: nothing is sent
         layer.eval()
         return layer(values(1).float())
     return None
 
 
-def test_in_evaluation_nothing_is_sent():
-    simulation = echelon.simulate(evaluate, 2)
-    expected = nn.BatchNorm1d(3).eval()(values(1).float())
+@pytest.mark.parametrize("tracks", [True, False])
+def test_in_evaluation_nothing_is_sent(tracks):
+    simulation = echelon.simulate(evaluate, 2, (tracks,))
+    expected = nn.BatchNorm1d(3, track_running_stats=tracks).eval()(values(1).float())
     torch.testing.assert_close(simulation.results[0], expected)
     assert not simulation.bytes_sent
 

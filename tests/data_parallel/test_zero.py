@@ -145,7 +145,16 @@ def refused(group, kind):
         model.double()
         optimizer.step()
     elif kind == "more":
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        optimizer.add_param_group({"params": [next(model.parameters())]})
+    elif kind == "other shapes":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(group.rank + 1))]})
+    elif kind == "other class":
+        ZeroOptimizer(torch.optim.SGD if group.rank else torch.optim.Adam, model.parameters(), group, lr=0.1)
+    elif kind == "sparse":
+        table = nn.Embedding(5, 4, sparse=True)
+        optimizer = ZeroOptimizer(torch.optim.SGD, table.parameters(), group, lr=0.1)
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
     elif kind == "not elementwise":
         ZeroOptimizer(torch.optim.LBFGS, model.parameters(), group)
     elif kind == "gaps":
@@ -161,7 +170,10 @@ def refused(group, kind):
     ("kind", "error", "message"),
     [
         ("moved", echelon.SizeMismatch, "make the optimizer"),
-        ("more", UnsupportedOp, "make a new ZeroOptimizer"),
+        ("more", ValueError, "more than one parameter group"),
+        ("other shapes", echelon.CollectiveMismatch, "parameter 6 float32\\[1\\] where rank 1 has parameter 6 float32"),
+        ("other class", echelon.CollectiveMismatch, "rank 0 has optimizer Adam where rank 1 has optimizer SGD"),
+        ("sparse", UnsupportedOp, "gradient of parameter 0 is sparse"),
         ("not elementwise", UnsupportedOp, "LBFGS does not update each element by itself"),
         ("gaps", UnsupportedOp, "parameter 0 of shape \\(4, 2\\) has gaps in memory"),
         ("bucket", ValueError, "bucket_mb=0"),
@@ -171,3 +183,100 @@ def refused(group, kind):
 def test_bad_input_is_refused(kind, error, message):
     with pytest.raises(error, match=message):
         echelon.simulate(refused, 2, (kind,))
+
+
+def corner_cases(group, case):
+    """Returns the weights after some steps; `group` None: of the plain optimizer."""
+
+    def make(optimizer_class, params, **options):
+        if group is None:
+            return optimizer_class(params, **options)
+        return ZeroOptimizer(optimizer_class, params, group, **options)
+
+    if case == "fewer elements than ranks":
+        model = fill(nn.Linear(1, 1))
+        optimizer = make(torch.optim.AdamW, model.parameters(), lr=0.1)
+        inputs = batch()[:, :1]
+    else:
+        model, inputs = mlp(), batch()
+        optimizer = None
+    if case == "groups added later":
+        optimizer = make(torch.optim.AdamW, model[0].parameters(), lr=0.1)
+    elif case == "frozen":
+        model[2].requires_grad_(False)
+        optimizer = make(torch.optim.AdamW, model.parameters(), lr=0.1)
+    elif case == "tied":
+        model = fill(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        model[2].weight = model[0].weight
+        optimizer = make(torch.optim.Adam, model.parameters(), lr=0.1)
+    elif case == "counts in its group":
+        optimizer = make(CountsInItsGroup, model.parameters(), lr=0.1)
+    elif optimizer is None:
+        optimizer = make(torch.optim.AdamW, model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.2, total_steps=6, cycle_momentum=case != "counts in its group"
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs))
+        loss.backward()
+        if case == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        return loss
+
+    for step in range(4):
+        if case == "groups added later" and step == 2:
+            optimizer.add_param_group({"params": list(model[2:].parameters()), "weight_decay": 0.3})
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        if case == "closure":
+            assert optimizer.step(closure).item() > 0
+        else:
+            closure()
+            optimizer.step()
+        scheduler.step()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, optimizer.state_dict()
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """Keeps the number of its steps in param_groups, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for each in self.param_groups:
+            each["count"] += 1
+            for parameter in each["params"]:
+                parameter -= each["lr"] / each["count"] * parameter.grad
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["fewer elements than ranks", "groups added later", "frozen", "tied", "counts in its group", "closure", "clipped"],
+)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_corner_cases_equal_the_plain_optimizer(case, world_size):
+    weights, state = corner_cases(None, case)
+    for got, packed in echelon.simulate(corner_cases, world_size, (case,)).results:
+        assert_all_equal([got], weights)
+        assert packed["param_groups"] == state["param_groups"]
+        assert packed["state"].keys() == state["state"].keys()
+        for number, values in state["state"].items():
+            for name, value in values.items():
+                torch.testing.assert_close(packed["state"][number][name], value)
+
+
+def load_a_fresh_state(group):
+    model = mlp()
+    optimizer = ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=0.1)
+    fresh = optimizer.state_dict()
+    loss_of(model(batch())).backward()
+    optimizer.step()
+    optimizer.load_state_dict(fresh)
+    return len(optimizer.state_dict()["state"])
+
+
+def test_loading_a_state_forgets_the_old_one():
+    assert echelon.simulate(load_a_fresh_state, 2).results == [0, 0]

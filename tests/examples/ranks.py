@@ -13,10 +13,10 @@ SMALL = ["--steps", "3", *SIZES.split()]
 """A model that takes no time."""
 
 
-def import_example():
+def import_example(name="train_gpt"):
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module("train_gpt")
+    return importlib.import_module(name)
 
 
 def train_gpt(arguments):
@@ -43,3 +43,26 @@ def run_example_as_rank(group, name, folder):
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
         run_example(name)
     return printed.getvalue()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def elastic_train_as_rank(group, path, last_step=None):
+    """Runs the example until it is done, or until it comes to the step after `last_step`."""
+    example = import_example("elastic_train")
+    train_step = example.train_step
+
+    def until_interrupted(ddp, optimizer, step, group):
+        if last_step is not None and step > last_step:
+            raise Interrupted
+        return train_step(ddp, optimizer, step, group)
+
+    example.train_step = until_interrupted
+    try:
+        example.main(["--checkpoint", str(path), "--steps", "60", "--every", "20"])
+    except Interrupted:
+        group.barrier()
+    finally:
+        example.train_step = train_step

@@ -30,16 +30,20 @@ def init_again(group):
     return echelon.init() is group
 
 
-def total_of_another_world(group, environ):
-    """Joins the world that `environ` describes, as if this process had been started with it."""
-    os.environ.update(environ, RANK=str(group.rank))
+def totals_of_another_world(group, environs):
+    """Joins, twice, the world that the rank's own of `environs` describes, as if this process had been started so."""
+    environ = environs[group.rank]
+    os.environ.update(environ)
     try:
-        with contextvars.Context().run(echelon.init) as other:
-            assert other is not group
-            return other.all_reduce(torch.tensor(other.rank + 1.0)).item()
+        return [contextvars.Context().run(_total_of_the_world) for _ in range(2)]
     finally:
-        for name in (*environ, "RANK"):
+        for name in environ:
             del os.environ[name]
+
+
+def _total_of_the_world():
+    with echelon.init() as world:
+        return world.all_reduce(torch.tensor(world.rank + 1.0)).item()
 
 
 def init_other_backend(group):

@@ -1,10 +1,12 @@
 """`echelon.init` in programs that were started in every way that there is."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import echelon
 from echelon.errors import LaunchError
@@ -13,6 +15,7 @@ from echelon.launch.environment import REQUIRED
 from echelon.launch.resources import ReservedPort
 from tests.launch import ranks
 
+MPIRUN = shutil.which("mpirun")
 ALL_REDUCE = """
 import os, signal, sys
 import torch
@@ -81,12 +84,17 @@ def test_a_group_that_is_provided_is_returned(alone):
 @pytest.mark.parametrize(
     ("environ", "arguments", "message"),
     [
-        ({}, {"backend": "mpi4"}, "use one of auto, shm, tcp, simulated"),
-        ({"ECHELON_BACKEND": "mpi4"}, {}, "use one of auto, shm, tcp, simulated"),
+        ({}, {"backend": "mpi4"}, "use one of auto, shm, tcp, gloo, nccl, mpi, ucc, simulated"),
+        ({"ECHELON_BACKEND": "mpi4"}, {}, "use one of auto, shm, tcp, gloo, nccl, mpi, ucc, simulated"),
         ({}, {"backend": "simulated"}, "only inside echelon.simulate"),
         ({}, {"timeout": 0}, "timeout=0: use a number of seconds above 0"),
         ({"RANK": "0"}, {}, "RANK set without WORLD_SIZE and MASTER_ADDR and MASTER_PORT"),
-        (dict(zip(REQUIRED, ["0", "2", "127.0.0.1", "29500"], strict=True)), {}, "ECHELON_SECRET is not set"),
+        (
+            dict(zip(REQUIRED, ["0", "2", "10.0.0.1", "29500"], strict=True)),
+            {},
+            "ECHELON_SECRET is not set, and not all ranks are on one host: set it on every rank to the same random "
+            "text, such as the output of `openssl rand -hex 32`",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_an_error_of_one_line(alone, monkeypatch, environ, arguments, message):
@@ -119,15 +127,110 @@ def test_under_echelon_run_all_ranks_meet_and_what_was_sent_arrives_though_the_s
     assert lines == ["[0] 0 of 2: [3.0, 3.0, 3.0]", f"[0] {1 << 24}", "[1] 1 of 2: [3.0, 3.0, 3.0]"]
 
 
+ATTACHED = """
+import sys
+import torch
+import torch.distributed as dist
+import echelon
+
+dist.init_process_group("gloo")
+with echelon.init(backend="gloo") as group:
+    theirs = torch.tensor([group.rank])
+    dist.all_reduce(theirs)
+    ours = group.all_reduce(torch.tensor([group.rank]))
+    sys.stdout.write(f"{group}: {ours.item()} and {theirs.item()}\\n")
+    sys.stdout.flush()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("torch.distributed.run", "--nproc-per-node"), id="torchrun"),
+        pytest.param(("echelon", "run", "-n"), id="echelon run", marks=pytest.mark.slow),
+    ],
+)
+def test_a_group_of_torch_that_is_there_already_is_attached_to(command, tmp_path):
+    """Both engines are at work at once, on connections of their own."""
+    script = tmp_path / "attached.py"
+    script.write_text(ATTACHED)
+    status, lines, err = finish(start("-m", *command, "2", str(script)))
+    assert status == 0, err
+    for rank, line in enumerate(lines):
+        assert line.endswith(f"<ProcessGroup 'world': rank {rank} of 2 over gloo>: 1 and 1")
+
+
+@pytest.mark.slow
+def test_under_torchrun_gloo_does_the_collectives(script):
+    status, lines, err = finish(
+        start("-m", "torch.distributed.run", "--nproc-per-node", "2", script, ECHELON_BACKEND="gloo")
+    )
+    assert status == 0, err
+    assert lines == [f"{rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
+
+
+def test_a_rank_that_dies_ends_a_job_over_gloo(script):
+    status, _, err = finish(start("-m", "echelon", "run", "-n", "2", script, "die", ECHELON_BACKEND="gloo"))
+    assert status == 137
+    assert err.startswith("echelon: rank 1 was killed by SIGKILL\n")
+    assert "then rank 0 raised PeerFailed: rank 1 failed" in err
+
+
+def test_alone_an_engine_has_a_world_of_one(alone):
+    with echelon.init(backend="gloo") as group:
+        assert group.all_reduce(torch.ones(2), "mean").tolist() == [1.0, 1.0]
+        assert group.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "gpu"}, "device='gpu' is unknown: use 'auto', 'cpu', 'cuda' or 'cuda:0'"),
+        ({"device": "meta"}, "device='meta' is not supported"),
+        ({"device": "cuda:99"}, "device='cuda:99': rank 0 of this host would have GPU 99, but torch sees"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(alone, arguments, message):
+    with pytest.raises(LaunchError) as caught:
+        echelon.init(**arguments)
+    assert message in str(caught.value)
+
+
 def test_under_torchrun_all_ranks_are_clients_of_the_agents_store(script):
     status, lines, err = finish(start("-m", "torch.distributed.run", "--nproc-per-node", "2", script))
     assert status == 0, err
     assert lines == [f"{rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
 
 
+@pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed: apt-get install openmpi-bin")
+def test_under_mpirun_all_ranks_meet(script, tmp_path):
+    command = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
+    (tmp_path / "runtime").mkdir(0o700)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=40, env=environ)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"{rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
+    assert not list((tmp_path / "runtime").iterdir()), "the secret was left behind"
+
+
+@pytest.mark.parametrize("hosts", ["vm", "vm[1-2]"])
+def test_srun_s_ranks_meet(pool, tmp_path, hosts):
+    """Simulated: Slurm needs a daemon and a cluster. Two names are two hosts, which share nothing but the variables."""
+    common = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": hosts}
+    common["XDG_RUNTIME_DIR"] = str(tmp_path)
+    if hosts != "vm":
+        common |= {"MASTER_ADDR": "127.0.0.2", "ECHELON_SECRET": "known to both of the hosts"}
+    tmp_path.chmod(0o700)
+    environs = [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
+    assert pool.run(ranks.totals_of_another_world, 3, environs) == [[6.0, 6.0]] * 3
+    assert not list(tmp_path.iterdir()), "the secret was left behind"
+
+
 @pytest.mark.parametrize(
     "environ",
     [
+        pytest.param({}, id="no launcher on one host"),
         pytest.param({"ECHELON_SECRET": "known to both of the ranks"}, id="a secret and no launcher"),
         pytest.param(
             {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False"}, id="a store that rank 0 serves"
@@ -137,4 +240,7 @@ def test_under_torchrun_all_ranks_are_clients_of_the_agents_store(script):
 def test_ranks_meet_with(pool, environ):
     with ReservedPort() as port:
         environ |= {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
-        assert pool.run(ranks.total_of_another_world, 3, environ) == [6.0] * 3
+        assert (
+            pool.run(ranks.totals_of_another_world, 3, [environ | {"RANK": str(rank)} for rank in range(3)])
+            == [[6.0, 6.0]] * 3
+        )

@@ -28,7 +28,11 @@ def test_results_come_back_in_the_order_of_ranks():
         ((ranks.who, 0), InvalidWorldSize, "world_size=0: a world has at least 1 rank"),
         ((ranks.who, "2"), InvalidWorldSize, "world_size='2': a world has at least 1 rank"),
         ((lambda _: 0, 2), LaunchError, "<lambda> cannot be found by name in another process: def it"),
-        ((ranks.who, 2, (), "mpi4"), LaunchError, "backend='mpi4' is unknown: use one of auto, shm, tcp, simulated"),
+        (
+            (ranks.who, 2, (), "mpi4"),
+            LaunchError,
+            "backend='mpi4' is unknown: use one of auto, shm, tcp, gloo",
+        ),
         ((ranks.who, 2, (), "simulated"), LaunchError, "call echelon.simulate"),
         ((ranks.who, 2, (), "auto", 0.0), LaunchError, "timeout=0.0: use a number of seconds above 0"),
         ((ranks.who, 2, (threading.Lock(),)), LaunchError, "cannot be pickled"),

@@ -302,6 +302,7 @@ def test_a_chain_can_be_cut_inside_of_a_layer():
         ([1, 2], {}, "entry 0 of the list of stages is 1"),
         (nn.Sequential(), {"num_stages": 2}, "0 layers cannot make 2 stages"),
         (nn.Linear(2, 2), {"num_stages": 2}, "pass example="),
+        (language(), {"at": ["blocks.2"]}, "must be run once to be cut: pass example="),
         (nn.Linear(2, 2), {}, "into how many parts"),
         (nn.Linear(2, 2), {"at": "h.1"}, "give a list of names"),
         (nn.Linear(2, 2), {"num_stages": 2, "example": torch.ones(2, 2)}, "example=\\(inputs,\\)"),

@@ -14,6 +14,7 @@ from echelon.pipeline.exactness import exact_stages, is_exact
 from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
 from tests.pipeline.named import schedules as schedules_of
 from tests.pipeline.named import sizes_of
+from tests.pipeline.test_halves import Products
 
 TRAINING = [name for name in schedules.names() if name != "forward-only"]
 NUM_LAYERS = 8
@@ -64,6 +65,23 @@ def test_gradients_are_those_of_one_process(name, dtype, num_ranks):
     run = echelon.simulate(train, num_ranks, (schedule, dtype, num_samples), timeout=20.0)
     assert is_exact(schedule)
     assert_equal_to_alone(run.results, schedule, dtype, num_samples)
+
+
+def count_products(group, name):
+    schedule = named(name, 2, 4)
+    pipe = Pipeline(make_model(NUM_LAYERS), group, schedule, loss_fn=nn.functional.mse_loss)
+    inputs, target = make_batch(schedule.num_microbatches)
+    pipe.step(inputs, target=target)  # the first one tries I and W
+    with Products() as products:
+        pipe.step(inputs, target=target)
+    return products.counts["product"]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_step_does_the_products_of_one_process_and_no_more(name):
+    """For each microbatch: a forward and the weight's gradient of all layers, the input's of all but the first."""
+    counts = echelon.simulate(count_products, 2, (name,), timeout=20.0).results
+    assert sum(counts) == 4 * (3 * NUM_LAYERS - 1)
 
 
 @given(schedules_of(max_ranks=8, max_microbatches=32, among=tuple(TRAINING)))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon._torch_private import TorchDispatchMode
+from echelon._torch_private import DispatchMode
 from echelon.pipeline.junctions import CannotSplit
 from echelon.pipeline.probe import probe
 from echelon.pipeline.stage import Forward, Made, Stage
@@ -16,7 +16,7 @@ from echelon.pipeline.stage import Forward, Made, Stage
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-class Products(TorchDispatchMode):
+class Products(DispatchMode):
     """Counts the costly operations, and whether they make gradients of the input, of the weights, or both."""
 
     def __init__(self):
@@ -154,11 +154,11 @@ def prepared(make):
     module, x = make()
     stage = Stage(1, module)
     leaf = x.clone().requires_grad_(x.is_floating_point())
-    return stage, leaf, Forward(leaf, lambda: made_of(stage, leaf))
+    return stage, leaf, Forward(leaf, {}, None, lambda value, *_: made_of(stage, value))
 
 
-def made_of(stage, leaf):
-    output = stage.call(leaf, {})
+def made_of(stage, value):
+    output = stage.call(value, {})
     return Made(output, [output])
 
 
@@ -217,7 +217,7 @@ def test_probing_leaves_no_trace():
     before = {name: value.clone() for name, value in stage.module.state_dict().items()}
     state = torch.get_rng_state()
     leaf = floats(4, 6).requires_grad_()
-    assert probe(stage, Forward(leaf, lambda: made_of(stage, leaf))).halves is not None
+    assert probe(stage, Forward(leaf, {}, None, lambda value, *_: made_of(stage, value))).halves is not None
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in stage.module.state_dict().items())
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in stage.module.parameters())
@@ -270,13 +270,13 @@ def test_a_saved_tensor_changed_in_place_is_noticed():
     stage.is_metered = True
     leaf = floats(4, 6).requires_grad_()
 
-    def make():
-        middle = leaf * 2
+    def make(value, *_):
+        middle = value * 2
         output = middle * weight
         middle.add_(1)
         return Made(output, [output])
 
-    stage.forward(0, Forward(leaf, make), splits=True)
+    stage.forward(0, Forward(leaf, {}, None, make), splits=True)
     with pytest.raises(RuntimeError, match="changed in place after the forward saved it"):
         stage.backward_input(0, [torch.ones(4, 6)])
 

@@ -422,7 +422,7 @@ def test_an_exception_in_a_stage_reaches_every_rank(run):
     assert results[1] == ("RuntimeError", "the fuse has blown")
     for kind, message in (results[0], results[2]):
         assert kind == "PeerFailed"
-        assert "rank 1 failed: RuntimeError in 1F0: the fuse has blown" in message
+        assert "rank 1 failed: RuntimeError in 1F0, forward of microbatch 0 in stage 1: the fuse has blown" in message
 
 
 def sum_of_squares(output, target):

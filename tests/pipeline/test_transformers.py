@@ -14,10 +14,15 @@ transformers = pytest.importorskip(
 VOCABULARY = 61
 
 
-def gpt2(attention="sdpa", dropout=0.1):
+def small(model_class, config_class, **options):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
+    return model_class(config_class(vocab_size=VOCABULARY, **options)).double()
+
+
+def gpt2(attention="sdpa", dropout=0.1, is_tied=False):
+    return small(
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config,
         n_positions=32,
         n_embd=16,
         n_layer=4,
@@ -27,16 +32,15 @@ def gpt2(attention="sdpa", dropout=0.1):
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
-        tie_word_embeddings=False,
+        tie_word_embeddings=is_tied,
         attn_implementation=attention,
     )
-    return transformers.GPT2LMHeadModel(config).double()
 
 
 def llama(attention="sdpa", dropout=0.0):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
+    return small(
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=4,
@@ -46,7 +50,6 @@ def llama(attention="sdpa", dropout=0.0):
         attention_dropout=dropout,
         attn_implementation=attention,
     )
-    return transformers.LlamaForCausalLM(config).double()
 
 
 def ids_of(num_samples, length):
@@ -121,3 +124,34 @@ def test_a_pipeline_trains_it(make, block, at):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-14)
     assert torch.equal(results[1][2].logits, model.eval()(ids_of(1, 4)).logits)
+
+
+def mask_of(num_samples, length):
+    """Each sample has another length."""
+    return (torch.arange(length) < length - torch.arange(num_samples)[:, None] % 3).long()
+
+
+def train_tied(group, schedule):
+    example = {"example": (ids_of(2, 8),), "example_kwargs": {"attention_mask": mask_of(2, 8)}}
+    pipe = Pipeline(gpt2("eager", 0.0, is_tied=True), group, schedule, 2, loss_of, at=["h.2"], **example)
+    shapes = ((2, 5), (5, 9))
+    losses = [pipe.step(ids_of(*s), target=ids_of(*s), attention_mask=mask_of(*s)).loss for s in shapes]
+    return losses, {name: p.grad for name, p in pipe.named_parameters()}, set(pipe.state_dict())
+
+
+def test_processes_train_it_with_a_tied_head_and_a_mask_for_each_sample(pool):
+    results = pool.run(train_tied, 2, "zb-h1")
+    model = gpt2("eager", 0.0, is_tied=True)
+    for step, (num_samples, length) in enumerate(((2, 5), (5, 9))):
+        total = 0
+        batch = (ids_of(num_samples, length), mask_of(num_samples, length))
+        for ids, mask in zip(*(tensor.tensor_split(2) for tensor in batch), strict=True):
+            loss = loss_of(model(ids, attention_mask=mask), ids) * (len(ids) / num_samples)
+            loss.backward()
+            total += loss.detach()
+        assert all(torch.equal(losses[step], total) for losses, *_ in results)
+    (_, first, _), (_, last, _) = results
+    assert torch.equal(first["transformer.wte.weight"], last["lm_head.weight"])
+    for name, gradient in (first | last).items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-11, atol=1e-13)
+    assert results[0][2] | results[1][2] == set(model.state_dict())

@@ -7,8 +7,10 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import echelon
+from echelon.pipeline import Pipeline
 
 
 def everybody_receives_first(group):
@@ -105,7 +107,7 @@ def look_at_the_time_for_ever(group):
 
 
 def test_looking_at_the_time_while_it_stands_still_is_a_deadlock(monkeypatch):
-    monkeypatch.setattr("echelon.simulation.backend._LOOKS", 1000)
+    monkeypatch.setattr("echelon.simulation.boundary._LOOKS", 1000)
     with pytest.raises(echelon.DeadlockError, match=r"rank 0 has looked at the time 1,000 times at 0 s"):
         echelon.simulate(look_at_the_time_for_ever, 1)
 
@@ -130,7 +132,7 @@ def look_between_calls(group, call):
 
 @pytest.mark.parametrize("call", [echelon.ProcessGroup.barrier, compute_nothing])
 def test_looking_at_the_time_between_calls_is_allowed(monkeypatch, call):
-    monkeypatch.setattr("echelon.simulation.backend._LOOKS", 200)
+    monkeypatch.setattr("echelon.simulation.boundary._LOOKS", 200)
     assert echelon.simulate(look_between_calls, 2, (call,)).results == [True, True]
 
 
@@ -259,3 +261,40 @@ def test_a_thousand_simulations_leak_nothing():
 
 def nobody_fails(group):
     return group.all_reduce(torch.ones(8), async_op=True).wait()
+
+
+def test_what_was_sent_with_another_tag_is_named():
+    def program(group):
+        if group.rank == 0:
+            group.recv(1, tag=5)
+        else:
+            for tag in range(10):
+                group.send(torch.ones(1), 0, tag=tag + 10)
+
+    with pytest.raises(echelon.DeadlockError, match="rank 0 waits for rank 1 in receive from rank 1, tag 5") as caught:
+        echelon.simulate(program, 2)
+    assert "rank 0 has not asked for what rank 1 has sent it, tag 10\n" in str(caught.value)
+    assert str(caught.value).endswith("and 2 more that nobody has asked for")
+
+
+def test_groups_are_told_apart():
+    def program(group):
+        pair = group.subgroup([0, 1], name="pair")
+        (pair if group.rank == 0 else group).barrier()
+
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(program, 2)
+    assert "rank 0 waits for rank 1 in barrier, #1 by dissemination, of group 'pair', at" in str(caught.value)
+    assert "rank 1 waits for rank 0 in barrier, #1 by dissemination, at" in str(caught.value)
+
+
+def test_a_pipeline_that_waits_says_for_what():
+    def program(group):
+        pipe = Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), group, "1f1b", 2, nn.functional.mse_loss)
+        if group.rank == 0:
+            pipe.step(torch.ones(4, 2))
+
+    with pytest.raises(echelon.DeadlockError) as caught:
+        echelon.simulate(program, 2)
+    assert "in receive from rank 1, the gradient of microbatch 0 for stage 0, at" in str(caught.value)
+    assert "what rank 0 has sent it, the input of microbatch 1 for stage 1" in str(caught.value)

@@ -12,15 +12,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
-from echelon.backends.memory import check_tensor, describe
+from echelon.backends.aside import Aside
+from echelon.backends.host_copies import AcceleratorCopies, HostCopies
+from echelon.backends.memory import check_tensor
 from echelon.backends.native import NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.wire import MAX_STEP
+from echelon.backends.tag import Tag
+from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
 from echelon.errors import (
     Closed,
     Failure,
@@ -28,181 +31,11 @@ from echelon.errors import (
     InvalidWorldSize,
     PeerFailed,
     SelfSend,
-    SizeMismatch,
     Timeout,
 )
-from echelon.flights import Flight, FlightRecorder
+from echelon.flights import FlightRecorder
 
 T = TypeVar("T")
-
-DEFAULT_TIMEOUT = 600.0
-"""Seconds that a blocking call waits unless told otherwise."""
-
-
-class Tag(NamedTuple):
-    """What a message is for. Two messages meet only if all three numbers are equal.
-
-    context: the group, 0 for a backend used directly (64 bits). sequence: the operation within the group, 0 for point
-    to point (64 bits). step: the user's tag; 0 in collectives (32 bits).
-    """
-
-    context: int = 0
-    sequence: int = 0
-    step: int = 0
-
-    @classmethod
-    def of(cls, tag: int | Tag) -> Tag:
-        """Returns `tag` itself, or the point-to-point tag of that number.
-
-        Raises:
-            SizeMismatch: a number outside 0 to 2**32 - 1.
-        """
-        if isinstance(tag, Tag):
-            return tag
-        if not 0 <= tag <= MAX_STEP:
-            raise SizeMismatch(f"a tag from 0 to {MAX_STEP}", tag, advice="choose another")
-        return cls(step=tag)
-
-    def is_collective_of(self, context: int) -> bool:
-        """Says whether this is the tag of a collective, not of a message, in that group."""
-        return self.context == context and self.sequence > 0
-
-    def __str__(self) -> str:
-        if self.context == 0 and self.sequence == 0:
-            return f"tag {self.step}"
-        return f"tag {self.step} of operation {self.sequence} in context {self.context:x}"
-
-
-class Received(NamedTuple):
-    """What came from whichever rank sent first."""
-
-    tensor: torch.Tensor
-    src: int
-    """The rank that sent it."""
-    tag: int
-    """What it was sent with."""
-
-
-class Driver(Protocol):
-    """What makes a Work progress while somebody waits on it."""
-
-    def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Blocks until `work` is completed; returns False if `timeout` seconds (None: for ever) pass first."""
-        ...
-
-
-class Work(Generic[T]):
-    """One operation under way. Completed once, by the backend, with a result or an error."""
-
-    __slots__ = (
-        "_callbacks",
-        "_completed",
-        "_driver",
-        "_error",
-        "_result",
-        "_timeout",
-        "_when_seen",
-        "description",
-        "flight",
-        "note",
-    )
-
-    def __init__(self, driver: Driver, description: object, timeout: float = DEFAULT_TIMEOUT) -> None:
-        self.description = description
-        """Whatever says in its `str` what the operation is."""
-        self.note = ""
-        """Of a receive that is done: the note that came with the message."""
-        self._driver = driver
-        self._timeout = timeout
-        self._completed = False
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] = []
-        self.flight: Flight | None = None
-        """What the flight recorder has of it."""
-        self._when_seen: Callable[[], object] = _nothing
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the operation has ended. Unlike `is_completed` of a simulated rank, this lets nothing happen."""
-        return self._completed
-
-    def is_completed(self) -> bool:
-        """Says whether the operation has ended, with a result or an error. Never blocks."""
-        return self._completed
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Blocks until the operation ends and returns its result.
-
-        Args:
-            timeout: seconds; None means the default of the group or backend that made this Work.
-
-        Raises:
-            Timeout: it did not end in time. The operation goes on; wait again if you like.
-            EchelonError: the operation failed.
-        """
-        if not self._completed:
-            seconds = self._timeout if timeout is None else timeout
-            if not self._driver.drive(self, seconds):  # type: ignore[arg-type]
-                raise Timeout(f"{self.description}: not done after {seconds:.1f} s")
-        return self.result()
-
-    def result(self) -> T:
-        """Returns the result of a completed operation; raises its error, or Timeout if it is still under way."""
-        if not self._completed:
-            raise Timeout(f"{self.description}: still under way; call wait() first")
-        if self._error is not None:
-            self._when_seen()
-            raise self._error
-        return self._result  # type: ignore[return-value]
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of a completed operation, None if it succeeded or is still under way."""
-        if self._error is not None:
-            self._when_seen()
-        return self._error
-
-    def complete(self, result: T | None = None, error: BaseException | None = None) -> None:
-        """Ends the operation; for backends. A second call does nothing: the first cause wins."""
-        if self._completed:
-            return
-        self._result, self._error, self._completed = result, error, True
-        if self.flight is not None:
-            _end(self.flight, result, error)
-        for callback in self._callbacks:
-            callback()
-        self._callbacks.clear()
-
-    def on_completion(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the operation ends; for backends, which call this and `complete` under one lock."""
-        if self._completed:
-            callback()
-        else:
-            self._callbacks.append(callback)
-
-    def when_seen(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` when somebody learns of the operation's error."""
-        self._when_seen = callback
-
-    def record(self, flight: Flight) -> None:
-        """Has the end of the operation written down in the flight recorder."""
-        self.flight = flight
-        if self._completed:
-            _end(flight, self._result, self._error)
-
-    def __repr__(self) -> str:
-        state = "under way" if not self._completed else "failed" if self._error else "done"
-        return f"<Work {self.description}: {state}>"
-
-
-def _end(flight: Flight, result: object, error: BaseException | None) -> None:
-    tensor = result.tensor if isinstance(result, Received) else result
-    if isinstance(tensor, torch.Tensor):
-        flight.got(describe(tensor.shape, tensor.dtype), tensor.nbytes)
-    flight.end(error)
-
-
-def _nothing() -> None: ...
 
 
 class Backend(ABC):
@@ -214,7 +47,13 @@ class Backend(ABC):
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
-    """The device types whose tensors this backend can move."""
+    """The device types whose tensors the collectives of this backend can move."""
+    message_devices: frozenset[str] = frozenset({"cpu"})
+    """The device types whose tensors it can move between two ranks."""
+    host_copies: HostCopies = AcceleratorCopies()
+    """How a group copies tensors of a device that this backend has no path for, where the user allows that."""
+    shares_memory = False
+    """Whether collectives of ranks on one host go through memory: they take processor time, and wait for no network."""
     doubts_after = 1.0
     """Seconds that a collective waits for a rank before it asks whether that one makes the same calls."""
 
@@ -226,6 +65,8 @@ class Backend(ABC):
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
+        self.device = torch.device("cpu")
+        """Where this rank is to have its tensors."""
         self.flight_recorder = FlightRecorder()
         """What this rank has done last."""
         self._num_barriers = 0
@@ -245,7 +86,7 @@ class Backend(ABC):
         """Starts to send `tensor` to rank `dst`. The tensor must not change until the Work is done.
 
         Args:
-            tensor: contiguous, on one of `devices`; its shape and dtype travel along.
+            tensor: contiguous, on one of `message_devices`; its shape and dtype travel along.
             dst: a rank other than this one.
             tag: what the message is for.
             note: what this rank believes it is doing, at most 1024 bytes of UTF-8; compared with the receiver's.
@@ -347,6 +188,10 @@ class Backend(ABC):
         """
         return None
 
+    def aside(self, context: int) -> Aside | None:  # noqa: ARG002
+        """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none."""
+        return None
+
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002
         """Asks other ranks where they are; returns what those say that answer within `timeout` seconds."""
         return {}
@@ -406,7 +251,7 @@ class Backend(ABC):
             InvalidRank, SelfSend, UnsupportedOp, SizeMismatch: as `isend`.
         """
         self._check_peer(dst, "dst")
-        check_tensor(tensor, self.devices, "send")
+        check_tensor(tensor, self.message_devices, "send")
         return Tag.of(tag)
 
     def checked_receive(self, src: int, tag: int | Tag, out: torch.Tensor | None) -> Tag:
@@ -417,7 +262,7 @@ class Backend(ABC):
         """
         self._check_peer(src, "src")
         if out is not None:
-            check_tensor(out, self.devices, "recv(out=)")
+            check_tensor(out, self.message_devices, "recv(out=)")
         return Tag.of(tag)
 
     def checked_receive_any(self, sources: Iterable[int], tag: int | Tag) -> Tag:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from echelon.backends import wire
-from echelon.backends.base import Tag, Work
 from echelon.backends.delivery import Delivery
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
 from echelon.errors import EchelonError
 
 _BUFFER_BYTES = 1 << 16

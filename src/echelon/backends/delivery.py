@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from echelon.backends.base import Received, Tag, Work
 from echelon.backends.memory import bytes_of, describe, new_tensor
 from echelon.backends.operators import Combine
 from echelon.backends.pieces import Pieces
+from echelon.backends.tag import Tag
 from echelon.backends.wire import as_sent, readable
+from echelon.backends.work import Received, Work
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
 
 ANY = -1
@@ -90,6 +91,8 @@ class Delivery:
         "_error",
         "_head",
         "_receive",
+        "comes_whole",
+        "is_dropped",
         "is_placed",
         "memory",
         "on_place",
@@ -107,12 +110,24 @@ class Delivery:
         note: str,
         receive: Receive | None,
         whole: torch.Tensor | None = None,
+        comes_whole: bool = False,
     ) -> None:
-        """Finds a place for the bytes if `receive` asks for them, or takes the tensor that is there already."""
+        """Finds a place for the bytes if `receive` asks for them, or takes the tensor that is there already.
+
+        Args:
+            src, tag, shape, dtype, note: of the message.
+            receive: what asks for it; None: nobody yet.
+            whole: the message, if it is there.
+            comes_whole: it will be given to `finish`, so it needs a place only if `receive` has one for it.
+        """
         self._head = (src, shape, dtype, note)
         self._arrived = False
         self._error: Exception | None = None
         self._receive: Receive | None = None
+        self.comes_whole = comes_whole
+        """Whether it will be there as one tensor, and needs no place."""
+        self.is_dropped = False
+        """Whether nobody will get it."""
         self.tag = tag
         self.is_placed = receive is not None or whole is not None
         """Whether it is known what becomes of the bytes."""
@@ -154,6 +169,8 @@ class Delivery:
         _, shape, dtype, _ = self._head
         out = self._receive.out if self._receive is not None else None
         combine = self._receive.combine if self._receive is not None else None
+        if out is None and self.comes_whole:
+            return
         try:
             self.tensor = new_tensor(shape, dtype) if out is None else out
             if out is not None and combine is not None:
@@ -182,8 +199,11 @@ class Delivery:
             except Exception as error:  # whatever combining raises is the receive's, not of who reads the connection
                 self.fail(error)
 
-    def finish(self) -> None:
-        """Says that every byte has arrived."""
+    def finish(self, whole: torch.Tensor | None = None) -> None:
+        """Says that every byte has arrived; `whole` is the message, unless its bytes were written to their place."""
+        if whole is not None:
+            self.tensor = whole
+            self.pieces = None
         self._arrived = True
         if self._receive is not None:
             self._hand_over(self._receive)
@@ -228,7 +248,7 @@ class Delivery:
 
     def _drop(self) -> None:
         self.tensor = self.memory = self.pieces = None
-        self.is_placed = True
+        self.is_placed = self.is_dropped = True
         self._tell()
 
     def _hand_over(self, receive: Receive) -> None:

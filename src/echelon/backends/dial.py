@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable
 
 from echelon.backends.handshake import HungUp, prove_as_connector, receive_json, send_json
-from echelon.backends.members import Job, Member
+from echelon.backends.members import Job, Member, join_address
 from echelon.backends.sockets import Sockets
 from echelon.errors import ConnectError, EchelonError
 
@@ -46,7 +46,7 @@ async def dial(job: Job, sockets: Sockets, member: Member, deadline: float, *, l
                 pause = min(pause * 2, _LONGEST_PAUSE)
     except TimeoutError:
         raise ConnectError(
-            f"rank {member.rank} did not answer at {member.host}:{member.port} in time ({problem}): "
+            f"rank {member.rank} did not answer at {join_address(member.host, member.port)} in time ({problem}): "
             "is it running, and is that its address?"
         ) from None
 

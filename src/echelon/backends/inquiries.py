@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from echelon.backends.base import Work
 from echelon.backends.status import Question, Status
+from echelon.backends.work import Work
 
 
 class Inquiry:

@@ -2,6 +2,7 @@
 
 Strategy. Operations of one lane run in the order they were started, lanes run beside each other. A group uses one lane,
 so two groups never wait for each other. Whoever waits on such a Work sleeps on a condition; the lane's thread wakes it.
+An operation may itself wait for what was started after it: the lane's thread then runs what is queued behind it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar, cast
 
-from echelon.backends.base import Work
+from echelon.backends.work import Work
 from echelon.errors import Closed
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class Lanes:
         self._changed = threading.Condition()
         self._queues: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
-        self._idents: set[int] = set()
+        self._own: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
         self._num_waiters = 0
         self._closed = False
 
@@ -54,7 +55,14 @@ class Lanes:
         return work
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Waits for a Work of one of these lanes."""
+        """Waits for a Work of one of these lanes; a lane's own thread runs what is queued there meanwhile."""
+        own = self._own.get(threading.get_ident())
+        while own is not None and not own.empty() and not work.is_completed():
+            job = own.get()  # nobody else takes from it
+            if job is None:
+                own.put(None)
+                break
+            job()
         with self._changed:
             self._num_waiters += 1
             try:
@@ -64,7 +72,7 @@ class Lanes:
 
     def runs_beside(self) -> bool:
         """Says whether the calling thread is one of a lane, and other threads compute meanwhile: none waits for it."""
-        return threading.get_ident() in self._idents and not self._num_waiters
+        return threading.get_ident() in self._own and not self._num_waiters
 
     def close(self, timeout: float) -> None:
         """Ends the threads once they have run what is queued; waits at most `timeout` seconds for each."""
@@ -84,7 +92,7 @@ class Lanes:
             thread = threading.Thread(target=_run, args=(queue,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-            self._idents.add(cast("int", thread.ident))
+            self._own[cast("int", thread.ident)] = queue
         return queue
 
 

@@ -13,8 +13,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from echelon.backends.base import Tag, Work
 from echelon.backends.delivery import ANY, Delivery, Receive
+from echelon.backends.memory import copy_from, new_tensor
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
 from echelon.errors import EchelonError, Failure, PeerFailed
 
 T = TypeVar("T")
@@ -82,10 +84,12 @@ class Mailbox:
         self.num_posted -= receive is not None
         return receive
 
-    def arrive(self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str) -> Delivery:
-        """Opens the delivery of a message whose head has arrived."""
+    def arrive(
+        self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, comes_whole: bool = False
+    ) -> Delivery:
+        """Opens the delivery of a message whose head has arrived; `comes_whole`: see `Delivery`."""
         receive = self._claim(src, tag)
-        delivery = Delivery(src, tag, shape, dtype, note, receive)
+        delivery = Delivery(src, tag, shape, dtype, note, receive, comes_whole=comes_whole)
         if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
             delivery.fail(error)
         elif receive is None:
@@ -96,6 +100,29 @@ class Mailbox:
         """Takes in a message that is there whole; the tensor must be nobody else's."""
         receive = self._claim(src, tag)
         delivery = Delivery(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
+        if receive is None:
+            self._keep(delivery)
+        delivery.finish()
+
+    def take_bytes(
+        self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, address: int
+    ) -> None:
+        """Takes in a message whose bytes stand somewhere in memory, and need not stand there any longer after this."""
+        receive = self._claim(src, tag)
+        if tag.sequence > 0 and tag.context in self._failed_contexts:
+            return  # its receives have ended
+        if receive is not None and receive.out is not None and receive.combine is None:
+            error = receive.refusal(src, shape, dtype, note)
+            if error is not None:
+                receive.work.complete(error=error)
+                return
+            if receive.out is not None:
+                copy_from(address, receive.out)
+                receive.complete(receive.out, src, note)
+                return
+        tensor = new_tensor(shape, dtype)
+        copy_from(address, tensor)
+        delivery = Delivery(src, tag, shape, dtype, note, receive, tensor)
         if receive is None:
             self._keep(delivery)
         delivery.finish()
@@ -126,6 +153,10 @@ class Mailbox:
     def unclaimed_bytes(self, src: int) -> int:
         """Returns how much memory the messages of a rank take, or are to take, that nobody has asked for."""
         return self._unclaimed_bytes[src]
+
+    def unclaimed(self) -> list[Key]:
+        """Returns source and tag of the messages that nobody has asked for."""
+        return list(self._unclaimed)
 
     def awaits(self, src: int) -> bool:
         """Says whether a receive waits for a message that this rank may send."""

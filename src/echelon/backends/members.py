@@ -108,3 +108,8 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConnectError(f'master address {address!r} is not "host:port": use for example "127.0.0.1:29500"')
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns "host:port"; an IPv6 address is put in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 
@@ -42,14 +43,14 @@ def dtype_of(code: int) -> torch.dtype:
     return dtype
 
 
-def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Makes a CPU tensor, whatever the caller's default device.
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Makes a tensor on a device, whatever the caller's default device.
 
     Raises:
         UnsupportedOp: there is no memory for it.
     """
     try:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:  # torch's way of saying that it is out of memory
         size = math.prod(shape) * dtype.itemsize
         raise UnsupportedOp(
@@ -62,6 +63,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.dtype in _IN_NUMPY and tensor.numel() and not tensor.requires_grad:  # a third of the time of what follows
         return tensor.numpy().data.cast("B")
     return as_bytes(tensor.detach()).numpy().data if tensor.numel() else memoryview(bytearray())
+
+
+def copy_from(address: int, tensor: torch.Tensor) -> None:
+    """Overwrites a contiguous CPU tensor with the bytes that stand at a place in this process's memory."""
+    if num_bytes := tensor.nbytes:
+        ctypes.memmove(tensor.data_ptr(), address, num_bytes)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,25 +92,39 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the values of a dense tensor, outside of autograd, in its own memory if it is plain, else copied."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def check_dense(tensor: torch.Tensor, devices: frozenset[str], what: str) -> None:
-    """Raises UnsupportedOp unless `tensor` is a dense tensor on one of `devices`, of a dtype that can be sent."""
+def check_dense(tensor: torch.Tensor, devices: frozenset[str], what: str) -> bool:
+    """Says whether `tensor` is on one of `devices`.
+
+    Raises:
+        UnsupportedOp: it is no dense tensor, or of a dtype that cannot be sent.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}")
-    if tensor.device.type not in devices:
-        known = ", ".join(sorted(devices))
-        raise UnsupportedOp(f"{what}: a tensor on {tensor.device}, but this backend can only move tensors on {known}")
+    if tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CODES and "cpu" in devices:
+        return True  # as nearly always; to ask for the name of a device alone takes as long as this
     if tensor.layout != torch.strided:
         raise UnsupportedOp(f"{what} takes a dense tensor, not one of layout {tensor.layout}: call .to_dense() first")
     dtype_code(tensor.dtype)
+    return tensor.device.type in devices
+
+
+def wrong_device(tensor: torch.Tensor, devices: frozenset[str], what: str) -> UnsupportedOp:
+    """Makes the error for a tensor that is not on one of `devices`."""
+    return UnsupportedOp(
+        f"{what}: a tensor on {tensor.device}, but this backend can only move tensors on {', '.join(sorted(devices))}: "
+        "copy it there first"
+    )
 
 
 def check_tensor(tensor: torch.Tensor, devices: frozenset[str], what: str) -> None:
-    """Raises UnsupportedOp unless `check_dense` passes and the tensor is plain."""
-    check_dense(tensor, devices, what)
+    """Raises UnsupportedOp unless `tensor` is a plain tensor on one of `devices`, of a dtype that can be sent."""
+    if not check_dense(tensor, devices, what):
+        raise wrong_device(tensor, devices, what)
     if not is_plain(tensor):
         raise UnsupportedOp(f"{what} takes a contiguous dense tensor: call .contiguous() (or .resolve_conj()) first")
 

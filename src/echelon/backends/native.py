@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from echelon.backends.operators import Operator
+from echelon.backends.wire import signed
 
 
 class Lookout(Protocol):
@@ -27,18 +28,28 @@ class Lookout(Protocol):
 class Call(NamedTuple):
     """One call of a collective on one rank.
 
-    sequence: its number in the group, from 1 on, the same on all ranks. note: what this rank believes it is doing, the
-    same text on all ranks or they disagree. deadline: when its time is up, in the backend's time. lookout: see there.
+    sequence: its number in the group, from 1 on, the same on all ranks. operation: what this rank believes it is doing,
+    the same text on all ranks or they disagree. signature: 32 bits that stand for all that was called up to here, this
+    included; the same on all ranks or they disagree. deadline: when its time is up, in the backend's time. lookout: see
+    there.
     """
 
     sequence: int
-    note: str
+    operation: str
+    signature: int
     deadline: float
     lookout: Lookout
+
+    @property
+    def note(self) -> str:
+        """What two ranks compare, as one text."""
+        return signed(self.operation, self.sequence, self.signature)
 
 
 Place: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
 """Returns the contiguous tensor of a shape that a result is to be written into."""
+AnyPlace: TypeAlias = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+"""As `Place`, of a result whose dtype and device are learned with its shape."""
 
 
 class Gathered(NamedTuple):
@@ -81,7 +92,7 @@ class NativeCollectives(ABC):
         """Returns the rows of all ranks on rank `dst`, None on others."""
 
     @abstractmethod
-    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int) -> torch.Tensor:
+    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int, place: AnyPlace) -> torch.Tensor:
         """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
 
     @abstractmethod

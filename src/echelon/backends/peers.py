@@ -19,19 +19,24 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
 
 from echelon.backends import wire
-from echelon.backends.base import Tag, Work
+from echelon.backends.arrivals import MailboxArrivals
 from echelon.backends.connection import Connection
 from echelon.backends.delivery import Delivery, Receive
 from echelon.backends.inquiries import Inquiry
+from echelon.backends.line import Head, Line, Memory
 from echelon.backends.matching import Mailbox
 from echelon.backends.members import Member
-from echelon.backends.memory import dtype_of
+from echelon.backends.memory import bytes_of
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Progress
 from echelon.backends.status import Question, Standing, Status, status_of
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, EchelonError, Failure, PeerFailed, ProtocolError
 from echelon.flights import FlightRecorder
 
@@ -75,6 +80,9 @@ class Peers:
         self.last_notes: dict[int, str] = {}
         """Of each rank, the note of its last message of a collective."""
         self._connections: dict[int, Connection] = {}
+        self._lines: dict[int, Line] = {}
+        """What messages take instead of a connection, where they do."""
+        self._arrivals: dict[int, MailboxArrivals] = {}
         self._writing: set[int] = set()
         """Ranks whose socket is full: the epoll watches for room."""
         self._pidfds: dict[int, int] = {}
@@ -97,6 +105,7 @@ class Peers:
         if is_local:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
         connection = self._connections[rank] = Connection(rank, sock, max_message_bytes)
+        self._arrivals[rank] = MailboxArrivals(rank, self._mailbox, self.last_notes)
         self._poller.watch(sock.fileno(), lambda events: self._on_socket(connection, events))
 
     def watch_process(self, member: Member) -> None:
@@ -109,12 +118,26 @@ class Peers:
         self._pidfds[member.rank] = pidfd
         self._poller.watch(pidfd, lambda _: self._on_process_end(member))
 
+    def use_lines(self, lines: Mapping[int, Line], memory: Memory) -> None:
+        """Has messages to and from these ranks take lines from now on, which write to this memory.
+
+        A rank that came to this earlier may have sent, and left, already: what it wrote comes before its goodbye.
+        """
+        self._lines.update(lines)
+        self._poller.watch_memory(memory, self.take_in)
+        self.take_in()
+        for rank in [rank for rank in lines if rank not in self._connections]:
+            self.fail(rank, PeerFailed(rank, "it is gone"))  # as it was told before: the first cause stays
+
     # Sending
 
-    def send(self, rank: int, head: bytes, payload: memoryview, tag: Tag, work: Work[None]) -> None:
-        """Queues a message and writes what the kernel takes at once. The peer must not have failed."""
+    def send(self, rank: int, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
+        """Queues a message and writes at once what there is room for. The peer must not have failed."""
+        if line := self._lines.get(rank):
+            line.send(head, tensor, tag, work)
+            return
         connection = self._connections[rank]
-        connection.enqueue(head, payload, tag, work)
+        connection.enqueue(head, bytes_of(tensor), tag, work)
         if rank not in self._writing:
             self._flush(connection)
 
@@ -162,10 +185,15 @@ class Peers:
 
     def deliveries(self) -> list[Delivery]:
         """Returns the messages whose payload is arriving, or is held."""
-        return [connection.delivery for connection in self._connections.values() if connection.delivery is not None]
+        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.values()]
+        return [end.delivery for end in ends if end.delivery is not None]
 
     def on_post(self, receive: Receive) -> None:
         """Reads on where that was put off, as far as it concerns a receive that was posted."""
+        for rank in (receive.src, *receive.sources):
+            line = self._lines.get(rank)
+            if line is not None and (rank in self._over_limit or line.delivery is not None):
+                self._take_in_line(rank, line)
         for rank in [rank for rank in self._held if rank == receive.src or rank in receive.sources]:
             if rank in self._over_limit or not receive.work.is_completed():
                 self._take_in(rank)
@@ -221,27 +249,58 @@ class Peers:
         assert delivery is not None
         if not self._is_over_limit(delivery):
             delivery.place()
-        elif rank not in self._over_limit:
-            self._over_limit.add(rank)
-            logger.warning(
-                "rank %d has sent %d bytes that nobody here has received: nothing more is read from it until some are; "
-                "receive its messages in the order they are sent, or raise max_unclaimed_bytes (%d)",
-                rank,
-                self._mailbox.unclaimed_bytes(rank),
-                self._max_unclaimed_bytes,
-            )
+        else:
+            self._warn_of_limit(rank)
+
+    def _warn_of_limit(self, rank: int) -> None:
+        if rank in self._over_limit:
+            return
+        self._over_limit.add(rank)
+        logger.warning(
+            "rank %d has sent %d bytes that nobody here has received: nothing more is read from it until some are; "
+            "receive its messages in the order they are sent, or raise max_unclaimed_bytes (%d)",
+            rank,
+            self._mailbox.unclaimed_bytes(rank),
+            self._max_unclaimed_bytes,
+        )
 
     def _is_over_limit(self, delivery: Delivery) -> bool:
         """Says whether there is no memory for a message, leaving aside what it takes itself."""
         others = self._mailbox.unclaimed_bytes(delivery.src) - delivery.memory_bytes
         return others > self._max_unclaimed_bytes
 
+    def take_in(self) -> None:
+        """Takes in what has been written on lines, and writes on them what there is room for now."""
+        for rank, line in list(self._lines.items()):
+            if line.wants_to_write:
+                line.flush()
+            self._take_in_line(rank, line)
+
+    def _take_in_line(self, rank: int, line: Line) -> None:
+        arrivals = self._arrivals[rank]
+        try:
+            while not self._is_line_held(rank, line) and line.take_in(arrivals):
+                pass
+        except EchelonError as error:
+            self.fail(rank, PeerFailed(rank, str(error)))
+
+    def _is_line_held(self, rank: int, line: Line) -> bool:
+        """Says whether nothing is taken in for the time being; finds a place for a message that needs one."""
+        delivery = line.delivery
+        if delivery is None and self._mailbox.unclaimed_bytes(rank) == 0 and rank not in self._over_limit:
+            return False
+        own = delivery.memory_bytes if delivery is not None and not delivery.is_placed else 0
+        if self._mailbox.unclaimed_bytes(rank) - own > self._max_unclaimed_bytes:
+            self._warn_of_limit(rank)
+            return delivery is None or not delivery.is_placed
+        self._over_limit.discard(rank)
+        if own and delivery is not None and not delivery.comes_whole:
+            delivery.place()
+        return False
+
     def _on_frame(self, rank: int, frame: wire.Frame) -> Delivery | None:
         if frame.kind == wire.FrameKind.DATA:
-            tag = Tag(frame.context, frame.sequence, frame.step)
-            if wire.is_signed(frame.note):
-                self.last_notes[rank] = frame.note
-            delivery = self._mailbox.arrive(rank, tag, frame.shape, dtype_of(frame.dtype), frame.note)
+            delivery = self._arrivals[rank].open(Head.of(frame), comes_whole=False)
             is_small = frame.payload_bytes <= _HOLD_BYTES
             if (
                 not delivery.is_placed
@@ -254,6 +313,7 @@ class Peers:
         return None
 
     def _on_goodbye(self, rank: int, frame: wire.Frame) -> None:
+        self._take_in_last(rank)
         self._mailbox.fail_peer(rank, PeerFailed(rank, frame.note, has_closed=True))
 
     def _on_failed(self, rank: int, frame: wire.Frame) -> None:
@@ -261,7 +321,13 @@ class Peers:
         if frame.context:
             self.revoke(frame.context, failure)
         else:
+            self._take_in_last(rank)
             self._mailbox.fail_peer(rank, failure)
+
+    def _take_in_last(self, rank: int) -> None:
+        """Takes in what a rank has written on its line before it told its end."""
+        if line := self._lines.get(rank):
+            self._take_in_line(rank, line)
 
     def _on_mismatch(self, _: int, frame: wire.Frame) -> None:
         self.revoke(frame.context, CollectiveMismatch(frame.note))
@@ -284,7 +350,12 @@ class Peers:
 
     def fail(self, rank: int, error: PeerFailed) -> None:
         """Ends everything with a peer; the first cause stays."""
+        line = self._lines.pop(rank, None)
+        if line is not None:
+            self._take_in_line(rank, line)  # what it wrote before is there
         cause = self._mailbox.fail_peer(rank, error)
+        if line is not None:
+            line.fail(cause)
         if connection := self._connections.pop(rank, None):
             self._poller.forget(connection.sock.fileno())
             self._writing.discard(rank)
@@ -301,8 +372,9 @@ class Peers:
     def revoke(self, context: int, failure: Failure) -> Failure:
         """Ends what is under way for the collectives of a context; returns the first cause ever given."""
         first = self._mailbox.fail_context(context, failure, self.deliveries())
-        for connection in self._connections.values():
-            connection.abandon(context, first)
+        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.values()]
+        for end in ends:
+            end.abandon(context, first)
         self._progress.wake()
         return first
 
@@ -329,12 +401,19 @@ class Peers:
 
     def is_busy(self) -> bool:
         """Says whether anything is under way that needs driving."""
-        arriving = any(delivery.is_placed for delivery in self.deliveries())
-        return bool(self._mailbox.num_posted or self._writing or arriving)
+        if self._mailbox.num_posted or self._writing:
+            return True
+        is_writing = any(line.wants_to_write for line in self._lines.values())
+        return is_writing or any(delivery.is_placed for delivery in self.deliveries())
 
     def unsent(self) -> list[int]:
         """Returns the ranks that are still to get something which the kernel has not taken."""
-        return [rank for rank, connection in self._connections.items() if connection.owes]
+        owing = [rank for rank, connection in self._connections.items() if connection.owes]
+        return sorted({*owing, *self.unwritten()})
+
+    def unwritten(self) -> list[int]:
+        """Returns the ranks whose lines have no room for all that is to be sent to them."""
+        return [rank for rank, line in self._lines.items() if line.owes]
 
     def has_unconfirmed(self) -> bool:
         """Says whether any bytes are queued, or in the kernel without the confirmation of a peer's kernel."""
@@ -344,6 +423,9 @@ class Peers:
 
     def close(self, error: EchelonError) -> None:
         """Closes all sockets; what is under way ends with `error`."""
+        for line in self._lines.values():
+            line.fail(error)
+        self._lines.clear()
         for connection in self._connections.values():
             connection.fail(error)
         for pidfd in self._pidfds.values():

@@ -13,11 +13,17 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
+from echelon.backends.line import Memory
+
 Handler: TypeAlias = Callable[[int], None]
 """Called with the events of a file descriptor, with the lock held."""
 Events: TypeAlias = list[tuple[int, int]]
 """File descriptors and what happened to them."""
 
+_LOOKS = 100
+"""How often a thread that has a core to itself looks into memory before it looks at files as well."""
+_NEWS_BEFORE_FILES = 16
+"""How many waits may end with news from memory before files are looked at."""
 SPIN_SECONDS = 200e-6
 """How long a thread looks again and again. Waking one that sleeps took 60 us on the machine of benchmarks/tcp."""
 
@@ -30,12 +36,21 @@ class Poller:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._handlers: dict[int, Handler] = {}
         self._alarms: list[tuple[float, Callable[[], None]]] = []
+        self._memory: Memory | None = None
+        self._on_news: Callable[[], None] = _nothing
+        self._num_news = 0
         self.watch(self._wakeup, self._on_wakeup)
 
     def watch(self, fd: int, handler: Handler) -> None:
         """Has `handler` called when `fd` can be read."""
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
+
+    def watch_memory(self, memory: Memory, on_news: Callable[[], None]) -> None:
+        """Has `on_news` called when peers have written something there."""
+        self._memory, self._on_news = memory, on_news
+        self._handlers[memory.doorbell] = _ignore
+        self._epoll.register(memory.doorbell, select.EPOLLIN | select.EPOLLET)  # every ring counts, so none is read
 
     def watch_for(self, fd: int, events: int) -> None:
         """Has the handler of `fd` called for these events from now on (select.EPOLLIN and so on)."""
@@ -60,6 +75,8 @@ class Poller:
         if self._alarms:
             left = max(0.0, min(when for when, _ in self._alarms) - time.monotonic())
             seconds = min(seconds, left) if seconds >= 0 else left
+        if self._memory is not None:
+            return self._wait_for_both(self._memory, seconds, spins)
         if spins:
             until = time.monotonic() + (min(seconds, SPIN_SECONDS) if seconds >= 0 else SPIN_SECONDS)
             look = self._epoll.poll
@@ -70,11 +87,38 @@ class Poller:
                     break
         return self._epoll.poll(seconds)
 
+    def _wait_for_both(self, memory: Memory, seconds: float, spins: bool) -> Events:
+        """Waits for files and for news in memory. News are quick to see; every so often files come first."""
+        self._num_news += 1
+        if self._num_news % _NEWS_BEFORE_FILES == 0 and (events := self._epoll.poll(0)):
+            return events
+        if memory.has_news():
+            return []
+        if spins:
+            for _ in range(_LOOKS):
+                if memory.has_news():
+                    return []
+            until = time.monotonic() + (min(seconds, SPIN_SECONDS) if seconds >= 0 else SPIN_SECONDS)
+            while time.monotonic() < until:
+                if events := self._epoll.poll(0):
+                    return events
+                if memory.has_news():
+                    return []
+        if seconds == 0:
+            return self._epoll.poll(0)
+        try:
+            return self._epoll.poll(seconds) if memory.fall_asleep() else []
+        finally:
+            memory.wake_up()
+
     def dispatch(self, events: Events) -> None:
         """Calls the handlers of what has happened, and what is due."""
         for fd, mask in events:
             if handler := self._handlers.get(fd):
                 handler(mask)
+        if self._memory is not None and self._memory.has_news():
+            self._memory.look()
+            self._on_news()
         if self._alarms:
             now = time.monotonic()
             due = [alarm for alarm in self._alarms if alarm[0] <= now]
@@ -93,3 +137,9 @@ class Poller:
         """Closes what is its own. Nobody may wait: closing an epoll does not wake who sleeps in it."""
         self._epoll.close()
         os.close(self._wakeup)
+
+
+def _nothing() -> None: ...
+
+
+def _ignore(_: int) -> None: ...

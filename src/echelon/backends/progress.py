@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from echelon.backends.base import Work
 from echelon.backends.poller import Poller
+from echelon.backends.work import Work
 from echelon.errors import Closed
 
 _GLANCE_SECONDS = 0.25

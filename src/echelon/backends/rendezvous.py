@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from echelon.backends.dial import dial, dial_pairs
 from echelon.backends.hall import Guest, Hall
 from echelon.backends.handshake import receive_json, send_json, tell
+from echelon.backends.interfaces import address_towards
 from echelon.backends.members import Job, Member, machine_id, read_table, split_address
 from echelon.backends.sockets import Sockets
 from echelon.errors import ConnectError, EchelonError, ProtocolError
@@ -48,29 +49,39 @@ class World:
     sockets: dict[int, socket.socket]
 
 
-def meet(job: Job, master_addr: str, timeout: float) -> World:
+def meet(job: Job, master_addr: str, timeout: float, local_address: str | None = None) -> World:
     """Connects all ranks of a world whose rank 0 listens at `master_addr`. Blocks at most `timeout` seconds.
+
+    Args:
+        job: what all ranks agree on, and which rank this is.
+        master_addr: "host:port" at which rank 0 is reached.
+        timeout: seconds that the ranks have to find each other.
+        local_address: of this host, to listen on and to dial from; None: rank 0 listens at `master_addr`, the others
+            on their address on the way there.
 
     Raises:
         ConnectError: ranks are missing at the deadline (they are named), or this rank was refused.
         AuthenticationError, ProtocolError: the other end is not of this job.
     """
     host, port = split_address(master_addr)
-    return _run(_Rendezvous(job, timeout).through_master(host, port))
+    return _run(_Rendezvous(job, timeout, local_address).through_master(host, port))
 
 
-def meet_through_store(job: Job, store: Store, store_host: str, timeout: float) -> World:
+def meet_through_store(
+    job: Job, store: Store, store_host: str, timeout: float, local_address: str | None = None
+) -> World:
     """Connects all ranks through a store that all of them can reach; `store_host` is where it is."""
-    return _run(_Rendezvous(job, timeout).through_store(store, store_host))
+    return _run(_Rendezvous(job, timeout, local_address).through_store(store, store_host))
 
 
 class _Rendezvous:
     """One rank's way into the world. Used for one of the two ways, once."""
 
-    def __init__(self, job: Job, timeout: float) -> None:
+    def __init__(self, job: Job, timeout: float, local_address: str | None) -> None:
         self._job = job
         self._timeout = timeout
-        self._sockets = Sockets()
+        self._local_address = local_address
+        self._sockets = Sockets(local_address)
 
     async def through_master(self, host: str, port: int) -> World:
         deadline = asyncio.get_running_loop().time() + self._timeout
@@ -85,7 +96,7 @@ class _Rendezvous:
     async def through_store(self, store: Store, store_host: str) -> World:
         deadline = asyncio.get_running_loop().time() + self._timeout
         with self._sockets:
-            listener = await self._sockets.listen(_local_address_towards(store_host), 0)
+            listener = await self._sockets.listen(self._local_address or address_towards(store_host), 0)
             async with Hall(self._job, self._sockets, listener) as hall:
                 members = await self._exchange(store, hall, deadline)
                 world = World(members, await self._connect(members, 0, hall, deadline))
@@ -95,7 +106,7 @@ class _Rendezvous:
     async def _receive_all(self, host: str, port: int, deadline: float) -> World:
         """Rank 0: waits for every rank, then sends the table to all; the connections stay for use."""
         everyone = set(range(1, self._job.world_size))
-        listener = await self._sockets.listen(host, port, shared=True)
+        listener = await self._sockets.listen(self._local_address or host, port, shared=True)
         async with Hall(self._job, self._sockets, listener, greets=False) as hall:
             try:
                 guests = await hall.wait_for(everyone, deadline)
@@ -112,7 +123,7 @@ class _Rendezvous:
     async def _join(self, host: str, port: int, deadline: float) -> World:
         """Another rank: dials rank 0, is given the table, and connects to the others."""
         master = await dial(self._job, self._sockets, Member(0, host, port, 0, ""), deadline)
-        listener = await self._sockets.listen(master.getsockname()[0], 0)
+        listener = await self._sockets.listen(self._local_address or master.getsockname()[0], 0)
         async with Hall(self._job, self._sockets, listener) as hall:
             await send_json(master, self._job.hello(hall.port))
             members = await self._await_table(master, deadline)
@@ -175,14 +186,6 @@ async def _send_table(members: tuple[Member, ...], guests: dict[int, Guest]) -> 
             raise ConnectError(
                 f"rank {rank} (process {guest.member.pid}) ended before all ranks had met: its own error says why"
             ) from error
-
-
-def _local_address_towards(host: str) -> str:
-    """Returns this host's address on the way to `host`; nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

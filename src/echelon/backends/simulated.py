@@ -13,13 +13,15 @@ from typing import TypeVar
 
 import torch
 
-from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
+from echelon.backends.base import Backend
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status, status_of
+from echelon.backends.tag import Tag
 from echelon.backends.wire import as_sent
+from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
 from echelon.errors import Failure, InvalidWorldSize, PeerFailed, Timeout
 
 T = TypeVar("T")

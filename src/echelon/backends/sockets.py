@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable
+from typing import Any
 
+from echelon.backends.interfaces import family_of
+from echelon.backends.members import join_address
 from echelon.errors import ConnectError
+
+_BIND_ADDRESS_NO_PORT = 24
+"""IP_BIND_ADDRESS_NO_PORT, for which Python 3.11 has no name: the port is chosen when it is known where to."""
 
 
 class Sockets:
     """Owns every socket that it opened or was given; leaving the context closes those that were not released."""
 
-    def __init__(self) -> None:
+    def __init__(self, local_address: str | None = None) -> None:
+        """Takes the address of this host to dial from; None: the one that the way there begins with."""
         self._owned: set[socket.socket] = set()
+        self._local_address = local_address
 
     def own(self, sock: socket.socket) -> socket.socket:
         """Takes charge of a socket, makes it non-blocking and returns it."""
@@ -31,12 +39,24 @@ class Sockets:
         self._owned.difference_update(sockets)
 
     async def connect(self, host: str, port: int) -> socket.socket:
-        """Opens a connection; raises OSError if nobody answers."""
-        loop = asyncio.get_running_loop()
-        family, kind, proto, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-        sock = self.own(socket.socket(family, kind, proto))
+        """Opens a connection to the first of a host's addresses that answers; raises OSError if none does."""
+        problem = OSError(f"{host} has no address")
+        for family, kind, proto, _, address in await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        ):
+            try:
+                return await self._connect(socket.socket(family, kind, proto), address)
+            except OSError as error:
+                problem = error
+        raise problem
+
+    async def _connect(self, sock: socket.socket, address: Any) -> socket.socket:
+        self.own(sock)
         try:
-            await loop.sock_connect(sock, address)
+            if self._local_address is not None and family_of(self._local_address) == sock.family:
+                sock.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
+                sock.bind((self._local_address, 0))
+            await asyncio.get_running_loop().sock_connect(sock, address)
             if sock.getsockname() == sock.getpeername():  # TCP can connect a free port to itself
                 raise ConnectionRefusedError("nobody listens there")
         except BaseException:
@@ -68,7 +88,7 @@ class Sockets:
             listener.listen(1024)
         except OSError as error:
             raise ConnectError(
-                f"cannot listen on {host}:{port} ({error.strerror}): give a free port of this host, "
+                f"cannot listen on {join_address(host, port)} ({error.strerror}): give a free port of this host, "
                 "and start rank 0 only once"
             ) from error
         return listener

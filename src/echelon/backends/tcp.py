@@ -7,29 +7,33 @@ completes, its peer fails, or its time is up. Closing waits for what was sent, a
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from echelon.backends import wire
-from echelon.backends.base import DEFAULT_TIMEOUT, Backend, Received, Tag, Work
+from echelon.backends.base import Backend
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.inquiries import Inquiry
 from echelon.backends.lanes import Lanes
+from echelon.backends.line import Line, Memory
 from echelon.backends.matching import Mailbox
 from echelon.backends.members import Job, Member, machine_id
-from echelon.backends.memory import bytes_of, dtype_code
+from echelon.backends.memory import dtype_code
 from echelon.backends.operators import Combine
 from echelon.backends.peers import MAX_UNCLAIMED_BYTES, Peers
 from echelon.backends.poller import Poller
 from echelon.backends.progress import Attendance, Progress
 from echelon.backends.rendezvous import Store, World, meet, meet_through_store
 from echelon.backends.status import Question, Status
+from echelon.backends.tag import Tag
+from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
 from echelon.errors import AuthenticationError, Closed, EchelonError, Failure, PeerFailed, Timeout
 
 T = TypeVar("T")
@@ -56,6 +60,7 @@ class TcpBackend(Backend):
         secret: bytes | None = None,
         run_id: str = "",
         restart: int = 0,
+        local_address: str | None = None,
         max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
         max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES,
     ) -> None:
@@ -70,6 +75,8 @@ class TcpBackend(Backend):
             secret: what every rank must know; None: the variable ECHELON_SECRET.
             run_id: ranks of another run are refused.
             restart: ranks of another attempt at the same run are refused.
+            local_address: of this host, to listen on and to dial from; None: rank 0 listens at `master_addr`, the
+                others on their address on the way there.
             max_message_bytes: a larger message from a peer is a ProtocolError.
             max_unclaimed_bytes: when messages of a peer that nobody has asked for take more, it is made to wait.
 
@@ -82,7 +89,7 @@ class TcpBackend(Backend):
         world = World((), {})
         if world_size > 1:
             job = Job(rank, world_size, _secret(secret), run_id, restart)
-            world = meet(job, master_addr, connect_timeout)
+            world = meet(job, master_addr, connect_timeout, local_address)
         self._open(world, max_message_bytes, max_unclaimed_bytes)
 
     @classmethod
@@ -98,6 +105,7 @@ class TcpBackend(Backend):
         connect_timeout: float = CONNECT_TIMEOUT,
         run_id: str = "",
         restart: int = 0,
+        local_address: str | None = None,
         max_message_bytes: int = wire.MAX_MESSAGE_BYTES,
         max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES,
     ) -> TcpBackend:
@@ -109,12 +117,13 @@ class TcpBackend(Backend):
             store: a torch.distributed.Store, or anything with its set, get and check.
             store_host: where the store is; this rank listens on its own address on the way there.
             secret: what every rank must know.
-            timeout, connect_timeout, run_id, restart, max_message_bytes, max_unclaimed_bytes: as in the constructor.
+            timeout, connect_timeout, run_id, restart, local_address, max_message_bytes, max_unclaimed_bytes: as in the
+                constructor.
         """
         backend = cls.__new__(cls)
         Backend.__init__(backend, rank, world_size, timeout)
         job = Job(rank, world_size, secret, run_id, restart)
-        world = meet_through_store(job, store, store_host, connect_timeout)
+        world = meet_through_store(job, store, store_host, connect_timeout, local_address)
         backend._open(world, max_message_bytes, max_unclaimed_bytes)
         return backend
 
@@ -141,6 +150,8 @@ class TcpBackend(Backend):
         machines = list(dict.fromkeys(member.machine for member in world.members))
         self._hosts = tuple(machines.index(member.machine) for member in world.members) or (0,)
         self._members = world.members
+        self.max_message_bytes = max_message_bytes
+        """A larger message from a peer is a ProtocolError."""
         self._mailbox = Mailbox()
         here = machine_id() if world.members else ""
         self._has_cores = self._hosts.count(self._hosts[self.rank]) <= len(os.sched_getaffinity(0))
@@ -167,22 +178,25 @@ class TcpBackend(Backend):
         """Says whether the calling thread, which waits, takes a core from nobody else's work by not sleeping."""
         return self._has_cores and not self._lanes.runs_beside()
 
+    def use_lines(self, lines: Mapping[int, Line], memory: Memory) -> None:
+        """Has messages to and from these ranks take lines from now on, which write to this memory."""
+        with self._progress.lock:
+            self._peers.use_lines(lines, memory)
+            self._progress.wake()
+
     # Sending and receiving
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
         tag = self.checked_send(tensor, dst, tag)
-        payload = bytes_of(tensor)
-        head = wire.Frame(
-            wire.FrameKind.DATA, *tag, dtype_code(tensor.dtype), tuple(tensor.shape), note, payload.nbytes
-        ).encode()
-        work: Work[None] = Work(self, f"send to rank {dst}, {tag}", self.timeout)
+        head = message_head(tag, tensor.dtype, tensor.shape, note)
+        work: Work[None] = Work(self, Passage("send to", dst, tag), self.timeout)
         with self._progress.lock:
             if self._progress.is_closed:
                 raise self.closed_error()
             if error := self._mailbox.failure(dst, tag):
                 work.complete(error=error)
             else:
-                self._peers.send(dst, head, payload, tag, work)
+                self._peers.send(dst, head, tensor, tag, work)
                 if not work.is_completed():
                     self._progress.call_background()
         return work
@@ -198,7 +212,7 @@ class TcpBackend(Backend):
         combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
-        work: Work[torch.Tensor] = Work(self, f"receive from rank {src}, {tag}", self.timeout)
+        work: Work[torch.Tensor] = Work(self, Passage("receive from", src, tag), self.timeout)
         self._post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
         return work
 
@@ -303,6 +317,9 @@ class TcpBackend(Backend):
         with self._progress.lock:
             if self._progress.is_closed:
                 return []
+            self._write_out(timeout)
+            if self._progress.is_closed:
+                return []
             self._peers.tell(farewell)
             self._linger(timeout)
             if self._progress.is_closed:  # another thread was faster
@@ -315,6 +332,12 @@ class TcpBackend(Backend):
         self._progress.free()
         self._lanes.close(timeout)
         return unsent
+
+    def _write_out(self, timeout: float) -> None:
+        """Waits until all lines have what is to be sent; a farewell, over a connection, would arrive before it."""
+        deadline = time.monotonic() + timeout
+        while not self._progress.is_closed and self._peers.unwritten() and time.monotonic() < deadline:
+            self._progress.step(min(deadline - time.monotonic(), 0.01))
 
     def _linger(self, timeout: float) -> None:
         """Waits until the kernel has taken everything and, a little, until the peers' kernels have it."""
@@ -330,6 +353,24 @@ class TcpBackend(Backend):
         """Lets go of everything in a forked child. Waits for nothing."""
         self._progress.become_child()
         self._peers.close_in_child()
+
+
+class Passage(NamedTuple):
+    """What a Work is for, in words only when somebody asks."""
+
+    what: str
+    rank: int
+    tag: Tag
+
+    def __str__(self) -> str:
+        return f"{self.what} rank {self.rank}, {self.tag}"
+
+
+@functools.lru_cache(1024)
+def message_head(tag: Tag, dtype: torch.dtype, shape: torch.Size, note: str) -> bytes:
+    """Returns a message without its payload."""
+    num_bytes = shape.numel() * dtype.itemsize
+    return wire.Frame(wire.FrameKind.DATA, *tag, dtype_code(dtype), tuple(shape), note, num_bytes).encode()
 
 
 def _secret(secret: bytes | None) -> bytes:

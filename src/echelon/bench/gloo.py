@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.bench.figures import REDUCTIONS, Case
-from echelon.bench.subject import Call, Subject
+from echelon.bench.subject import Call, Subject, after, ping_pong
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 
@@ -45,7 +46,7 @@ class GlooSubject(Subject):
         dtype = getattr(torch, case.dtype)
         out = torch.empty(case.num_elements if case.operation in ("scatter", "reduce_scatter") else 0, dtype=dtype)
         if tensor is None:
-            return lambda: _after(dist.scatter(out, None, case.root), out)
+            return lambda: after(dist.scatter(out, None, case.root), out)
         return self._calls(case, tensor, out)
 
     def _calls(self, case: Case, tensor: Tensor, out: Tensor) -> Call:
@@ -57,36 +58,22 @@ class GlooSubject(Subject):
         places = None if whole is None else list(whole.chunk(self._num_ranks))
         other = torch.empty_like(tensor) if case.operation in ("all_to_all", "send_recv") else out
         calls: dict[str, Call] = {
-            "all_reduce": lambda: _after(dist.all_reduce(tensor, op), tensor),
-            "reduce": lambda: _after(dist.reduce(tensor, case.root, op), tensor),
-            "broadcast": lambda: _after(dist.broadcast(tensor, case.root), tensor),
-            "all_gather": lambda: _after(dist.all_gather(places, tensor), whole),
-            "reduce_scatter": lambda: _after(dist.reduce_scatter(out, parts, op), out),
-            "gather": lambda: _after(dist.gather(tensor, places, case.root), whole),
-            "scatter": lambda: _after(dist.scatter(out, parts, case.root), out),
-            "all_to_all": lambda: _after(dist.all_to_all_single(other, tensor), other),
-            "send_recv": lambda: self._ping_pong(tensor, other),
+            "all_reduce": lambda: after(dist.all_reduce(tensor, op), tensor),
+            "reduce": lambda: after(dist.reduce(tensor, case.root, op), tensor),
+            "broadcast": lambda: after(dist.broadcast(tensor, case.root), tensor),
+            "all_gather": lambda: after(dist.all_gather(places, tensor), whole),
+            "reduce_scatter": lambda: after(dist.reduce_scatter(out, parts, op), out),
+            "gather": lambda: after(dist.gather(tensor, places, case.root), whole),
+            "scatter": lambda: after(dist.scatter(out, parts, case.root), out),
+            "all_to_all": lambda: after(dist.all_to_all_single(other, tensor), other),
+            "send_recv": lambda: ping_pong(
+                self._rank, self._num_ranks, partial(dist.send, tensor), partial(dist.recv, other), other
+            ),
         }
         return calls[case.operation]
 
     def _barrier(self) -> None:
         dist.barrier()
 
-    def _ping_pong(self, tensor: Tensor, came: Tensor) -> Tensor | None:
-        last = self._num_ranks - 1
-        if self._rank == 0:
-            dist.send(tensor, last)
-            dist.recv(came, last)
-            return came
-        if self._rank == last:
-            dist.recv(came, 0)
-            dist.send(tensor, 0)
-            return came
-        return None
-
     def close(self) -> None:  # noqa: D102
         dist.destroy_process_group()
-
-
-def _after(_: object, result: Tensor | None) -> Tensor | None:
-    return result

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from echelon.bench.figures import REDUCTIONS, Case
-from echelon.bench.subject import Call, Subject
+from echelon.bench.subject import Call, Subject, after, ping_pong
 from echelon.errors import UnsupportedOp
 
 _OPS = {
@@ -47,7 +48,7 @@ class MpiSubject(Subject):
         result = torch.empty(num_out or (0 if tensor is None else tensor.numel()), dtype=getattr(torch, case.dtype))
         out = result.numpy()
         if tensor is None:
-            return lambda: _after(world.Scatter(None, out, case.root), result)
+            return lambda: after(world.Scatter(None, out, case.root), result)
         return self._calls(case, tensor, result, out)
 
     def _calls(self, case: Case, tensor: Tensor, result: Tensor, out: Any) -> Call:
@@ -57,36 +58,22 @@ class MpiSubject(Subject):
         is_root = world.rank == case.root
         at_root = out if is_root else None
         calls: dict[str, Call] = {
-            "all_reduce": lambda: _after(world.Allreduce(here, mine, op), tensor),
-            "reduce": lambda: _after(world.Reduce(mine, at_root, op, case.root), result),
-            "broadcast": lambda: _after(world.Bcast(mine, case.root), tensor),
-            "all_gather": lambda: _after(world.Allgather(mine, out), result),
-            "reduce_scatter": lambda: _after(world.Reduce_scatter_block(mine, out, op), result),
-            "gather": lambda: _after(world.Gather(mine, at_root, case.root), result),
-            "scatter": lambda: _after(world.Scatter(mine, out, case.root), result),
-            "all_to_all": lambda: _after(world.Alltoall(mine, out), result),
-            "send_recv": lambda: self._ping_pong(mine, out, result),
+            "all_reduce": lambda: after(world.Allreduce(here, mine, op), tensor),
+            "reduce": lambda: after(world.Reduce(mine, at_root, op, case.root), result),
+            "broadcast": lambda: after(world.Bcast(mine, case.root), tensor),
+            "all_gather": lambda: after(world.Allgather(mine, out), result),
+            "reduce_scatter": lambda: after(world.Reduce_scatter_block(mine, out, op), result),
+            "gather": lambda: after(world.Gather(mine, at_root, case.root), result),
+            "scatter": lambda: after(world.Scatter(mine, out, case.root), result),
+            "all_to_all": lambda: after(world.Alltoall(mine, out), result),
+            "send_recv": lambda: ping_pong(
+                world.rank, world.size, partial(world.Send, mine), partial(world.Recv, out), result
+            ),
         }
         return calls[case.operation]
 
     def _barrier(self) -> None:
         self._world.Barrier()
 
-    def _ping_pong(self, mine: Any, out: Any, result: Tensor) -> Tensor | None:
-        world, last = self._world, self._world.size - 1
-        if world.rank == 0:
-            world.Send(mine, last)
-            world.Recv(out, last)
-            return result
-        if world.rank == last:
-            world.Recv(out, 0)
-            world.Send(mine, 0)
-            return result
-        return None
-
     def close(self) -> None:
         """Does nothing: MPI ends with the process."""
-
-
-def _after(_: object, result: Tensor) -> Tensor:
-    return result

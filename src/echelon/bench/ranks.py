@@ -29,7 +29,7 @@ def measure_and_print(
         request: what to measure.
         peer: makes what is measured as well.
     """
-    subjects: list[Subject] = [EchelonSubject(group)]
+    subjects: list[Subject] = [EchelonSubject(group, "ours" if group.backend.name == request.vs else None)]
     if peer is not None:
         subjects.append(peer(group))
     prints = group.rank == 0

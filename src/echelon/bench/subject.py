@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,33 @@ class Subject(ABC):
         """Frees what the subject opened."""
 
 
+def ping_pong(
+    rank: int, num_ranks: int, send: Callable[[int], object], receive: Callable[[int], object], came: Tensor
+) -> Tensor | None:
+    """Does a rank's part of a message from rank 0 to the last and one back; returns what came, if it is one of both.
+
+    Args:
+        rank, num_ranks: who this is.
+        send, receive: send to and receive from a rank, the latter into `came`.
+        came: what is received.
+    """
+    last = num_ranks - 1
+    if rank == 0:
+        send(last)
+        receive(last)
+    elif rank == last:
+        receive(0)
+        send(0)
+    else:
+        return None
+    return came
+
+
+def after(_: object, result: Tensor | None) -> Tensor | None:
+    """Returns the result of a call that returns something else, or nothing."""
+    return result
+
+
 class EchelonSubject(Subject):
     """A group of ours."""
 
@@ -43,18 +71,19 @@ class EchelonSubject(Subject):
 
     def call(self, case: Case, tensor: Tensor | None) -> Call:  # noqa: D102
         group = self._group
+        if case.operation == "barrier":
+            return self._barrier
+        out = torch.empty(_out_length(case, group.rank), dtype=getattr(torch, case.dtype))
         if tensor is None:
-            return (lambda: group.scatter(None, case.root)) if case.operation == "scatter" else self._barrier
-        lengths = {"all_gather": case.num_elements * case.num_ranks, "reduce_scatter": case.num_elements}
-        out = tensor.new_empty(lengths.get(case.operation, tensor.numel() if case.operation == "all_to_all" else 0))
+            return lambda: group.scatter(None, case.root, out)
         calls: dict[str, Call] = {
             "all_reduce": lambda: group.all_reduce(tensor, case.op),
             "reduce": lambda: group.reduce(tensor, case.root, case.op),
             "broadcast": lambda: group.broadcast(tensor, case.root),
             "all_gather": lambda: group.all_gather(tensor, out),
             "reduce_scatter": lambda: group.reduce_scatter(tensor, case.op, out),
-            "gather": lambda: group.gather(tensor, case.root),
-            "scatter": lambda: group.scatter(tensor, case.root),
+            "gather": lambda: group.gather(tensor, case.root, out),
+            "scatter": lambda: group.scatter(tensor, case.root, out),
             "all_to_all": lambda: group.all_to_all(tensor, out),
             "send_recv": self._ping_pong(tensor),
         }
@@ -65,19 +94,16 @@ class EchelonSubject(Subject):
 
     def _ping_pong(self, tensor: Tensor) -> Call:
         group, came = self._group, torch.empty_like(tensor)
-        last = group.world_size - 1
-
-        def call() -> Tensor | None:
-            if group.rank == 0:
-                group.send(tensor, last)
-                return group.recv(last, out=came)
-            if group.rank == last:
-                group.recv(0, out=came)
-                group.send(tensor, 0)
-                return came
-            return None
-
-        return call
+        send, receive = partial(group.send, tensor), partial(group.recv, out=came)
+        return lambda: ping_pong(group.rank, group.world_size, send, receive, came)
 
     def close(self) -> None:
         """Does nothing: the group belongs to whoever made it."""
+
+
+def _out_length(case: Case, rank: int) -> int:
+    """Returns how many elements a rank's result has that is not written in place."""
+    gathers = case.operation == "all_gather" or (case.operation == "gather" and rank == case.root)
+    if gathers or case.operation == "all_to_all":
+        return case.num_elements * case.num_ranks
+    return case.num_elements if case.operation in ("scatter", "reduce_scatter") else 0

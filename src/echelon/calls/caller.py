@@ -17,9 +17,9 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from echelon.backends.base import Backend, Work
+from echelon.backends.base import Backend
 from echelon.backends.native import Call
-from echelon.backends.wire import signed
+from echelon.backends.work import Work
 from echelon.collectives.operations import Operation, write_out
 from echelon.collectives.run import Channel
 from echelon.collectives.select import Selector
@@ -70,18 +70,15 @@ class Caller:
             SizeMismatch: `out` does not fit the result; the group stays usable.
         """
         flight = self._begin(operation.note, operation.num_bytes)
-
-        def attempt() -> T:
-            if self._native is not None:  # takes detached tensors only; entering no_grad costs 1.5 us
-                result = self._run(operation, flight, timeout)
-            else:
-                with torch.no_grad():
-                    result = self._run(operation, flight, timeout)
-            return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
-
         if not async_op:
-            return attempt()
+            return self._run(operation, flight, timeout, out)
+        attempt: Callable[[], T] = partial(self._run, operation, flight, timeout, out)
+        aside = self._backend.aside(self._context)
+        if aside is not None:
+            attempt = partial(aside.queued, attempt)
         work = self._backend.start(partial(self._beside, attempt, flight), str(flight), self._context)
+        if aside is not None:
+            work.when_taken(aside.join)
         work.when_seen(lambda: self._unseen.pop(flight.sequence, None))
         return work
 
@@ -105,26 +102,28 @@ class Caller:
                 self._name, self._context, self._sequence, signature, note, num_bytes, marks
             )
 
-    def _run(self, operation: Operation[T], flight: Flight, timeout: float) -> T:
-        begun = self._backend.now()
-        watch = Watch(self._backend, self._ranks, flight, begun)
-        note = signed(flight.operation, flight.sequence, flight.signature)
-        deadline = begun + timeout
+    def _run(self, operation: Operation[T], flight: Flight, timeout: float, out: Tensor | None) -> T:
+        backend = self._backend
+        begun = backend.now()
+        watch = Watch(backend, self._ranks, flight, begun)
+        call = Call(flight.sequence, flight.operation, flight.signature, begun + timeout, watch)
         try:
-            result = self._act(operation, Call(flight.sequence, note, deadline, watch), watch)
+            if self._native is not None:  # takes detached tensors only; entering no_grad costs 1.5 us
+                result = operation.native(self._native, call)
+            else:
+                with torch.no_grad():
+                    result = operation.act(self._channel(call, watch))
         except (Exception, KeyboardInterrupt) as error:
-            told = self._give_up(error, watch, f"rank {self._backend.rank} in {flight}")
+            told = self._give_up(error, watch, f"rank {backend.rank} in {flight}")
             flight.end(told)
             if told is error:
                 raise
             raise told from error
         flight.end()
-        return result
+        return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
 
-    def _act(self, operation: Operation[T], call: Call, watch: Watch) -> T:
-        if self._native is not None:
-            return operation.native(self._native, call)
-        channel = Channel(
+    def _channel(self, call: Call, watch: Watch) -> Channel:
+        return Channel(
             self._backend,
             self._ranks,
             self._rank,
@@ -135,7 +134,6 @@ class Caller:
             self._selector,
             watch,
         )
-        return operation.act(channel)
 
     def _beside(self, attempt: Callable[[], T], flight: Flight) -> T:
         try:

@@ -7,7 +7,9 @@ from typing import ParamSpec, TypeVar, overload
 
 from torch import Tensor
 
-from echelon.backends.base import Work
+from echelon.backends.memory import check_dense, check_writable, wrong_device
+from echelon.backends.work import Work
+from echelon.calls.away import Copies
 from echelon.calls.member import Member, No, Seconds, Yes
 from echelon.collectives import coalesced
 from echelon.collectives.operations import Operation
@@ -42,9 +44,9 @@ class CoalescedCollectives(Member):
             tensors: the same shapes and dtypes on every rank.
             op, async_op, timeout: as in `all_reduce`; the timeout counts for each dtype.
         """
-        self._check_all(tensors, "all_reduce_coalesced", in_place=True)
-        operations = coalesced.all_reduce_coalesced(tensors, op)
-        return self._call_all(operations, lambda: list(tensors), async_op, timeout)
+        copies = self._check_all(tensors, "all_reduce_coalesced", in_place=True)
+        operations = coalesced.all_reduce_coalesced(copies.tensors, op)
+        return self._call_all(operations, lambda: copies.take_back_into(tensors), copies, async_op, timeout)
 
     @overload
     def reduce_coalesced(
@@ -64,9 +66,11 @@ class CoalescedCollectives(Member):
             dst: the rank that gets the results.
         """
         self._check_rank(dst, "dst")
-        self._check_all(tensors, "reduce_coalesced", in_place=self.rank == dst)
-        operations = coalesced.reduce_coalesced(tensors, dst, op, self.rank == dst)
-        return self._call_all(operations, lambda: list(tensors), async_op, timeout)
+        is_dst = self.rank == dst
+        copies = self._check_all(tensors, "reduce_coalesced", in_place=is_dst)
+        operations = coalesced.reduce_coalesced(copies.tensors, dst, op, is_dst)
+        finish = (lambda: copies.take_back_into(tensors)) if is_dst else (lambda: list(tensors))
+        return self._call_all(operations, finish, copies, async_op, timeout)
 
     @overload
     def reduce_scatter_coalesced(
@@ -88,14 +92,14 @@ class CoalescedCollectives(Member):
         Raises:
             SizeMismatch: a tensor has no dims.
         """
-        self._check_all(tensors, "reduce_scatter_coalesced")
+        copies = self._check_all(tensors, "reduce_scatter_coalesced")
         for number, tensor in enumerate(tensors):
             if tensor.dim() == 0:
                 what = f"reduce_scatter_coalesced, tensor {number}"
                 raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", what, "reshape it")
         results: list[Tensor] = []
-        operations = coalesced.reduce_scatter_coalesced(tensors, op, self.rank, self.world_size, results)
-        return self._call_all(operations, lambda: results, async_op, timeout)
+        operations = coalesced.reduce_scatter_coalesced(copies.tensors, op, self.rank, self.world_size, results)
+        return self._call_all(operations, lambda: copies.take_back(results), copies, async_op, timeout)
 
     @overload
     def all_gather_coalesced(
@@ -114,8 +118,9 @@ class CoalescedCollectives(Member):
             tensors: the same dtypes and the same dims but the first on every rank; see `all_gather`.
             async_op, timeout: as in `all_reduce`.
         """
-        self._check_all(tensors, "all_gather_coalesced")
-        return self._call(coalesced.all_gather_coalesced(tensors), async_op, timeout)
+        copies = self._check_all(tensors, "all_gather_coalesced")
+        operation = coalesced.all_gather_coalesced(copies.tensors)
+        return self._call(copies.around(operation, copies.take_back), async_op, timeout)
 
     @overload
     def gather_coalesced(
@@ -135,16 +140,39 @@ class CoalescedCollectives(Member):
             dst: the rank that gets the results.
         """
         self._check_rank(dst, "dst")
-        self._check_all(tensors, "gather_coalesced")
-        return self._call(coalesced.gather_coalesced(tensors, dst), async_op, timeout)
+        copies = self._check_all(tensors, "gather_coalesced")
 
-    def _check_all(self, tensors: Sequence[Tensor], what: str, *, in_place: bool = False) -> None:
+        def finish(found: list[Tensor] | None) -> list[Tensor] | None:
+            return None if found is None else copies.take_back(found)
+
+        return self._call(copies.around(coalesced.gather_coalesced(copies.tensors, dst), finish), async_op, timeout)
+
+    def _check_all(self, tensors: Sequence[Tensor], what: str, *, in_place: bool = False) -> Copies:
+        """Returns the tensors where they can be moved."""
         self._check_open()
+        away = []
         for number, tensor in enumerate(tensors):
-            self._check(tensor, f"{what}, tensor {number}", in_place=in_place)
+            name = f"{what}, tensor {number}"
+            if not check_dense(tensor, self.backend.devices, name):
+                away.append(number)
+            if in_place:
+                check_writable(tensor, name)
+        if not away:
+            return Copies(tensors, {})
+        landings = {away[0]: self._land(tensors[away[0]], what)}  # says what it does, once for all of them
+        for number in away[1:]:
+            if not self.backend.host_copies.handles(tensors[number]):
+                raise wrong_device(tensors[number], self.backend.devices, f"{what}, tensor {number}")
+            landings[number] = self.backend.host_copies.to_host(tensors[number])
+        return Copies(tensors, landings)
 
     def _call_all(
-        self, operations: Sequence[Operation[None]], result: Callable[[], T], async_op: bool, timeout: Seconds
+        self,
+        operations: Sequence[Operation[None]],
+        result: Callable[[], T],
+        copies: Copies,
+        async_op: bool,
+        timeout: Seconds,
     ) -> T | Work[T]:
         """Runs operations one after another; the last one returns the result, or raises the first error of all."""
         errors: list[Exception] = []
@@ -169,7 +197,8 @@ class CoalescedCollectives(Member):
             return notice
 
         for operation in operations:
-            act, native = noticing(operation.act), noticing(operation.native)
+            arrived = copies.around(operation, lambda _: None)
+            act, native = noticing(arrived.act), noticing(arrived.native)
             outcome = self._call(Operation(operation.note, act, native, operation.num_bytes), async_op, timeout)
             if isinstance(outcome, Work):
                 works.append(outcome)

@@ -8,7 +8,8 @@ from typing import cast, overload
 import torch
 from torch import Tensor
 
-from echelon.backends.base import Work
+from echelon.backends.work import Work
+from echelon.calls.away import here, in_place, on_device
 from echelon.calls.member import Member, No, Seconds, Yes
 from echelon.collectives import operations, rows
 from echelon.errors import SizeMismatch
@@ -32,8 +33,9 @@ class Collectives(Member):
             async_op: return a Work at once; `tensor` belongs to it until it is done.
             timeout: seconds for the whole operation.
         """
-        self._check(tensor, "all_reduce", in_place=True)
-        return self._call(operations.all_reduce(tensor, op), async_op, timeout)
+        away = self._check(tensor, "all_reduce", in_place=True)
+        operation = operations.all_reduce(here(tensor, away), op)
+        return self._call(in_place(operation, tensor, away), async_op, timeout)
 
     @overload
     def reduce(self, tensor: Tensor, dst: int, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -51,8 +53,9 @@ class Collectives(Member):
             dst: the rank that gets the result.
         """
         self._check_rank(dst, "dst")
-        self._check(tensor, "reduce", in_place=self.rank == dst)
-        return self._call(operations.reduce(tensor, dst, op), async_op, timeout)
+        away = self._check(tensor, "reduce", in_place=self.rank == dst)
+        operation = operations.reduce(here(tensor, away), dst, op)
+        return self._call(in_place(operation, tensor, away, writes=self.rank == dst), async_op, timeout)
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -69,8 +72,9 @@ class Collectives(Member):
             async_op, timeout: as in `all_reduce`.
         """
         self._check_rank(src, "src")
-        self._check(tensor, "broadcast", in_place=self.rank != src)
-        return self._call(operations.broadcast(tensor, src), async_op, timeout)
+        away = self._check(tensor, "broadcast", in_place=self.rank != src)
+        operation = operations.broadcast(here(tensor, away), src)
+        return self._call(in_place(operation, tensor, away, writes=self.rank != src), async_op, timeout)
 
     @overload
     def all_gather(
@@ -93,44 +97,69 @@ class Collectives(Member):
         Raises:
             SizeMismatch: `out` has not the shape or dtype of the result.
         """
-        self._check(tensor, "all_gather")
-        return self._call(rows.all_gather(tensor, out), async_op, timeout, out)
+        away = self._check(tensor, "all_gather")
+        return self._call(on_device(rows.all_gather(here(tensor, away), out), away, out), async_op, timeout, out)
 
     @overload
-    def gather(self, tensor: Tensor, dst: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor | None: ...
-    @overload
-    def gather(self, tensor: Tensor, dst: int, *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor | None]: ...
     def gather(
-        self, tensor: Tensor, dst: int, async_op: bool = False, timeout: Seconds = None
+        self, tensor: Tensor, dst: int, out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor | None: ...
+    @overload
+    def gather(
+        self, tensor: Tensor, dst: int, out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor | None]: ...
+    def gather(
+        self,
+        tensor: Tensor,
+        dst: int,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
     ) -> Tensor | Work[Tensor | None] | None:
         """Returns what `all_gather` does on rank `dst`, and None on the others.
 
         Args:
             tensor: as in `all_gather`.
             dst: the rank that gets the result.
+            out: written and returned on rank `dst`, not looked at on others; None: a new tensor.
             async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `out` has not the shape or dtype of the result.
         """
-        self._check(tensor, "gather")
+        away = self._check(tensor, "gather")
         self._check_rank(dst, "dst")
-        return self._call(rows.gather(tensor, dst), async_op, timeout)
+        out = out if self.rank == dst else None
+        return self._call(on_device(rows.gather(here(tensor, away), dst, out), away), async_op, timeout, out)
 
     @overload
-    def scatter(self, tensor: Tensor | None, src: int, async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
-    @overload
-    def scatter(self, tensor: Tensor | None, src: int, *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
     def scatter(
-        self, tensor: Tensor | None, src: int, async_op: bool = False, timeout: Seconds = None
+        self, tensor: Tensor | None, src: int, out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def scatter(
+        self, tensor: Tensor | None, src: int, out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def scatter(
+        self,
+        tensor: Tensor | None,
+        src: int,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
     ) -> Tensor | Work[Tensor]:
         """Returns this rank's part of the tensor of rank `src`; shape and dtype travel along.
 
         Args:
             tensor: on rank `src`, at least one dim; dim 0 is split as torch.tensor_split does. Not looked at on others.
-            src: the rank whose tensor it is.
+            src: the rank whose tensor it is. The others' parts are on the CPU, or over NCCL where its tensor is.
+            out: written and returned; None: a new tensor.
             async_op, timeout: as in `all_reduce`.
 
         Raises:
-            SizeMismatch: rank `src` has no tensor, or one without dims.
+            SizeMismatch: rank `src` has no tensor, or one without dims; `out` has not the shape or dtype of the part.
         """
+        self._check_open()
         self._check_rank(src, "src")
         if self.rank == src:
             if tensor is None or tensor.dim() == 0:
@@ -138,8 +167,9 @@ class Collectives(Member):
                 raise SizeMismatch(
                     "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
                 )
-            self._check(tensor, "scatter")
-        return self._call(rows.scatter(tensor, src), async_op, timeout)
+            away = self._check(tensor, "scatter")
+            return self._call(on_device(rows.scatter(here(tensor, away), src, out), away), async_op, timeout, out)
+        return self._call(rows.scatter(None, src, out), async_op, timeout, out)
 
     @overload
     def reduce_scatter(
@@ -169,10 +199,11 @@ class Collectives(Member):
         Raises:
             SizeMismatch: `out` has not the shape or dtype of this rank's part, or `tensor` has no dims.
         """
-        self._check(tensor, "reduce_scatter")
+        away = self._check(tensor, "reduce_scatter")
         if tensor.dim() == 0:
             raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
-        return self._call(operations.reduce_scatter(tensor, op, out), async_op, timeout, out)
+        operation = operations.reduce_scatter(here(tensor, away), op, out)
+        return self._call(on_device(operation, away, out), async_op, timeout, out)
 
     @overload
     def all_to_all(
@@ -217,7 +248,7 @@ class Collectives(Member):
             SizeMismatch: `in_splits` are not one per rank that add up to dim 0, or `out` does not fit.
             CollectiveMismatch: other numbers of rows came than `out_splits` says.
         """
-        self._check(tensor, "all_to_all")
+        away = self._check(tensor, "all_to_all")
         num_rows = len(tensor) if tensor.dim() else 1
         if in_splits is not None and (
             len(in_splits) != self.world_size or sum(in_splits) != num_rows or min(in_splits) < 0
@@ -225,7 +256,8 @@ class Collectives(Member):
             raise SizeMismatch(
                 f"{self.world_size} numbers that add up to {num_rows}", list(in_splits), "all_to_all(in_splits=)"
             )
-        return self._call(rows.all_to_all(tensor, in_splits, out_splits, out), async_op, timeout, out)
+        operation = rows.all_to_all(here(tensor, away), in_splits, out_splits, out)
+        return self._call(on_device(operation, away, out), async_op, timeout, out)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None, timeout: Seconds = None) -> Tensor:
         """Returns a new CPU tensor in memory that the group's ranks share, if they are on one host; else anywhere.

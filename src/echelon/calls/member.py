@@ -7,8 +7,12 @@ from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from echelon.backends.base import Backend, Tag, Work
-from echelon.backends.memory import check_dense, check_tensor, check_writable
+from echelon.backends.base import Backend
+from echelon.backends.host_copies import Landing
+from echelon.backends.memory import check_dense, check_tensor, check_writable, wrong_device
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
+from echelon.calls.gpu_policy import check_away
 from echelon.collectives.operations import Operation
 from echelon.errors import InvalidRank, SelfSend, SizeMismatch
 
@@ -50,22 +54,42 @@ class Member(ABC):
     def _call(
         self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
     ) -> T | Work[T]:
-        """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks."""
+        """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks.
+
+        That the group is open has been checked.
+        """
 
     @abstractmethod
     def _check_open(self) -> None:
         """Raises Closed after the group was closed."""
 
-    def _check(self, tensor: Tensor, what: str, *, in_place: bool = False) -> None:
+    def _check(self, tensor: Tensor, what: str, *, in_place: bool = False) -> Landing | None:
+        """Returns None if a tensor can be moved where it is; else, where that is allowed, its copy on the host.
+
+        Raises:
+            Closed: the group was closed. UnsupportedOp: it cannot be moved. LaunchError: as `check_away`.
+        """
         self._check_open()
-        check_dense(tensor, self.backend.devices, what)
+        is_here = check_dense(tensor, self.backend.devices, what)
         if in_place:
             check_writable(tensor, what)
+        return None if is_here else self._land(tensor, what)
+
+    def _land(self, tensor: Tensor, what: str) -> Landing:
+        if not self.backend.host_copies.handles(tensor):
+            raise wrong_device(tensor, self.backend.devices, what)
+        check_away(tensor, what, self.backend.name)
+        return self.backend.host_copies.to_host(tensor)
+
+    def _check_message(self, tensor: Tensor) -> None:
+        self._check_open()
+        if not check_dense(tensor, self.backend.message_devices, "send"):
+            raise wrong_device(tensor, self.backend.message_devices, "send")
 
     def _check_out(self, out: Tensor | None) -> None:
         self._check_open()
         if out is not None:
-            check_tensor(out, self.backend.devices, "recv(out=)")
+            check_tensor(out, self.backend.message_devices, "recv(out=)")
 
     def _check_rank(self, rank: int, what: str) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:

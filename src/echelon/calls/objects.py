@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from echelon.backends.base import Work
+from echelon.backends.work import Work
 from echelon.calls.member import Member, No, Seconds, Yes
 from echelon.collectives import objects
 from echelon.collectives.objects import JsonLike

@@ -7,8 +7,9 @@ import math
 from collections.abc import Collection
 from typing import TypeVar
 
-from echelon.backends.base import Backend, Work
+from echelon.backends.base import Backend
 from echelon.backends.status import Question
+from echelon.backends.work import Work
 from echelon.collectives.watch import ANSWER_SECONDS, WARN_SECONDS, silence
 from echelon.errors import PeerFailed, Timeout
 

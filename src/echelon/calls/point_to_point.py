@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
-from echelon.backends.base import Received, Work
 from echelon.backends.memory import describe, plain
+from echelon.backends.work import Received, Work
 from echelon.calls.member import Member, Seconds
 from echelon.calls.patience import wait_for
 from echelon.errors import InvalidWorldSize, Timeout
@@ -99,7 +99,7 @@ class PointToPoint(Member):
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
-        self._check(tensor, "send")
+        self._check_message(tensor)
         peer = self._peer(dst, "dst")
         what = f"send to rank {peer}, tag {tag} of {describe(tensor.shape, tensor.dtype)}"
         work = self.backend.isend(plain(tensor), peer, self._tag(tag))
@@ -137,7 +137,7 @@ class PointToPoint(Member):
         for message in messages:
             match message:
                 case SendTo(tensor, dst, tag):
-                    self._check(tensor, "send")
+                    self._check_message(tensor)
                     self._peer(dst, "dst")
                 case RecvFrom(src, tag, out):
                     self._check_out(out)

@@ -10,6 +10,7 @@ from typing import Annotated, cast
 import typer
 
 from echelon.cli.bench import bench
+from echelon.cli.doctor import doctor
 from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
@@ -34,6 +35,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("plan")(plan)
 app.command("bench")(bench)
 app.command("tune")(tune)
+app.command("doctor")(doctor)
 collectives.command()(plan_collective)
 
 

@@ -12,6 +12,7 @@ from echelon.bench.request import Request
 from echelon.bench.sizes import read_size, size_ladder
 from echelon.cli.hosts import read_hosts
 from echelon.errors import LaunchError
+from echelon.launch.environment import is_rank
 
 _MOST_RANKS = 1024
 
@@ -21,7 +22,7 @@ def bench(
     num_ranks: Annotated[
         int | None, typer.Option("-n", "--num-ranks", help="How many ranks to start.  [default: 2]")
     ] = None,
-    backend: Annotated[str, typer.Option(help="auto, shm, tcp, or simulated: in virtual time.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, shm, tcp, gloo, nccl, or simulated: in virtual time.")] = "auto",
     smallest: Annotated[str, typer.Option("-b", "--min", metavar="BYTES", help="The smallest array.")] = "8",
     largest: Annotated[str, typer.Option("-e", "--max", metavar="BYTES", help="The largest array.")] = "64M",
     factor: Annotated[
@@ -63,9 +64,9 @@ def bench(
             raise LaunchError(f"{option} {value}: only simulated ranks have that; add --backend simulated")
     if local_network is not None and hosts is None:
         raise LaunchError(f"--local-network {local_network}: there are no hosts; add --hosts, as 2x2")
-    if os.environ.get("RANK"):
+    if is_rank(os.environ):
         if num_ranks is not None or backend == "simulated":
-            raise LaunchError("this is a rank that a launcher started: leave out -n and --backend simulated, or RANK")
+            raise LaunchError("this is a rank that a launcher started: leave out -n and --backend simulated")
         from echelon.bench.start import run_as_rank
 
         return 1 if run_as_rank(request, backend) else 0

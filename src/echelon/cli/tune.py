@@ -10,6 +10,7 @@ import typer
 from echelon.bench.sizes import read_size, size_ladder
 from echelon.cli.hosts import read_hosts
 from echelon.errors import LaunchError
+from echelon.launch.environment import is_rank
 
 _MOST_RANKS = 1024
 
@@ -48,9 +49,9 @@ def tune(
             raise LaunchError(f"{option} {value}: only simulated ranks have that; add --backend simulated")
     if backend == "simulated" and output is None:
         raise LaunchError("--backend simulated is not this system: name a file of its own, as --output tuned.json")
-    if os.environ.get("RANK"):
+    if is_rank(os.environ):
         if num_ranks is not None or backend == "simulated":
-            raise LaunchError("this is a rank that a launcher started: leave out -n and --backend simulated, or RANK")
+            raise LaunchError("this is a rank that a launcher started: leave out -n and --backend simulated")
         run_as_rank(tuning, backend)
         return
     count = 2 if num_ranks is None else num_ranks

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -116,7 +115,7 @@ def _for_each_dtype(
     for dtype in numbers:
         operator(op, dtype)
     if not numbers:
-        return [replace(barrier(), note=note)]
+        return [barrier()._replace(note=note)]
     operations = []
     for dtype, chosen in numbers.items():
         pack, unpack = part_of(chosen)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe, is_plain, new_tensor, plain
 from echelon.backends.native import Call, NativeCollectives, Place
-from echelon.backends.operators import Combine, accumulation_dtype, operator
+from echelon.backends.operators import Combine, Operator, accumulation_dtype, operator
 from echelon.collectives import select
 from echelon.collectives.algorithms import OPERATIONS
 from echelon.collectives.chunks import Borrowed, Chunks, Parts, Rows, even_sizes
@@ -27,8 +27,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Operation(Generic[T]):
+class Operation(NamedTuple, Generic[T]):
     """One call of a collective."""
 
     note: str
@@ -55,7 +54,7 @@ def derived(make: Callable[[], Operation[S]], finish: Callable[[S], T], note: st
 
 def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
     """Combines `tensor` over all ranks, in place."""
-    reduction = operator(op, tensor.dtype)
+    note, reduction = _reduction(f"all_reduce({op})", op, tensor.shape, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
         wide = _widen(tensor)
@@ -66,19 +65,16 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
         return _keep(tensor, reduction.finish(wide, channel.num_ranks))
 
     def native(collectives: NativeCollectives, call: Call) -> Tensor:
-        if not tensor.is_conj() and not tensor.is_neg():
-            collectives.all_reduce(call, tensor.detach(), reduction)
-            return tensor
-        values = plain(tensor)
+        values = _resolved(tensor)
         collectives.all_reduce(call, values, reduction)
-        return _keep(tensor, values)
+        return tensor if values is tensor else _keep(tensor, values)
 
-    return Operation(f"all_reduce({op}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
+    return Operation(note, act, native, tensor.nbytes)
 
 
 def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
     """Combines `tensor` over all ranks, in place on rank `dst`; on others it stays as it is."""
-    reduction = operator(op, tensor.dtype)
+    note, reduction = _reduction(f"reduce({op}, dst={dst})", op, tensor.shape, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
         wide = _widen(tensor)
@@ -97,7 +93,7 @@ def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
         collectives.reduce(call, values, dst, reduction)
         return _keep(tensor, values)
 
-    return Operation(f"reduce({op}, dst={dst}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
+    return Operation(note, act, native, tensor.nbytes)
 
 
 def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
@@ -120,7 +116,7 @@ def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
 
 def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operation[Tensor]:
     """Combines `tensor` over all ranks and returns this rank's part of the result; `out`, if it fits."""
-    reduction = operator(op, tensor.dtype)
+    note, reduction = _reduction(f"reduce_scatter({op})", op, tensor.shape, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
         num_rows, *row = tensor.shape
@@ -137,7 +133,7 @@ def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operat
     def native(collectives: NativeCollectives, call: Call) -> Tensor:
         return collectives.reduce_scatter(call, _resolved(tensor), reduction, place_of(out, tensor))
 
-    return Operation(f"reduce_scatter({op}) of {describe(tensor.shape, tensor.dtype)}", act, native, tensor.nbytes)
+    return Operation(note, act, native, tensor.nbytes)
 
 
 def barrier() -> Operation[None]:
@@ -181,7 +177,7 @@ def place_of(out: Tensor | None, source: Tensor) -> Place:
     def place(shape: Sequence[int]) -> Tensor:
         if out is not None and can_hold(out, shape, source):
             return out.detach()
-        return new_tensor(tuple(shape), source.dtype)
+        return new_tensor(tuple(shape), source.dtype, source.device)
 
     return place
 
@@ -215,6 +211,17 @@ def run_plan(
     run(plan, channel.by(algorithm), chunks(plan.num_chunks), combine)
 
 
+class _Reduction(NamedTuple):
+    note: str
+    operator: Operator
+
+
+@lru_cache(1024)
+def _reduction(name: str, op: str, shape: torch.Size, dtype: torch.dtype) -> _Reduction:
+    """Returns what ranks compare, and the operator; the same calls are made over and over."""
+    return _Reduction(f"{name} of {describe(shape, dtype)}", operator(op, dtype))
+
+
 _VARIABLES = {operation: select.variable_of(operation) for operation in OPERATIONS}
 _PACKED = torch.contiguous_format
 
@@ -227,7 +234,9 @@ def _widen(tensor: Tensor) -> Tensor:
 
 def _resolved(tensor: Tensor) -> Tensor:
     """Returns the values of a tensor in its own memory, if that is what they are, else copied."""
-    return plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return plain(tensor)
+    return tensor.detach() if tensor.requires_grad else tensor  # to detach takes five times as long as to ask
 
 
 def _keep(tensor: Tensor, result: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from echelon.backends.memory import describe, new_tensor, plain
+from echelon.backends.memory import describe, is_plain, new_tensor, plain
 from echelon.backends.native import Call, NativeCollectives
 from echelon.collectives.chunks import Rows, even_sizes
 from echelon.collectives.operations import Operation, can_hold, place_of, run_plan
@@ -35,8 +35,8 @@ def all_gather(tensor: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
     return Operation(f"all_gather of {_kind(rows)}", act, native, rows.nbytes)
 
 
-def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
-    """Returns the tensors of all ranks, concatenated along dim 0, on rank `dst`; None on others."""
+def gather(tensor: Tensor, dst: int, out: Tensor | None = None) -> Operation[Tensor | None]:
+    """Returns the tensors of all ranks, concatenated along dim 0, on rank `dst`; None on others. `out`, if it fits."""
     rows = _rows(tensor)
 
     def act(channel: Channel) -> Tensor | None:
@@ -44,19 +44,19 @@ def gather(tensor: Tensor, dst: int) -> Operation[Tensor | None]:
             given = Rows(channel.num_ranks, {channel.rank: plain(rows)})
             run_plan("gather", channel, lambda _: given, root=dst)
             return None
-        result = _Result(rows, [len(rows)] * channel.num_ranks, None)
+        result = _Result(rows, [len(rows)] * channel.num_ranks, out)
         chunks = Rows(channel.num_ranks, {dst: result.put(dst, plain(rows))}, result.places)
         run_plan("gather", channel, lambda _: chunks, root=dst)
         return result.of([chunks[rank] for rank in range(channel.num_ranks)])
 
     def native(collectives: NativeCollectives, call: Call) -> Tensor | None:
-        return collectives.gather(call, plain(rows), dst, place_of(None, rows))
+        return collectives.gather(call, plain(rows), dst, place_of(out, rows))
 
     return Operation(f"gather(dst={dst}) of {_kind(rows)}", act, native, rows.nbytes)
 
 
-def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
-    """Returns this rank's part of the tensor of rank `src`."""
+def scatter(tensor: Tensor | None, src: int, out: Tensor | None = None) -> Operation[Tensor]:
+    """Returns this rank's part of the tensor of rank `src`; `out`, if it fits."""
 
     def act(channel: Channel) -> Tensor:
         given: dict[int, Tensor] = {}
@@ -70,7 +70,15 @@ def scatter(tensor: Tensor | None, src: int) -> Operation[Tensor]:
         return part if is_alone else part.clone()
 
     def native(collectives: NativeCollectives, call: Call) -> Tensor:
-        return collectives.scatter(call, None if tensor is None else plain(tensor), src)
+        return collectives.scatter(call, None if tensor is None else plain(tensor), src, place)
+
+    def place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if tensor is not None:
+            return place_of(out, tensor)(shape)
+        kind = list(shape), dtype, device
+        if out is not None and (list(out.shape), out.dtype, out.device) == kind and is_plain(out):
+            return out.detach()
+        return new_tensor(tuple(shape), dtype, device)
 
     return Operation(f"scatter(src={src})", act, native, 0 if tensor is None else tensor.nbytes)
 

@@ -8,8 +8,10 @@ from typing import TypeVar
 
 import torch
 
-from echelon.backends.base import Backend, Tag, Work
+from echelon.backends.base import Backend
 from echelon.backends.operators import Combine
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
 from echelon.collectives.chunks import Chunks
 from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Round, Send
 from echelon.collectives.select import Selector

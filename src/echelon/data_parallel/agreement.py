@@ -23,9 +23,17 @@ def check_same_model(module: torch.nn.Module, group: ProcessGroup, options: Iter
     Raises:
         CollectiveMismatch: on every rank, with the first difference.
     """
+    check_same_lines([*options, *outline(module)], group)
+
+
+def check_same_lines(lines: Sequence[str], group: ProcessGroup) -> None:
+    """Compares what describes the models of all ranks, line by line.
+
+    Raises:
+        CollectiveMismatch: on every rank, with the first difference.
+    """
     if group.world_size == 1:
         return
-    lines = [*options, *outline(module)]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     if len(set(map(str, group.all_gather_object(digest)))) == 1:
         return

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from echelon._torch_private import version_of
 from echelon.data_parallel.hooks import GradientBucket
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
@@ -16,7 +17,8 @@ class BucketMemory:
     """Holds the gradients of the parameters of one bucket.
 
     In the parameters' own dtype a parameter's gradient *is* its view from its first backward on: there is no second
-    copy. In another dtype the memory is where gradients are accumulated, and .grad holds what comes out.
+    copy. In a wider dtype the memory is where gradients are accumulated, and .grad holds what comes out, rounded.
+    Autograd must not add to what is rounded, so `hide` takes it away before; what the user has changed counts as it is.
     """
 
     def __init__(
@@ -36,13 +38,13 @@ class BucketMemory:
             parameters: of one dtype and device.
             group: the ranks that reduce it.
             planned: the parameters' dtype.
-            dtype: of the memory; None: the parameters'.
+            dtype: of the memory, if it is wider than that; None: the parameters'.
         """
         self.number = number
         self._names = names
         self._parameters = parameters
         self._dtype = planned
-        dtype = planned if dtype is None else dtype
+        dtype = planned if dtype is None else torch.promote_types(planned, dtype)
         self._is_wide = dtype != planned
         sizes = [parameter.numel() for parameter in parameters]
         device = parameters[0].device
@@ -56,9 +58,11 @@ class BucketMemory:
         self.has_gradient = [False] * len(parameters)
         """Of each parameter: whether this rank has a gradient for the reduction. Set by `fill`."""
         self._shown: list[Tensor | None] = [None] * len(parameters)
-        """In another dtype: the rounded gradient that .grad was set to."""
+        """In a wider dtype: the rounded gradient that .grad was set to."""
+        self._versions = [0] * len(parameters)
+        """And how often that had been written then."""
         self._is_hidden = [False] * len(parameters)
-        """In another dtype: whether .grad was taken away, so that autograd does not add to what is rounded."""
+        """In a wider dtype: whether .grad was taken away until something is added to it."""
 
     def take(self, index: int) -> None:
         """Moves the gradient of a parameter, which is new or was added to, into the memory.
@@ -79,15 +83,24 @@ class BucketMemory:
                 view.copy_(gradient)
         self.give(index)
 
-    def hide(self) -> None:
-        """Before gradients are added to: takes away those that are rounded. One that was zeroed is forgotten."""
-        if not self._is_wide:
+    def hide(self, index: int) -> None:
+        """Takes a gradient away that is rounded, as autograd is about to add to it.
+
+        Raises:
+            UnsupportedOp: as `take`.
+        """
+        parameter = self._parameters[index]
+        if not self._is_wide or parameter.grad is None:
             return
-        for index, parameter in enumerate(self._parameters):
-            gradient, shown = parameter.grad, self._shown[index]
-            if shown is not None and gradient is shown and bool(gradient.any()):
-                parameter.grad, self._is_hidden[index] = None, True
-            self._shown[index] = None
+        if not self._is_shown(index):
+            self.take(index)
+        parameter.grad, self._is_hidden[index] = None, True
+
+    def show(self) -> None:
+        """Gives back what was hidden, after a backward that added nothing to it: one of torch.autograd.grad."""
+        for index, is_hidden in enumerate(self._is_hidden):
+            if is_hidden:
+                self.give(index)
 
     def fill(self) -> None:
         """Takes every gradient that there is, and zeros for the others.
@@ -100,7 +113,7 @@ class BucketMemory:
             self.has_gradient[index] = gradient is not None or self._is_hidden[index]
             if not self.has_gradient[index]:
                 view.zero_()
-            elif gradient is None or gradient is not self._shown[index]:
+            elif not self._is_shown(index):
                 self.take(index)
 
     def give(self, index: int) -> None:
@@ -109,12 +122,21 @@ class BucketMemory:
         if not self._is_wide:
             parameter.grad = view
             return
-        parameter.grad = self._shown[index] = view.to(self._dtype)
+        rounded = view.to(self._dtype)
+        parameter.grad = self._shown[index] = rounded
+        self._versions[index] = version_of(rounded)
         self._is_hidden[index] = False
 
-    def bucket(self) -> GradientBucket:
-        """Returns the bucket as a hook sees it."""
-        return GradientBucket(self.number, self.flat, self._views)
+    def bucket(self, weight: float) -> GradientBucket:
+        """Returns the bucket as a hook sees it, with the weight of this rank."""
+        return GradientBucket(self.number, self.flat, self._views, self._names, weight)
+
+    def _is_shown(self, index: int) -> bool:
+        """Says whether .grad is what this memory holds, rounded, and nobody has changed it."""
+        gradient = self._parameters[index].grad
+        if gradient is None or gradient is not self._shown[index]:
+            return False
+        return version_of(gradient) == self._versions[index]
 
 
 def _like(piece: Tensor, parameter: Tensor) -> Tensor:

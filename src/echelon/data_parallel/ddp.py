@@ -3,14 +3,14 @@
 Strategy. Hooks on the parameters tell when a gradient is complete, so it does not matter how the module was called. The
 first hook of a backward, that on the module's output if it was called as a whole, asks the engine to be told of the end
 of that backward (the outermost, where checkpoints run others inside); there `finish` blocks until all ranks have come.
-Everything runs in the thread that called backward; the collectives run in the lane of the reducer's group. Hooks refer
-to the wrapper weakly: without it the module is an ordinary one again.
+Everything runs in the thread that called backward; the collectives run in the lane of the reducer's group, beside
+backward, or behind it if they would only take the core from it. Hooks refer to the wrapper weakly: without it the
+module is an ordinary one again.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -21,9 +21,10 @@ from echelon._torch_private import at_end_of_backward
 from echelon.data_parallel.agreement import check_same_model
 from echelon.data_parallel.broadcast import average_tensors, broadcast_tensors
 from echelon.data_parallel.forwards import watch_forwards
+from echelon.data_parallel.gradients import take_over, watch_gradients
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.join import Next, announce, first_active
-from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
+from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer, has_time_beside
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 
@@ -37,8 +38,8 @@ class DistributedDataParallel(torch.nn.Module):
     for the whole batch, if the loss is a mean and all parts have the same number of samples (or with
     `average="samples"`). Parameters stay the objects they are, so an optimizer may be made before or after. Those that
     no rank used keep the gradient None; those that only some used get the right mean. Every backward that reaches a
-    parameter reduces, also if `module` itself was called, as long as this wrapper lives; a rank on which it reaches
-    none calls `sync_gradients()` instead. A rank that runs a forward and skips its backward is told, as are the others.
+    parameter reduces, as long as this wrapper lives; a rank on which it reaches none calls `sync_gradients()` instead.
+    A rank that runs a forward and skips its backward is told, as are the others. To call `module` itself is the same.
 
     Gradients are views of the buckets in which they travel, so they take no memory twice.
 
@@ -66,21 +67,22 @@ class DistributedDataParallel(torch.nn.Module):
             bucket_mb: mebibytes of gradients that are reduced at a time.
             buffers: before each training forward, buffers (such as the running statistics of BatchNorm) become those
                 of rank 0 ("broadcast"), or their mean if they are numbers with a fraction ("average"), or stay
-                ("local"). Not under `no_sync`, and not if `module` itself is called.
+                ("local"). Not under `no_sync`.
             average: all ranks weigh the same ("ranks"), or as much as they have samples ("samples"): as the first
-                tensor given to forward has rows, over the forwards since gradients were last reduced.
+                tensor given to forward has rows, added up over the forwards since gradients were last reduced.
             hook: how a bucket is reduced: to send less, or less often. None: an all_reduce.
 
         Raises:
             CollectiveMismatch: on every rank, if names, shapes or dtypes of the model or the options differ.
             ValueError: an option that is none.
-            UnsupportedOp: a parameter or buffer that the group's backend cannot move, or that has no shape yet.
+            UnsupportedOp: a parameter or buffer that the group's backend cannot move, or that has no shape yet, or a
+                parameter that another living wrapper reduces, which has not failed.
         """
         super().__init__()
         _check_choice("buffers", buffers, get_args(Buffers))
         _check_choice("average", average, get_args(Average))
         options = [f"bucket_mb={float(bucket_mb)}", f"buffers={buffers}", f"average={average}"]
-        self._options = [*options, f"hook={type(hook).__name__}"]
+        self._options = [*options, f"hook={hook!r}"]
         self._group = group
         self._bucket_mb = float(bucket_mb)
         self._buffers_are = buffers
@@ -88,27 +90,22 @@ class DistributedDataParallel(torch.nn.Module):
         self._synchronise = True
         self._joins = False
         self._last_active = 0
+        self._runs_beside = True
         self._is_armed = False
+        self._is_prepared = False
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._watched: list[bool] = []
         self._handles: list[RemovableHandle] = []
         _check_has_shapes(module)
+        take_over(module.named_parameters())
         check_same_model(module, group, self._options)
         self._reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
         self.module = module  # last: from here on new attributes are the module's
         self.broadcast_parameters()
         self._watch()
-        if self._reducer.is_needed:
-            watch_forwards(module, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; in training its buffers are synchronised first."""
-        if not self._is_watched():
-            self._watch()
-        if self.module.training and torch.is_grad_enabled():
-            self._reducer.hide()
-            if self._synchronise:
-                self._prepare_forward(first_active(self._announce(Next.FORWARD)) or 0)
+        """Calls the module."""
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -131,17 +128,21 @@ class DistributedDataParallel(torch.nn.Module):
         A rank that leaves the block goes on reducing with the others, without gradients of its own, until all have
         left; then all take parameters and buffers of the first of those that left last. Gradients are still divided by
         the number of all ranks, or weigh by samples if `average` says so. Costs a round of one byte per forward and
-        backward. Every rank must enter it.
+        backward. Every rank must enter it. Not for a module that calls collectives itself, which ranks that have left
+        would not call: give ranks without samples empty batches instead.
 
         Raises:
-            CollectiveMismatch: ranks run different numbers of forwards per backward; or, in SyncBatchNorm and the like,
-                the module itself calls collectives, which those that have left do not.
+            CollectiveMismatch: ranks run different numbers of forwards per backward.
+            UnsupportedOp: there is a SyncBatchNorm in training, which calls collectives.
         """
+        _check_calls_no_collectives(self.module)
         self._joins = True
         try:
             yield
             while (src := first_active(steps := self._announce(Next.NOTHING))) is not None:
                 self._shadow(steps[src], src)
+            if self._hook is not None:
+                self._hook.at_end(self._all_parameters(), self._reducer.group)
             self.broadcast_parameters(self._last_active)
         finally:
             self._joins = False
@@ -155,6 +156,7 @@ class DistributedDataParallel(torch.nn.Module):
             UnsupportedOp, Closed, CollectiveMismatch, PeerFailed, Timeout: as `GradientReducer.finish`.
         """
         self._announce(Next.REDUCTION)
+        self._is_prepared = False
         self._reducer.reduce()
 
     def broadcast_parameters(self, src: int = 0) -> None:
@@ -225,28 +227,53 @@ class DistributedDataParallel(torch.nn.Module):
 
     # Inside
 
-    def on_forward(self, num_samples: int) -> None:
+    def before_forward(self) -> None:
         """Called by the hooks of the module, at the beginning of a forward that records a graph."""
+        if not self._is_watched():
+            self._watch()
+        # Once only, if a forward fails and is tried again: the other ranks do not know of that.
+        if self.module.training and self._synchronise and not self._is_prepared:
+            self._prepare_forward(first_active(self._announce(Next.FORWARD)) or 0)
+            self._is_prepared = True
+
+    def on_forward(self, num_samples: int) -> None:
+        """Called by the hooks of the module, for each forward that is to have a backward."""
+        self._is_prepared = False
+        self._reducer.note_samples(num_samples)
         if self._synchronise:
-            self._reducer.note_forward(num_samples)
+            self._reducer.note_forward()
 
     def on_backward(self) -> None:
-        """Called by the hooks of what the module returned, in a backward pass."""
-        if self._synchronise and not self._is_armed:
+        """Called by hooks in a backward pass."""
+        if not self._is_armed:
             self._is_armed = True
             at_end_of_backward(self._on_end, self._on_failure)
 
-    def _on_gradient(self, index: int) -> None:
+    def before_gradient(self, index: int) -> None:
+        """Called by the hooks of a parameter, before a gradient is added to it, if the hook accumulates itself."""
+        self.on_backward()
+        self._reducer.hide(index)
+
+    def on_gradient(self, index: int) -> None:
+        """Called by the hooks of a parameter, when a gradient was added to it."""
         if not self._synchronise:
             self._reducer.keep(index)
             return
         self.on_backward()
         if not self._reducer.is_under_way:
             self._announce(Next.REDUCTION)
-        self._reducer.ready(index)
+            self._runs_beside = has_time_beside(self._reducer.group)
+        self._reducer.ready(index, launch=self._runs_beside)
+
+    def give_up(self) -> bool:
+        """Called by another wrapper that is to have the same parameters: leaves them to it after a failure."""
+        if self._reducer.is_closed:
+            self._unwatch()
+        return self._reducer.is_closed
 
     def _on_end(self) -> None:
         self._is_armed = False
+        self._reducer.show()
         if self._reducer.is_under_way:  # torch.autograd.grad completes no parameter's gradient
             self._reducer.start()
             # Not at once: other models in this backward have to start, too, before one of them is waited for.
@@ -254,6 +281,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _on_failure(self) -> None:
         self._is_armed = False
+        self._reducer.show()
         self._reducer.abandon()
 
     def _is_watched(self) -> bool:
@@ -265,8 +293,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _watch(self) -> None:
         """Plans buckets for the parameters that there are and that require gradients now, and hooks them."""
-        for handle in self._handles:
-            handle.remove()
+        self._unwatch()
+        take_over(self.module.named_parameters())
         known = {id(parameter) for _, parameter in self._named}
         named = list(self.module.named_parameters())
         if self._named and (late := [parameter for _, parameter in named if id(parameter) not in known]):
@@ -276,14 +304,15 @@ class DistributedDataParallel(torch.nn.Module):
         self._watched = [parameter.requires_grad for _, parameter in named]
         trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._reducer.plan(trainable)
-        self._handles = []
         if self._reducer.is_needed:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    _hook(weakref.ref(self), index)
-                )
-                for index, (_, parameter) in enumerate(trainable)
-            ]
+            is_wide = self._hook is not None and self._hook.dtype is not None
+            self._handles = watch_gradients([parameter for _, parameter in trainable], self, before=is_wide)
+            self._handles += watch_forwards(self.module, self)
+
+    def _unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _prepare_forward(self, src: int) -> None:
         """Does what the hook and the buffers need before a forward that is to be synchronised.
@@ -292,14 +321,17 @@ class DistributedDataParallel(torch.nn.Module):
             src: the rank whose buffers are broadcast.
         """
         if self._hook is not None:
-            self._hook.before_forward([parameter for _, parameter in self._named], self._reducer.group)
+            self._hook.before_forward(self._all_parameters(), self._reducer.group)
         buffers = list(self.module.buffers())
         if self._buffers_are == "average":
             fractional = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-            average_tensors(fractional, self._group, self._bucket_mb)
+            average_tensors(fractional, self._reducer.group, self._bucket_mb)
             buffers = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
         if self._buffers_are != "local":
-            broadcast_tensors(buffers, self._group, src, self._bucket_mb)
+            broadcast_tensors(buffers, self._reducer.group, src, self._bucket_mb)
+
+    def _all_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for _, parameter in self._named]
 
     def _announce(self, step: Next) -> list[Next]:
         """Tells the other ranks what is next, if ranks may leave early; returns what they do."""
@@ -313,7 +345,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _shadow(self, step: Next, src: int) -> None:
         """Does what ranks with batches do, without any."""
         if step == Next.REDUCTION:
-            for _, parameter in self._named:
+            for parameter in self._all_parameters():
                 parameter.grad = None
             self._reducer.reduce()
             return
@@ -321,15 +353,6 @@ class DistributedDataParallel(torch.nn.Module):
 
 
 DDP = DistributedDataParallel
-
-
-def _hook(owner: weakref.ref[DistributedDataParallel], index: int) -> Callable[[torch.Tensor], None]:
-    def on_gradient(_: torch.Tensor) -> None:
-        wrapper = owner()
-        if wrapper is not None:
-            wrapper._on_gradient(index)
-
-    return on_gradient
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -341,3 +364,12 @@ def _check_has_shapes(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise UnsupportedOp(f"parameter {name!r} has no shape yet: run one forward of the model, then wrap it")
+
+
+def _check_calls_no_collectives(module: torch.nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and layer.training:
+            raise UnsupportedOp(
+                f"{name!r} is a SyncBatchNorm, whose collectives ranks that have left join() would not call: give "
+                "ranks without samples empty batches instead of join(), or use BatchNorm"
+            )

@@ -2,6 +2,9 @@
 
 Hooks on the module, so it does not matter whether the wrapper or the module was called. They hold the wrapper weakly,
 and a copy of the module, or one that was saved and loaded, tells nobody.
+
+A forward in training is to be followed by a backward, so it counts when it has ended well: one that failed may be tried
+again. One in evaluation counts when a backward comes to what it returned, if ever.
 """
 
 from __future__ import annotations
@@ -18,19 +21,22 @@ from torch.utils.hooks import RemovableHandle
 class Listener(Protocol):
     """Who is told."""
 
+    def before_forward(self) -> None:
+        """A forward that records a graph begins."""
+
     def on_forward(self, num_samples: int) -> None:
-        """A forward that records a graph has begun, of as many samples."""
+        """A forward of as many samples counts. Called after it, or in a backward pass."""
 
     def on_backward(self) -> None:
         """A backward pass has come to what a forward returned. Called inside that pass, maybe several times."""
 
 
 def watch_forwards(module: nn.Module, listener: Listener) -> list[RemovableHandle]:
-    """Has `listener` told, as long as it lives, of the training forwards of `module`."""
+    """Has `listener` told, as long as it lives, of the forwards of `module` that record a graph."""
     hook = _Hook(weakref.ref(listener))
     return [
-        module.register_forward_pre_hook(hook.before, with_kwargs=True),
-        module.register_forward_hook(hook.after),
+        module.register_forward_pre_hook(hook.before),
+        module.register_forward_hook(hook.after, with_kwargs=True),
     ]
 
 
@@ -41,25 +47,43 @@ class _Hook:
     def __reduce__(self) -> tuple[type[_Hook], tuple[None]]:
         return _Hook, (None,)
 
-    def _told(self, module: nn.Module) -> Listener | None:
-        if self._listener is None or not module.training or not torch.is_grad_enabled():
-            return None
-        return self._listener()
+    def _told(self) -> Listener | None:
+        return self._listener() if self._listener is not None and torch.is_grad_enabled() else None
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if listener := self._told(module):
-            first = next(_tensors_of([*args, *kwargs.values()]), None)
-            listener.on_forward(len(first) if first is not None and first.dim() else 0)
+    def before(self, _: nn.Module, __: tuple[Any, ...]) -> None:
+        if listener := self._told():
+            listener.before_forward()
 
-    def after(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._told(module):
-            for tensor in _tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        listener = self._told()
+        if listener is None:
+            return
+        first = next(_tensors_of([*args, *kwargs.values()]), None)
+        passed = _Forward(listener, len(first) if first is not None and first.dim() else 0)
+        if module.training:
+            passed.count()
+        for tensor in _tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(passed.on_gradient)  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self, _: Tensor) -> None:
-        listener = self._listener and self._listener()
-        if listener:
+
+class _Forward:
+    """One forward, known to what it returned."""
+
+    def __init__(self, listener: Listener, num_samples: int) -> None:
+        self._listener = weakref.ref(listener)
+        self._num_samples = num_samples
+        self._has_counted = False
+
+    def count(self) -> None:
+        listener = self._listener()
+        if listener and not self._has_counted:
+            self._has_counted = True
+            listener.on_forward(self._num_samples)
+
+    def on_gradient(self, _: Tensor) -> None:
+        self.count()
+        if listener := self._listener():
             listener.on_backward()
 
 

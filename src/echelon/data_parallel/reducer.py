@@ -7,16 +7,21 @@ ends because every rank launches every bucket in each reduction, those with grad
 
 A summary travels behind the last bucket: which gradients each rank had, how many forwards led to them and of how many
 samples. So ranks that pair different iterations are told, and what no rank has stays None.
+
+Where ranks weigh by samples, each multiplies its gradients by its number over the mean number of the reduction before,
+which all know from that summary, and what comes out is put right by the new one. So numbers stay in the range of the
+gradients, and ranks with equal numbers multiply nothing; the first reduction of all has to ask for the mean.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import torch
 
-from echelon.backends.base import Work
+from echelon.backends.work import Work
 from echelon.data_parallel.broadcast import kind_of
 from echelon.data_parallel.bucket_memory import BucketMemory
 from echelon.data_parallel.buckets import bucket_layout
@@ -60,7 +65,7 @@ class GradientReducer:
             parameters: name and parameter; the same ones in the same order on every rank, each once.
             group: the ranks to reduce over. A subgroup of it is made, so every rank must make the same reducers.
             bucket_mb: mebibytes at which a bucket is full; the same on every rank.
-            average: whether all ranks weigh the same, or as many as the samples noted before each reduction.
+            average: whether all ranks weigh the same, or as much as the samples noted before each reduction.
             hook: what reduces a bucket; None: an all_reduce.
             learns_order: whether the first backward shows in which order gradients come (rank 0's counts), which is the
                 order of the buckets from then on.
@@ -71,6 +76,8 @@ class GradientReducer:
         self._bucket_mb = bucket_mb
         self._average = average
         self._hook = hook
+        self._leaves_gradients = hook is not None and hook.leaves_gradients
+        self._weighs_gradients = average == "samples" and not self._leaves_gradients
         self._learns_order = learns_order
         self.group = _of_its_own(group, "gradients")
         self._hook_group = _of_its_own(
@@ -82,6 +89,8 @@ class GradientReducer:
         self._failure = ""
         self._num_forwards: int | None = 0
         self._num_samples = 0
+        self._usual_samples: float | None = None
+        """Where gradients weigh by samples: the mean over ranks in the last reduction; the same on every rank."""
         self._memories: list[BucketMemory] = []
         self.plan(parameters)
 
@@ -108,6 +117,11 @@ class GradientReducer:
         return self._awaited is not None
 
     @property
+    def is_closed(self) -> bool:
+        """Whether a reduction was abandoned, so that there can be no other."""
+        return bool(self._failure)
+
+    @property
     def num_launched(self) -> int:
         """The number of buckets on their way in the reduction under way."""
         return len(self._launched)
@@ -115,17 +129,29 @@ class GradientReducer:
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do for gradients as they come."""
-        return self.group.world_size > 1 or (self._hook is not None and self._hook.dtype is not None)
+        return self.group.world_size > 1 or self._hook is not None
 
-    def note_forward(self, num_samples: int) -> None:
-        """Counts a forward whose gradients the next reduction is to include, and its samples."""
-        self._num_forwards = (self._num_forwards or 0) + 1
+    def note_samples(self, num_samples: int) -> None:
+        """Counts samples whose gradients the next reduction is to include."""
         self._num_samples += num_samples
 
-    def hide(self) -> None:
-        """To be called before gradients may be added to: takes those away that are rounded from the wider memory."""
+    def note_forward(self) -> None:
+        """Counts a forward after which a reduction is to come."""
+        self._num_forwards = (self._num_forwards or 0) + 1
+
+    def hide(self, index: int) -> None:
+        """To be called before autograd adds to a gradient: takes it away if it is rounded from the wider memory.
+
+        Raises:
+            UnsupportedOp: the gradient cannot be reduced (see `start`).
+        """
+        home, place = self._homes[index]
+        self._memories[home].hide(place)
+
+    def show(self) -> None:
+        """To be called after a backward: gives back what was taken away and not added to."""
         for memory in self._memories:
-            memory.hide()
+            memory.show()
 
     def keep(self, index: int) -> None:
         """Moves a gradient that is complete, but is not to be reduced yet, to where the reduction will find it.
@@ -136,11 +162,14 @@ class GradientReducer:
         home, place = self._homes[index]
         self._memories[home].take(place)
 
-    def ready(self, index: int) -> None:
-        """Says that the gradient of a parameter is complete. Launches the buckets that are full. Never blocks.
+    def ready(self, index: int, launch: bool = True) -> None:
+        """Says that the gradient of a parameter is complete. Launches the buckets that are full.
+
+        Never blocks, but in the first reduction of ranks that weigh by samples.
 
         Args:
             index: the parameter's number, in the order given.
+            launch: False: nothing is launched before `start`.
 
         Raises:
             UnsupportedOp: its bucket is on its way already, or a gradient cannot be reduced (see `start`).
@@ -159,11 +188,11 @@ class GradientReducer:
             )
         self.keep(index)
         awaited[home].discard(index)
-        while self.num_launched < len(awaited) and not awaited[self.num_launched]:
+        while launch and self.num_launched < len(awaited) and not awaited[self.num_launched]:
             self._launch()
 
     def start(self) -> None:
-        """Launches all buckets that are not on their way. Never blocks.
+        """Launches all buckets that are not on their way. Blocks no more than `ready`.
 
         Raises:
             UnsupportedOp: a gradient is sparse, has a graph of its own, or another dtype than its parameter had.
@@ -184,6 +213,7 @@ class GradientReducer:
             UnsupportedOp, Closed: as `start`.
             CollectiveMismatch: the ranks have run different numbers of forwards since the last reduction: one of them
                 has skipped a backward. The gradients are of no use then.
+            UnsupportedOp: ranks weigh by samples, and none has any.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
         """
         if not self.is_needed:
@@ -259,6 +289,9 @@ class GradientReducer:
         if self._failure:
             raise Closed(self._failure)
         if self._awaited is None:
+            if self._weighs_gradients and self._usual_samples is None:
+                told = self.group.all_reduce(torch.tensor(self._num_samples, dtype=torch.float64, device="cpu"), "mean")
+                self._usual_samples = told.item() or 1.0
             self._awaited = [set(bucket.members) for bucket in self.layout.buckets]
         return self._awaited
 
@@ -283,17 +316,14 @@ class GradientReducer:
             raise
 
     def _reduce(self, memory: BucketMemory) -> Work[torch.Tensor] | Work[None]:
-        if self._average == "samples":
-            # As a mean over ranks of gradients times their ranks' samples; `_give` divides by the mean of the samples.
-            if self._num_samples:
-                memory.flat.mul_(self._num_samples)
-            else:
-                memory.flat.zero_()  # the gradients of no samples may be NaN
-        if self._hook is None:
-            return self.group.all_reduce(memory.flat, "mean", async_op=True)
         hook, group = self._hook, self._hook_group
+        if self._usual_samples is not None:
+            _scale(memory.flat, self._num_samples / self._usual_samples)
+        if hook is None:
+            return self.group.all_reduce(memory.flat, "mean", async_op=True)
+        bucket = memory.bucket(1.0 if self._average == "ranks" else float(self._num_samples))
         description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
-        return group.backend.start(lambda: hook.reduce(memory.bucket(), group), description, group.context)
+        return group.backend.start(lambda: hook.reduce(bucket, group), description, group.context)
 
     def _own_summary(self) -> torch.Tensor:
         having = [self._memories[home].has_gradient[place] for home, place in self._homes]
@@ -302,12 +332,24 @@ class GradientReducer:
         return torch.tensor(summary.numbers(), dtype=torch.int64, device="cpu")
 
     def _give(self, summary: Summary) -> None:
-        if self._average == "samples" and summary.num_samples:
+        if self._usual_samples is not None:
+            self._put_right(summary, self._usual_samples)
+        for (home, place), num_having in zip(self._homes, summary.num_having, strict=True):
+            memory = self._memories[home]
+            if memory.has_gradient[place] if self._leaves_gradients else num_having:
+                memory.give(place)
+
+    def _put_right(self, summary: Summary, expected: float) -> None:
+        """Divides by the samples that there were on average instead of those that were expected."""
+        if summary.num_samples:
+            self._usual_samples = summary.num_samples / self.group.world_size
             for memory in self._memories:
-                memory.flat.mul_(self.group.world_size / summary.num_samples)
-        for (home, place), having in zip(self._homes, summary.num_having, strict=True):
-            if having:
-                self._memories[home].give(place)
+                _scale(memory.flat, expected / self._usual_samples)
+        elif any(summary.num_having):
+            raise UnsupportedOp(
+                "average='samples', and no rank has any: samples are the rows of the first tensor that is given to the "
+                "model's forward; call the model so, or use average='ranks'"
+            )
 
     def _mismatch(self, mine: int | None) -> CollectiveMismatch:
         told = self.group.all_gather_object(mine)
@@ -318,6 +360,26 @@ class GradientReducer:
             f"the ranks ran different numbers of forwards since gradients were last reduced ({counts}): a rank skipped "
             "a backward; run it on all ranks or on none, or call sync_gradients() in its place"
         )
+
+
+def has_time_beside(group: ProcessGroup) -> bool:
+    """Says whether a reduction can run beside the computation without taking time from it.
+
+    Where all ranks share memory it takes a core while it runs, so there must be one that computes nothing. Ranks may
+    come to different answers: what they send, and in which order, does not depend on it.
+    """
+    if not group.backend.shares_memory or len(set(group.hosts)) > 1:
+        return True
+    hosts = group.backend.hosts
+    num_local = hosts.count(hosts[group.backend.rank])
+    return num_local * torch.get_num_threads() < len(os.sched_getaffinity(0))
+
+
+def _scale(gradients: torch.Tensor, factor: float) -> None:
+    if factor == 0:
+        gradients.zero_()  # the gradients of no samples may be NaN
+    elif factor != 1:
+        gradients.mul_(factor)
 
 
 def _of_its_own(group: ProcessGroup, what: str) -> ProcessGroup:

@@ -81,16 +81,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             raise SizeMismatch(
                 f"(samples, {self.num_features}, ...)", tuple(input.shape), "SyncBatchNorm", "give it such an input"
             )
-        if not self.training and self.running_mean is not None:
+        if not self.training:
+            own = self.running_mean is None
             return nn.functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+                input, self.running_mean, self.running_var, self.weight, self.bias, training=own, eps=self.eps
             )
         count, mean, variance = _statistics(input.detach(), self._group)
         if count <= 1:
             raise ValueError(
                 f"SyncBatchNorm: {int(count)} values per feature over all ranks: normalising takes 2 or more"
             )
-        if self.training and self.running_mean is not None:
+        if self.running_mean is not None:
             self._track(count, mean, variance)
         output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, count, mean, torch.rsqrt(variance + self.eps), self._group

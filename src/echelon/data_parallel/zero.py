@@ -13,6 +13,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from echelon.backends.memory import describe
+from echelon.data_parallel.agreement import check_same_lines
 from echelon.data_parallel.broadcast import kind_of
 from echelon.data_parallel.buckets import MEBIBYTE
 from echelon.data_parallel.shards import Piece, pieces_between, shard_layout
@@ -27,9 +29,10 @@ _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is sharded over the ranks of a group: the same result, 1/world_size of the state.
 
-    `param_groups` holds the whole parameters, so learning rate schedulers and `zero_grad` work as ever; options that
-    they change are used at the next step. Every rank must make the same calls of `step`, `state_dict` and
-    `load_state_dict`, with gradients that are equal on all ranks, as DistributedDataParallel leaves them.
+    `param_groups` holds the whole parameters, so learning rate schedulers, `zero_grad` and clipping work as ever;
+    options that they change are used at the next step. Every rank must make the same calls of `step`, `state_dict`,
+    `load_state_dict` and `add_param_group`, with gradients that are equal on all ranks, as DistributedDataParallel
+    leaves them (LocalSGD does not).
 
     For optimizers that treat each element by itself: SGD, Adam, AdamW, RMSprop, Adagrad and the like. With AdamW in
     float32 a rank keeps 8 + 8 / world_size bytes per parameter: value, gradient, and its shard of two moments.
@@ -43,7 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_mb: float = 25.0,
         **options: Any,
     ) -> None:
-        """Plans the shards; nothing is sent.
+        """Plans the shards, and compares with the other ranks for which parameters.
 
         Args:
             optimizer_class: such as torch.optim.AdamW.
@@ -53,6 +56,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options: of the optimizer, such as lr.
 
         Raises:
+            CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
             UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory.
             ValueError: `bucket_mb` is not above 0, or what the optimizer itself refuses.
         """
@@ -64,26 +68,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "anywhere: use the plain optimizer, or AdamW or SGD here"
             )
         whole = optimizer_class(params, **options)  # checks the options and fills in the defaults; keeps no state
+        self._name = optimizer_class.__name__
         self._group = group
         self._is_planned = False
         super().__init__(whole.param_groups, whole.defaults)
         self._is_planned = True
         self._bucket_bytes = int(bucket_mb * MEBIBYTE)
-        self._parameters: list[Tensor] = [parameter for each in self.param_groups for parameter in each["params"]]
-        self._rows = _rows_of(self._parameters, group.world_size)
-        self._views = [
-            (piece, torch.nn.Parameter(_piece_of(self._parameters[piece.parameter], piece)))
-            for row in self._rows
-            for piece in row.of_rank(group.rank)
-        ]
-        by_group = _numbers_by_group(self.param_groups)
-        self._inner = optimizer_class(
-            [
-                {**_options(each), "params": self._views_of(numbers)}
-                for each, numbers in zip(self.param_groups, by_group, strict=True)
-            ],
-            **options,
-        )
+        self._parameters: list[Tensor] = []
+        self._rows: list[_Row] = []
+        self._views: list[tuple[Piece, torch.nn.Parameter]] = []
+        self._inner = optimizer_class(self._cut(self.param_groups), **options)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -97,17 +91,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             SizeMismatch: a parameter was given other memory since, such as by model.to().
+            UnsupportedOp: a gradient is sparse.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_gradients()
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(outer))
         for piece, view in self._views:
             view.grad = self._gradient_of(piece, view)
         self._inner.step()
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            outer.update(_options(inner))  # some count their steps there
         for _, view in self._views:
             view.grad = None
         with torch.no_grad():
@@ -137,6 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: it belongs to other parameters.
         """
         super().load_state_dict({**state_dict, "state": {}})
+        self._inner.state.clear()
         places = {id(view): (piece, view) for piece, view in self._views}
         for inner in self._inner.param_groups:
             for view in inner["params"]:
@@ -145,12 +144,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._inner.state[view] = cut_state(whole, piece, self._parameters[piece.parameter])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: the shards are planned. Called by the base class while this one is made."""
-        if self._is_planned:
-            raise UnsupportedOp("the shards are planned: make a new ZeroOptimizer with all parameters")
+        """Takes further parameters in, which are cut into shards of their own. Every rank must do the same.
+
+        Raises:
+            CollectiveMismatch, UnsupportedOp: as when the optimizer is made.
+            ValueError: what the optimizer itself refuses, such as a parameter that it has.
+        """
         super().add_param_group(param_group)
+        if self._is_planned:  # not while the base class is being made
+            for each in self._cut(self.param_groups[-1:]):
+                self._inner.add_param_group(each)
 
     # Inside
+
+    def _cut(self, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Plans shards for the parameters of new groups; returns groups of this rank's part of them."""
+        first = len(self._parameters)
+        new: list[Tensor] = [parameter for each in param_groups for parameter in each["params"]]
+        lines = [f"parameter {number} {describe(one.shape, one.dtype)}" for number, one in enumerate(new, start=first)]
+        check_same_lines([f"optimizer {self._name}", *lines], self._group)
+        rows = _rows_of(new, first, self._group.world_size)
+        self._parameters += new
+        self._rows += rows
+        views = [
+            (piece, torch.nn.Parameter(_piece_of(self._parameters[piece.parameter], piece)))
+            for row in rows
+            for piece in row.of_rank(self._group.rank)
+        ]
+        self._views += views
+        cut = []
+        for each in param_groups:
+            numbers = range(first, first + len(each["params"]))
+            cut.append({**_options(each), "params": [view for piece, view in views if piece.parameter in numbers]})
+            first = numbers.stop
+        return cut
 
     def _gather(self, row: _Row) -> None:
         """Brings the parameters of one row up to date, in buckets."""
@@ -176,6 +203,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if rank != self._group.rank:
                     _piece_of(self._parameters[row.numbers[piece.parameter]], piece).copy_(values)
 
+    def _check_gradients(self) -> None:
+        """Checks those of all shards, so that every rank finds the same."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise UnsupportedOp(
+                    f"the gradient of parameter {number} is sparse, and shards are cut from dense ones: make it dense, "
+                    "such as by nn.Embedding(..., sparse=False)"
+                )
+
     def _gradient_of(self, piece: Piece, view: Tensor) -> Tensor | None:
         parameter = self._parameters[piece.parameter]
         if view.data_ptr() != _piece_of(parameter, piece).data_ptr():
@@ -192,17 +228,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             gradient = torch.empty_like(parameter).copy_(gradient)
         return _piece_of(gradient, piece)
 
-    def _views_of(self, numbers: range) -> list[Tensor]:
-        return [view for piece, view in self._views if piece.parameter in numbers]
-
 
 class _Row:
     """Parameters of one dtype and device, one after another, cut into shards."""
 
     def __init__(self, numbers: list[int], parameters: list[Tensor], num_shards: int) -> None:
         self.numbers = numbers
-        self.sizes = [parameters[number].numel() for number in numbers]
-        self.element_size = parameters[numbers[0]].element_size()
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.element_size = parameters[0].element_size()
         self._shards = shard_layout(self.sizes, num_shards)
         self.bounds = [0]
         for shard in self._shards:
@@ -213,16 +246,19 @@ class _Row:
         return [Piece(self.numbers[each.parameter], each.start, each.stop) for each in self._shards[rank]]
 
 
-def _rows_of(parameters: list[Tensor], num_shards: int) -> list[_Row]:
+def _rows_of(parameters: list[Tensor], first: int, num_shards: int) -> list[_Row]:
+    """Puts parameters, of which the first has the number `first`, into rows."""
     by_kind: dict[str, list[int]] = {}
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(parameters, start=first):
         if not _is_dense(parameter):
             raise UnsupportedOp(
                 f"parameter {number} of shape {tuple(parameter.shape)} has gaps in memory, or elements twice: "
                 "use its .contiguous() copy as the parameter"
             )
         by_kind.setdefault(kind_of(parameter), []).append(number)
-    return [_Row(numbers, parameters, num_shards) for numbers in by_kind.values()]
+    return [
+        _Row(numbers, [parameters[number - first] for number in numbers], num_shards) for numbers in by_kind.values()
+    ]
 
 
 def _piece_of(tensor: Tensor, piece: Piece) -> Tensor:
@@ -241,14 +277,6 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _options(param_group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in param_group.items() if name not in ("params", "param_names")}
-
-
-def _numbers_by_group(param_groups: list[dict[str, Any]]) -> list[range]:
-    ranges, begin = [], 0
-    for each in param_groups:
-        ranges.append(range(begin, begin + len(each["params"])))
-        begin += len(each["params"])
-    return ranges
 
 
 def _clip(first: int, last: int, begin: int, step: int) -> tuple[int, int]:

@@ -1,7 +1,10 @@
 """Reads what a launcher tells a rank through environment variables.
 
 torchrun, a Kubernetes PyTorchJob and `echelon run` all set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The rest is
-optional: LOCAL_RANK, LOCAL_WORLD_SIZE, ECHELON_SECRET, ECHELON_RUN_ID, and what torchrun adds about its agent.
+optional: LOCAL_RANK, LOCAL_WORLD_SIZE, ECHELON_SECRET, ECHELON_RUN_ID, and what torchrun adds about its agent. srun,
+Open MPI's mpirun and PMI's mpiexec have other names for the ranks (`slurm`, `mpi`); there MASTER_ADDR and MASTER_PORT
+overrule where ranks meet. Where several launchers are nested, the innermost counts: whoever set the four, then mpirun
+or mpiexec, then srun.
 """
 
 from __future__ import annotations
@@ -9,16 +12,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from echelon.errors import InvalidRank, InvalidWorldSize, LaunchError
+from echelon.backends.members import join_address
+from echelon.backends.torch_distributed.names import ENGINES
+from echelon.errors import LaunchError
+from echelon.launch.mpi import from_open_mpi, from_pmi
+from echelon.launch.resources import LOOPBACK
+from echelon.launch.slurm import check_alone, from_slurm
+from echelon.launch.translation import Translation
+from echelon.launch.variables import Variables
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""All four or none: without them a program is a world of one."""
+"""All four or none, unless a launcher has its own: without them a program is a world of one."""
 
-BACKENDS = ("auto", "shm", "tcp", "simulated")
+BACKENDS = ("auto", "shm", "tcp", *ENGINES, "simulated")
 """The names that a program may ask for."""
 
 MIN_SECRET_LENGTH = 16
 """Characters. Shorter ones can be guessed."""
+
+
+_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_RANK", "SLURM_PROCID")
+"""How the variables begin by which a rank knows its launcher."""
+_WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,9 @@ class Environment:
     rank, world_size: among all ranks; local_rank, local_world_size: among those of this host. master_addr,
     master_port: where ranks meet. secret: shared by the ranks of this job, None if the launcher gave none. run_id,
     restart: which job, and which attempt at it. elastic: torchrun started this rank. agent_store: torchrun's agent
-    already listens on master_port with a torch store, and every rank is a client of it.
+    already listens on master_port with a torch store, and every rank is a client of it. is_one_host: it is certain
+    that all ranks are on this host. job: a name for the job, the same on all of its ranks. local_address: by which the
+    ranks of other hosts reach this one, None for the one on the way to rank 0 (`interface` chooses it).
     """
 
     rank: int
@@ -42,12 +59,22 @@ class Environment:
     restart: int = 0
     elastic: bool = False
     agent_store: bool = False
+    is_one_host: bool = False
+    job: str = ""
+    local_address: str | None = None
 
     @property
     def address(self) -> str:
         """Where ranks meet, as "host:port"; an IPv6 address is put in brackets."""
-        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
-        return f"{host}:{self.master_port}"
+        return join_address(self.master_addr, self.master_port)
+
+    def check_secret(self) -> None:
+        """Raises LaunchError if there is no secret, and none can be shared in a file or a store."""
+        if self.secret is None and not self.is_one_host and not self.elastic:
+            raise LaunchError(
+                "ECHELON_SECRET is not set, and not all ranks are on one host: set it on every rank to the same random "
+                "text, such as the output of `openssl rand -hex 32`"
+            )
 
     def __repr__(self) -> str:
         # Ends up in logs, so it never shows the secret.
@@ -59,34 +86,37 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     """Returns what the launcher said in `environ`; None if there was no launcher.
 
     Raises:
-        LaunchError: only some of the variables are set, or one is not what it should be.
-        InvalidWorldSize, InvalidRank: WORLD_SIZE or RANK is out of range.
+        LaunchError: only some of the variables are set, two contradict each other, or one is not what it should be.
+        InvalidWorldSize, InvalidRank: a number of ranks, or a rank, is out of range.
     """
     present = [name for name in REQUIRED if environ.get(name)]
+    if len(present) == len(REQUIRED) and "TORCHELASTIC_RUN_ID" in environ:
+        return _read_common(environ)  # torchrun's agent may itself have been started by another launcher
+    launched = _translation(environ)
+    if launched is not None:
+        _check_agreement(Variables(environ), launched.variables, _WHO)
+    if len(present) == len(REQUIRED):
+        return _read_common(environ)
+    if launched is not None:
+        return _read_translated(environ, launched)
     if not present:
+        check_alone(environ)
         return None
-    if len(present) < len(REQUIRED):
-        missing = [name for name in REQUIRED if name not in present]
-        raise LaunchError(
-            f"{' and '.join(present)} set without {' and '.join(missing)}: "
-            "set all four (a launcher such as `echelon run` does), or none for a world of one"
-        )
-    world_size = _world_size(environ, "WORLD_SIZE")
-    local_world_size = _world_size(environ, "LOCAL_WORLD_SIZE", default=world_size, maximum=world_size)
-    rank = _rank(environ, "RANK", world_size)
-    return Environment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_rank(environ, "LOCAL_RANK", local_world_size, default=rank % local_world_size),
-        local_world_size=local_world_size,
-        master_addr=environ["MASTER_ADDR"].strip("[]"),
-        master_port=_number(environ, "MASTER_PORT", "a port, 1 to 65535", minimum=1, maximum=65535),
-        secret=read_secret(environ),
-        run_id=environ.get("ECHELON_RUN_ID") or environ.get("TORCHELASTIC_RUN_ID", ""),
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", "a number of restarts", default=0),
-        elastic="TORCHELASTIC_RUN_ID" in environ,
-        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    missing = [name for name in REQUIRED if name not in present]
+    raise LaunchError(
+        f"{' and '.join(present)} set without {' and '.join(missing)}: "
+        "set all four (a launcher such as `echelon run` does), or none for a world of one"
     )
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Says whether a launcher started this process as one of several ranks."""
+    return bool(environ.get("RANK")) or _translation(environ) is not None
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns `environ` as ranks that this process starts may inherit it: without what its own launcher told it."""
+    return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS)}
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes | None:
@@ -119,49 +149,87 @@ def read_backend(environ: Mapping[str, str], backend: str) -> str:
     return name
 
 
-def _world_size(environ: Mapping[str, str], name: str, default: int | None = None, maximum: int | None = None) -> int:
-    text = environ.get(name)
-    if not text and default is not None:
-        return default
-    value = _parse(text or "")
-    if value is None or value < 1 or (maximum is not None and value > maximum):
-        upper = "or more" if maximum is None else f"to {maximum}"
-        raise InvalidWorldSize(f"{name}={text!r}: set it to a number of ranks, 1 {upper}")
-    return value
+def _translation(environ: Mapping[str, str]) -> Translation | None:
+    """Returns what the innermost launcher with names of its own said; None if there is none, or for a single rank."""
+    open_mpi, pmi = from_open_mpi(environ), from_pmi(environ)
+    if open_mpi is not None and pmi is not None:
+        _check_agreement(open_mpi.variables, pmi.variables, _WHO[:2])
+    launched = open_mpi or pmi
+    if launched is None or (launched is pmi and not pmi.variables.text("LOCAL_RANK")):  # srun speaks PMI, too
+        launched = from_slurm(environ) or launched
+    return None if launched is None or launched.variables.text("WORLD_SIZE") == "1" else launched
 
 
-def _rank(environ: Mapping[str, str], name: str, world_size: int, default: int | None = None) -> int:
-    text = environ.get(name)
-    if not text and default is not None:
-        return default
-    value = _parse(text or "")
-    if value is None:
-        raise InvalidRank(text, world_size, name)
-    if not 0 <= value < world_size:
-        raise InvalidRank(value, world_size, name)
-    return value
+def _check_agreement(ours: Variables, theirs: Variables, names: tuple[str, ...]) -> None:
+    for name in names:
+        mine, other = ours.text(name), theirs.text(name)
+        if mine and other and mine != other:
+            raise LaunchError(
+                f"{ours.alias(name)}={mine} contradicts {theirs.alias(name)}={other}: "
+                "two launchers, or one and a variable set by hand; unset the one that is not meant"
+            )
 
 
-def _number(
-    environ: Mapping[str, str],
-    name: str,
-    what: str,
-    *,
-    default: int | None = None,
-    minimum: int = 0,
-    maximum: int | None = None,
-) -> int:
-    text = environ.get(name)
-    if not text and default is not None:
-        return default
-    value = _parse(text or "")
-    if value is None or value < minimum or (maximum is not None and value > maximum):
-        raise LaunchError(f"{name}={text!r} is not {what}: correct it")
-    return value
+def _read_common(environ: Mapping[str, str]) -> Environment:
+    variables = Variables(environ)
+    world_size = variables.world_size("WORLD_SIZE")
+    local_world_size = variables.world_size("LOCAL_WORLD_SIZE", default=world_size, maximum=world_size)
+    rank = variables.rank("RANK", world_size)
+    host = variables.text("MASTER_ADDR").strip("[]")
+    port = variables.number("MASTER_PORT", "a port, 1 to 65535", minimum=1, maximum=65535)
+    run_id = variables.text("ECHELON_RUN_ID") or variables.text("TORCHELASTIC_RUN_ID")
+    restart = variables.number("TORCHELASTIC_RESTART_COUNT", "a number of restarts", default=0)
+    return Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=variables.rank("LOCAL_RANK", local_world_size, default=rank % local_world_size),
+        local_world_size=local_world_size,
+        master_addr=host,
+        master_port=port,
+        secret=read_secret(environ),
+        run_id=run_id,
+        restart=restart,
+        elastic="TORCHELASTIC_RUN_ID" in environ,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        is_one_host=_is_loopback(host) or (bool(variables.text("LOCAL_WORLD_SIZE")) and local_world_size == world_size),
+        job=f"{join_address(host, port)}-{run_id}-{restart}",
+    )
 
 
-def _parse(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
+def _read_translated(environ: Mapping[str, str], launched: Translation) -> Environment:
+    said = launched.variables
+    world_size = said.world_size("WORLD_SIZE")
+    local_world_size = said.world_size("LOCAL_WORLD_SIZE", default=world_size, maximum=world_size)
+    rank = said.rank("RANK", world_size)
+    overruling = Variables(environ)
+    host = overruling.text("MASTER_ADDR").strip("[]") or (
+        LOOPBACK if launched.is_one_host else said.text("MASTER_ADDR")
+    )
+    if not host:
+        raise LaunchError(
+            f"{launched.launcher} does not say on which host rank 0 is: set MASTER_ADDR to its address on every rank"
+        )
+    if launched.port is None and not overruling.text("MASTER_PORT"):
+        raise LaunchError(
+            f"{launched.launcher} gives the job no name to take a port from: set MASTER_PORT to a free port of rank "
+            "0's host on every rank"
+        )
+    return Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=said.rank("LOCAL_RANK", local_world_size, default=rank % local_world_size),
+        local_world_size=local_world_size,
+        master_addr=host,
+        master_port=overruling.number(
+            "MASTER_PORT", "a port, 1 to 65535", default=launched.port, minimum=1, maximum=65535
+        ),
+        secret=read_secret(environ),
+        run_id=overruling.text("ECHELON_RUN_ID") or launched.job,
+        restart=said.number("RESTART", "a number of restarts", default=0),
+        is_one_host=launched.is_one_host,
+        job=launched.job or join_address(host, overruling.number("MASTER_PORT", "a port")),
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

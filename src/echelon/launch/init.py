@@ -1,32 +1,42 @@
 """Makes the group of all ranks from whatever started this program.
 
-Strategy. `init` looks in four places, in this order: a group provided by the code that called us (simulated ranks,
-spawn), a launcher that gave a secret, torchrun's store, nothing at all (a world of one).
+Strategy. `init` looks in these places, in this order: a group provided by the code that called us (simulated ranks,
+spawn), torchrun's store, another launcher, nothing at all (a world of one). The secret is the one in the environment;
+else one that the ranks of one host share in a file; else, under torchrun alone, one in its store.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
-from echelon.backends.base import DEFAULT_TIMEOUT, Backend
+from echelon.backends.base import Backend
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp import TcpBackend
+from echelon.backends.torch_distributed.backend import engage
+from echelon.backends.torch_distributed.names import ENGINES
+from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import ConnectError, LaunchError
 from echelon.flights import FlightRecord, FlightRecorder
 from echelon.group import ProcessGroup
 from echelon.launch import environment
+from echelon.launch.device import choose_device
 from echelon.launch.environment import Environment
+from echelon.launch.interface import with_local_address
 from echelon.launch.report import report_uncaught
+from echelon.launch.secret_file import SecretFile
+from echelon.launch.torch_store import connect_default_group, shared_secret
 from echelon.launch.tuned import agreed_table
 
 CONNECT_TIMEOUT = 60.0
@@ -51,22 +61,27 @@ def provide(group: ProcessGroup) -> Iterator[None]:
         _provided.reset(token)
 
 
-def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> ProcessGroup:
+def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto") -> ProcessGroup:
     """Returns the group of all ranks of this job.
 
     Who started the program decides: `echelon run`, `echelon.spawn`, torchrun and other launchers that set RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or `echelon.simulate`. Started alone, it is a world of one. At the end
-    of the program the group is closed; if the program ends with an exception, the other ranks are told.
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Started alone, it is a world
+    of one. At the end of the program the group is closed; if the program ends with an exception, the other ranks are
+    told.
 
-    The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. Under
-    torchrun, rank 0 makes one and shares it through torch's store, which asks nobody who they are: that keeps out
-    strangers who only find the port of a rank, and nobody who can reach the store. Set ECHELON_SECRET yourself
-    where that matters.
+    The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. Where it is
+    not set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts,
+    rank 0 makes one and shares it through torch's store, which asks nobody who they are: that keeps out strangers who
+    only find the port of a rank, and nobody who can reach the store. Set ECHELON_SECRET yourself where that matters.
 
     Args:
         backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
-            where the system has it. The environment variable ECHELON_BACKEND overrules "auto".
+            where the system has it. The environment variable ECHELON_BACKEND overrules "auto". "gloo", "nccl",
+            "mpi" and "ucc" have that engine of torch.distributed do the collectives; messages still go over TCP. If
+            the program has called `torch.distributed.init_process_group`, its ranks are the ranks.
         timeout: seconds that a blocking call of the group waits unless told otherwise.
+        device: where this rank is to have its tensors; it becomes `group.device`, and torch's current GPU if it is one.
+            "auto": a GPU of its own where the backend takes tensors of GPUs, else "cpu"; or "cuda", "cuda:1".
 
     Raises:
         LaunchError: the environment or the arguments make no sense. Three of its kind have types of their own:
@@ -84,14 +99,23 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> ProcessGrou
         raise LaunchError(
             "backend='simulated' exists only inside echelon.simulate(fn, world_size): call that, or use 'auto'"
         )
-    launched = environment.read(os.environ)
-    connected = share_memory(_connect(launched, timeout), name, min(timeout, CONNECT_TIMEOUT))
-    group = ProcessGroup(connected, table=agreed_table(connected, min(timeout, CONNECT_TIMEOUT)))
+    launched, patience = environment.read(os.environ), min(timeout, CONNECT_TIMEOUT)
+    place = choose_device(device, name, 0 if launched is None else launched.local_rank)
+    attaches = name in ENGINES and dist.is_initialized()
+    tcp = connect_default_group(timeout, patience) if attaches else _connect(launched, timeout)
+    table = agreed_table(tcp, patience)
+    connected = carry(tcp, name, patience, place)
+    group = ProcessGroup(connected, table=table)
     _latest.append(connected.flight_recorder)
-    if launched is not None:
-        report_uncaught(group)
-        atexit.register(_close, weakref.ref(group))
+    if launched is not None or attaches:
+        end_with_program(group)
     return group
+
+
+def end_with_program(group: ProcessGroup) -> None:
+    """Has a group closed at the end of the program, or, if that ends with an exception, the other ranks told."""
+    report_uncaught(group)
+    atexit.register(_close, weakref.ref(group))
 
 
 def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ...]:
@@ -115,31 +139,48 @@ def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
     return provided
 
 
-def share_memory(tcp: TcpBackend, name: str, timeout: float) -> Backend:
+def carry(tcp: TcpBackend, name: str, timeout: float, device: torch.device | None = None) -> Backend:
     """Returns the backend of that name over connections that are there; all ranks call it.
 
     Args:
         tcp: connects all ranks.
-        name: "auto", "shm" or "tcp".
+        name: "auto", "shm", "tcp", or an engine of torch.distributed.
         timeout: seconds for the ranks to agree.
+        device: where this rank is to have its tensors; None: what `choose_device` says of ranks of one host.
 
     Raises:
-        LaunchError: "shm" was asked for, and a rank of this host cannot share memory.
+        LaunchError: "shm" was asked for, and a rank of this host cannot share memory; or torch lacks the engine.
     """
-    return tcp if name == "tcp" else share(tcp, required=name == "shm", timeout=timeout)
+    device = choose_device("auto", name, tcp.rank) if device is None else device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if name in ENGINES:
+        backend: Backend = engage(tcp, name, timeout)
+    else:
+        backend = tcp if name == "tcp" else share(tcp, required=name == "shm", timeout=timeout)
+    backend.device = device
+    return backend
 
 
 def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
-    if launched is None:
+    if launched is None or (launched.world_size == 1 and not launched.elastic):
         return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
     connect_timeout = min(timeout, CONNECT_TIMEOUT)
+    if launched.secret is not None or not launched.is_one_host:
+        return _connect_ranks(launched, timeout, connect_timeout)
+    with SecretFile(launched.job) as file:
+        backend = _connect_ranks(replace(launched, secret=file.secret()), timeout, connect_timeout)
+        if launched.rank == 0:
+            file.remove()
+        backend.barrier(connect_timeout)  # the file has gone before any rank can call init again
+        return backend
+
+
+def _connect_ranks(launched: Environment, timeout: float, connect_timeout: float) -> TcpBackend:
+    launched.check_secret()
+    launched = with_local_address(launched, os.environ)
     if launched.elastic:
         return _connect_through_store(launched, timeout, connect_timeout)
-    if launched.secret is None:
-        raise LaunchError(
-            "ECHELON_SECRET is not set: start the ranks with `echelon run` or torchrun, or set it to the same "
-            "random text on every rank, such as the output of `openssl rand -hex 32`"
-        )
     return TcpBackend(
         launched.rank,
         launched.world_size,
@@ -148,6 +189,7 @@ def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
         secret=launched.secret,
         run_id=launched.run_id,
         restart=launched.restart,
+        local_address=launched.local_address,
         connect_timeout=connect_timeout,
     )
 
@@ -160,9 +202,10 @@ def _connect_through_store(launched: Environment, timeout: float, connect_timeou
         store,
         launched.master_addr,
         timeout=timeout,
-        secret=launched.secret or _shared_secret(launched.rank, store),
+        secret=launched.secret or shared_secret(launched.rank, store),
         run_id=launched.run_id,
         restart=launched.restart,
+        local_address=launched.local_address,
         connect_timeout=connect_timeout,
     )
     if not launched.agent_store:
@@ -191,15 +234,6 @@ def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
             "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
         ) from error
     return PrefixStore(f"call {call}", store)
-
-
-def _shared_secret(rank: int, store: Store) -> bytes:
-    if rank == 0:
-        store.set("secret", secrets.token_hex(32))
-    try:
-        return bytes(store.get("secret"))
-    except RuntimeError as error:
-        raise ConnectError(f"rank {rank} waited in vain for rank 0 in torchrun's store: check rank 0") from error
 
 
 def _close(reference: weakref.ref[ProcessGroup]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.launch.environment import without_launcher
 from echelon.launch.launcher import Console, Launcher
 from echelon.launch.report import ERROR_FILE
 from echelon.launch.resources import LOOPBACK, ReservedPort, threads_per_rank
@@ -80,13 +81,11 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
 
 def rank_environs(num_ranks: int, port: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the environment of every rank: `environ` and what tells the ranks about each other."""
-    # What torchrun said to this process is not meant for the ranks.
-    inherited = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
     common = {
         "OMP_NUM_THREADS": str(threads_per_rank(num_ranks)),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
-        **inherited,
+        **without_launcher(environ),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,

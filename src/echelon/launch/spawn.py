@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from echelon.backends.base import DEFAULT_TIMEOUT
+from echelon.backends.torch_distributed.engines import check_available
+from echelon.backends.torch_distributed.names import ENGINES
+from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError
 from echelon.launch import environment
 from echelon.launch.job import check_world_size, pickle_call, run_job
@@ -32,8 +34,7 @@ def spawn(
         fn: a function at the top level of a module.
         world_size: the number of processes, at least 1.
         args: what `fn` gets after the group.
-        backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
-            where the system has it. The environment variable ECHELON_BACKEND overrules "auto".
+        backend: as for `echelon.init`.
         timeout: seconds that a blocking call of the group waits unless told otherwise.
 
     Raises:
@@ -45,6 +46,8 @@ def spawn(
     if timeout <= 0:
         raise LaunchError(f"timeout={timeout}: use a number of seconds above 0")
     name = environment.read_backend(os.environ, backend)
+    if name in ENGINES:
+        check_available(name)
     if name == "simulated":
         raise LaunchError("backend='simulated' has no processes: call echelon.simulate(fn, world_size)")
     call = pickle_call(fn, args)

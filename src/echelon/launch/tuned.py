@@ -44,7 +44,7 @@ def agreed_table(backend: Backend, timeout: float, environ: Mapping[str, str] = 
     source = text = problem = ""
     if backend.rank == 0:
         try:
-            source, text = _read(environ)
+            source, text = find(environ)
         except LaunchError as error:
             problem = str(error)
     if backend.world_size > 1:
@@ -57,8 +57,12 @@ def agreed_table(backend: Backend, timeout: float, environ: Mapping[str, str] = 
     return from_text(text, source) if text else STATIC
 
 
-def _read(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Returns where a table was found, and its text; nothing, if there is none."""
+def find(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Returns where a table was found, and its text; nothing, if there is none.
+
+    Raises:
+        LaunchError: the file that `VARIABLE` names cannot be read.
+    """
     given = environ.get(VARIABLE, "")
     if given.lower() in _OFF:
         return "", ""

@@ -27,7 +27,7 @@ from echelon.backends.tcp import TcpBackend
 from echelon.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.failure import RankFailure, describe_exit, exit_status
-from echelon.launch.init import CONNECT_TIMEOUT, provide, share_memory
+from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
 from echelon.launch.tuned import agreed_table
 
 _FAREWELL = b""
@@ -36,7 +36,7 @@ _FAREWELL = b""
 class Job(NamedTuple):
     """What one worker is asked to do: to be `rank` of `world_size` at `address` while it runs the pickled `call`.
 
-    call: (function, arguments). backend: "auto", "shm" or "tcp". num_threads: for torch, None to leave that
+    call: (function, arguments). backend: one of `environment.BACKENDS`. num_threads: for torch, None to leave that
     alone. timeout: of the group, seconds.
     """
 
@@ -158,8 +158,8 @@ def _perform(job: Job) -> Outcome:
             run_id=job.run_id,
             connect_timeout=CONNECT_TIMEOUT,
         )
-        backend = share_memory(tcp, job.backend, CONNECT_TIMEOUT)
-        table = agreed_table(backend, CONNECT_TIMEOUT)
+        table = agreed_table(tcp, CONNECT_TIMEOUT)
+        backend = carry(tcp, job.backend, CONNECT_TIMEOUT)
         with ProcessGroup(backend, table=table) as group, provide(group):
             result = function(group, *args)
         return Outcome(pickle.dumps(result))

@@ -103,6 +103,11 @@ def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str])
             raise CollectiveMismatch(
                 f"rank {rank} made a Pipeline with {theirs}, rank {group.rank} with {mine}: pass the same arguments"
             )
+    return own_group(group)
+
+
+def own_group(group: ProcessGroup) -> ProcessGroup:
+    """Returns a group of the same ranks, which ends with the pipeline if a step fails; the given one goes on."""
     own = group.subgroup(range(group.world_size), f"{group.name}/pipeline")
     assert own is not None
     return own

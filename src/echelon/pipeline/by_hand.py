@@ -75,7 +75,7 @@ class ByHand:
             raise ScheduleError("there is nothing to run backward: call forward(..., train=True) first")
         schedule, batch, run = self._begun
         self._begun = None
-        with self._runtime.telling_others():
+        with self._runtime.failures.told():
             if batch.outputs:
                 batch.grad_outputs = _cut([batch.outputs[index] for index in range(len(batch.kwargs))], grad_outputs)
             with self._replicas.synchronizing():

@@ -8,29 +8,20 @@ directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from echelon.errors import NotFinite, UnsupportedOp
 from echelon.group import ProcessGroup
+from echelon.pipeline import lowering
 from echelon.pipeline.action import Action, actions_of
 from echelon.pipeline.autocast import outside_autocast
+from echelon.pipeline.clock import clock_for
 from echelon.pipeline.junctions import Gradient
 from echelon.pipeline.loss import check_loss, check_metrics
-from echelon.pipeline.lowering import (
-    Compute,
-    Flush,
-    Instruction,
-    Post,
-    Program,
-    Receive,
-    Recompute,
-    Reduce,
-    Send,
-    Transfer,
-)
+from echelon.pipeline.lowering import Instruction, Program, Transfer
 from echelon.pipeline.meter import Meter
 from echelon.pipeline.nested import Value, tensors_of
 from echelon.pipeline.outbox import Outbox
@@ -42,60 +33,72 @@ if TYPE_CHECKING:
     from echelon.pipeline.runtime import Batch
 
 
+class Loaded(NamedTuple):
+    """A program that was checked, and what is kept from one run to the next."""
+
+    program: Program
+    """What all ranks do."""
+    ports: Ports
+    """This rank's end of its transfers."""
+    split: frozenset[int]
+    """The stages whose backward has two halves."""
+
+
 class Interpreter:
     """One run of one rank's part of a program."""
 
     def __init__(
         self,
-        program: Program,
+        loaded: Loaded,
+        number: int,
         batch: Batch,
         stages: Mapping[int, Stage],
         group: ProcessGroup,
-        ports: Ports,
-        number: int,
-        split: Collection[int],
         on_stage_done: Callable[[int], None],
         meter: Meter | None = None,
     ) -> None:
         """Prepares to run.
 
         Args:
-            program: what all ranks do.
+            loaded: what to run.
+            number: of this run, the same on all ranks.
             batch: what to work on; losses and outputs are added to it.
             stages: this rank's, by their index.
             group: the ranks of the pipeline.
-            ports: this rank's end of the program's transfers.
-            number: of this run, the same on all ranks.
-            split: the stages whose backward has two halves.
             on_stage_done: called with the index of a stage when its gradients are to be reduced.
             meter: is told of each action that has been run.
         """
-        self.current: Instruction | None = None
+        self.current: Instruction | Action | None = None
         """What is being run."""
-        self.times: list[tuple[float, float]] = []
-        """When each step of this rank began and ended, by the backend's clock."""
-        self._program = program
+        schedule = loaded.program.schedule
+        self._order = loaded.program.orders[group.rank]
+        self._ports, self._split = loaded.ports, loaded.split
+        self._number = number
         self._batch = batch
         self._stages = stages
         self._group = group
-        self._ports = ports
-        self._number = number
-        self._split = split
         self._on_stage_done = on_stage_done
         self._meter = meter
-        self._trains = not program.schedule.forward_only
-        self._num_stages = program.schedule.num_stages
-        self._placement = program.schedule.placement
+        self._trains = not schedule.forward_only
+        self._num_stages = schedule.num_stages
+        self._placement = schedule.placement
         self._incoming: dict[Transfer, Incoming] = {}
         self._here: dict[Transfer, Value] = {}
         """What arrived for the next step, or was made here for another stage of this rank."""
         self._made: dict[Transfer, Value] = {}
         """What the last step made for other ranks."""
         self._outbox = Outbox(group)
-        self._now = group.backend.now
+        parameters = (value for stage in stages.values() for value in stage.module.parameters())
+        self._clock = clock_for(parameters, group.backend.now)
+        self._spans: list[tuple[object, object]] = []
         self._num_run = 0
-        self._began: float | None = None
+        self._began: object = None
         """When a step began whose forward is run again first."""
+
+    @property
+    def times(self) -> list[tuple[float, float]]:
+        """When each step of this rank began and ended, by the backend's clock."""
+        return self._clock.seconds(self._spans)
 
     def run(self, *, until_backward: bool = False) -> None:
         """Runs the instructions of this rank that were not run yet.
@@ -104,53 +107,54 @@ class Interpreter:
             until_backward: only those before the first that belongs to a backward.
         """
         act: dict[type[Instruction], Callable[..., None]] = {
-            Post: self._post,
-            Receive: self._receive,
-            Compute: self._compute,
-            Send: self._send,
-            Recompute: self._recompute,
-            Reduce: self._reduce,
-            Flush: self._flush,
+            lowering.Post: self._post,
+            lowering.Receive: self._receive,
+            lowering.Compute: self._compute,
+            lowering.Send: self._send,
+            lowering.Recompute: self._recompute,
+            lowering.Reduce: self._reduce,
+            lowering.Flush: self._flush,
         }
         with torch.set_grad_enabled(self._trains), self._outbox:
-            for instruction in self._program.orders[self._group.rank][self._num_run :]:
+            for instruction in self._order[self._num_run :]:
                 if until_backward and _is_of_backward(instruction):
                     return
                 self.current = instruction
                 act[type(instruction)](instruction)
                 self._num_run += 1
 
-    def _post(self, instruction: Post) -> None:
+    def _post(self, instruction: lowering.Post) -> None:
         transfer, peer = instruction.transfer, instruction.peer
         self._incoming[transfer] = self._ports.post(self._number, transfer, peer)
 
-    def _receive(self, instruction: Receive) -> None:
+    def _receive(self, instruction: lowering.Receive) -> None:
         self._here[instruction.transfer] = self._incoming.pop(instruction.transfer).wait()
 
-    def _send(self, instruction: Send) -> None:
+    def _send(self, instruction: lowering.Send) -> None:
         value = self._made.pop(instruction.transfer)
         self._outbox.add(self._ports.send(self._number, instruction.transfer, instruction.peer, value))
 
-    def _flush(self, _: Flush) -> None:
+    def _flush(self, _: lowering.Flush) -> None:
         self._outbox.flush()
 
-    def _reduce(self, instruction: Reduce) -> None:
+    def _reduce(self, instruction: lowering.Reduce) -> None:
         self._on_stage_done(instruction.stage)
 
-    def _recompute(self, instruction: Recompute) -> None:
+    def _recompute(self, instruction: lowering.Recompute) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
-        self._began = self._now() if self._began is None else self._began
+        self._began = self._clock.mark() if self._began is None else self._began
         self._stages[stage].recompute(microbatch, splits=stage in self._split)
         if self._meter is not None:
             self._meter.recomputed(stage, microbatch)
 
-    def _compute(self, instruction: Compute) -> None:
+    def _compute(self, instruction: lowering.Compute) -> None:
         step = instruction.step
-        began, self._began = self._now() if self._began is None else self._began, None
+        began, self._began = self._clock.mark() if self._began is None else self._began, None
         with self._group.backend.compute(step):
             for action in actions_of(step):
+                self.current = action
                 self._act(action)
-        self.times.append((began, self._now()))  # before what it made leaves: nobody who needs it can start earlier
+        self._spans.append((began, self._clock.mark()))  # before what it made leaves: who needs it starts later
         self._outbox.look()
 
     def _act(self, action: Action) -> None:
@@ -176,7 +180,7 @@ class Interpreter:
         batch, stage, is_last = self._batch, self._stages[index], index == self._num_stages - 1
         forward = forward_of(stage, self._input(action), microbatch, batch, is_last=is_last)
         if not self._trains:
-            made = forward.make()
+            made = forward.run()
         else:
             made = stage.forward(microbatch, forward, splits=index in self._split)
             if is_last and batch.loss_fn is not None:
@@ -188,7 +192,8 @@ class Interpreter:
             batch.outputs[microbatch] = detached(made.output)
         if batch.metrics is not None and batch.targets is not None:
             with torch.no_grad():
-                batch.measured[microbatch] = check_metrics(batch.metrics(made.output, batch.targets[microbatch]))
+                found = check_metrics(batch.metrics(made.output, batch.targets[microbatch]), batch.measured)
+            batch.measured[microbatch] = found
 
     def _take_loss(self, microbatch: int, loss: torch.Tensor) -> None:
         assert self._batch.scale is not None
@@ -231,24 +236,24 @@ class Interpreter:
 
 def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, *, is_last: bool) -> Forward:
     """Returns what runs a stage for one microbatch, and after the last one the loss."""
-    kwargs = batch.kwargs[microbatch]
-    loss_fn, targets = (batch.loss_fn, batch.targets) if is_last else (None, None)
+    loss_fn = batch.loss_fn if is_last else None
+    target = None if loss_fn is None or batch.targets is None else batch.targets[microbatch]
 
-    def make() -> Made:
+    def make(value: Value, kwargs: Mapping[str, Value], target: Value) -> Made:
         with keyed(batch.key.step, stage.index, microbatch, replica=batch.key.replica, seed=batch.key.seed):
             output = stage.call(value, kwargs)
-            if loss_fn is None or targets is None:
+            if loss_fn is None:
                 return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
-            return Made(output, [check_loss(loss_fn(output, targets[microbatch]))])
+            return Made(output, [check_loss(loss_fn(output, target))])
 
-    return Forward(value, make)
+    return Forward(value, batch.kwargs[microbatch], target, make)
 
 
 def _is_of_backward(instruction: Instruction) -> bool:
     match instruction:
-        case Receive(transfer):
+        case lowering.Receive(transfer):
             return transfer.backward
-        case Compute(step):
+        case lowering.Compute(step):
             return any(action.kind != "F" for action in actions_of(step))
         case _:
-            return isinstance(instruction, Recompute)
+            return isinstance(instruction, lowering.Recompute)

@@ -68,8 +68,9 @@ def fork(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> Fork:
         CannotSplit: an edge that leaves the path ends where other edges end, too. To compute what crosses it, torch
             would run the path from here to there once more.
     """
-    children, parents = _graph(roots)
-    path = _reach(parents, [edge.node for edge in inputs])
+    ends = [edge.node for edge in inputs]
+    children, parents = _graph(roots, ends)
+    path = _reach(parents, ends)
     junctions = []
     for node in path:
         side = [GradientEdge(*edge) for edge in children.get(node, ()) if edge[0] not in path]
@@ -86,9 +87,9 @@ _Children: TypeAlias = dict[Node, list[tuple[Node, int]]]
 _Parents: TypeAlias = dict[Node, list[Node]]
 
 
-def _graph(roots: Sequence[Root]) -> tuple[_Children, _Parents]:
-    """Walks a whole graph: for each node the edges to the next ones, and the nodes with edges to it."""
-    children: _Children = {}
+def _graph(roots: Sequence[Root], ends: Iterable[Node]) -> tuple[_Children, _Parents]:
+    """Walks a graph as far as its ends: for each node the edges to the next ones, and the nodes with edges to it."""
+    children: _Children = {end: [] for end in ends}
     parents: _Parents = {}
     stack = [root.edge.node for root in roots]
     while stack:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from echelon.backends.base import Work
+from echelon.backends.work import Work
 from echelon.errors import SizeMismatch
 from echelon.group import ProcessGroup
 from echelon.pipeline.microbatch import batch_size
@@ -16,6 +16,20 @@ from echelon.pipeline.nested import Value, tensors_of
 Reduction = Literal["mean", "sum"]
 Metrics: TypeAlias = Callable[[Value, Value], Mapping[str, torch.Tensor | float]]
 """metrics(output, target): numbers by name."""
+
+
+class Objective(NamedTuple):
+    """What is trained for."""
+
+    loss_fn: Callable[[Value, Value], torch.Tensor] | None
+    reduction: Reduction
+    weigh: Callable[[Value], float] | None
+    """weigh(target): what a microbatch counts in the mean; None: its samples."""
+    metrics: Metrics | None
+
+    def scale(self, targets: Sequence[Value], data_parallel: ProcessGroup | None) -> LossScale:
+        """Returns how much each of some microbatches counts."""
+        return LossScale(targets, self.reduction, self.weigh, data_parallel)
 
 
 class LossScale:
@@ -76,16 +90,28 @@ def check_loss(loss: object) -> torch.Tensor:
     return loss.reshape(())
 
 
-def check_metrics(found: object) -> dict[str, float]:
+def check_metrics(found: object, measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     """Returns metrics as numbers.
 
+    Args:
+        found: what the function returned.
+        measured: what it gave for other microbatches.
+
     Raises:
-        SizeMismatch: the function returned something else than a dict of numbers.
+        SizeMismatch: that is something else than a dict of numbers, or one with other names.
     """
     if isinstance(found, Mapping):
-        numbers = {str(name): _number(value) for name, value in found.items()}
-        if all(value is not None for value in numbers.values()):
-            return {name: value for name, value in numbers.items() if value is not None}
+        numbers = {str(name): number for name, value in found.items() if (number := _number(value)) is not None}
+        if len(numbers) == len(found):
+            for microbatch, others in measured.items():
+                if list(others) != list(numbers):
+                    raise SizeMismatch(
+                        f"{list(others)}, as of microbatch {microbatch}",
+                        list(numbers),
+                        "names of metrics(output, target)",
+                        "name the same ones always",
+                    )
+            return numbers
     raise SizeMismatch(
         "a dict of numbers, such as {'accuracy': 0.5}",
         {name: type(value).__name__ for name, value in found.items()} if isinstance(found, Mapping) else repr(found),

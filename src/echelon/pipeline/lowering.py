@@ -44,36 +44,41 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class _Move:
+    """A part of moving a transfer from or to rank `peer`."""
+
+    transfer: Transfer
+    peer: int
+
+    def _text(self, stage: int, word: str) -> str:
+        return f"{stage}{word}_{self.transfer.letter}{self.transfer.microbatch}"
+
+
+class Post(_Move):
     """From here on the transfer may arrive from rank `peer`."""
 
-    transfer: Transfer
-    peer: int
+    __slots__ = ()
 
     def __str__(self) -> str:
-        return f"{self.transfer.stage}POST_{self.transfer.letter}{self.transfer.microbatch}"
+        return self._text(self.transfer.stage, "POST")
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """Waits until the transfer has arrived."""
+class Receive(_Move):
+    """Waits until the transfer has arrived from rank `peer`."""
 
-    transfer: Transfer
-    peer: int
+    __slots__ = ()
 
     def __str__(self) -> str:
-        return f"{self.transfer.stage}RECV_{self.transfer.letter}{self.transfer.microbatch}"
+        return self._text(self.transfer.stage, "RECV")
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(_Move):
     """Starts to send the transfer to rank `peer`."""
 
-    transfer: Transfer
-    peer: int
+    __slots__ = ()
 
     def __str__(self) -> str:
-        return f"{self.transfer.source}SEND_{self.transfer.letter}{self.transfer.microbatch}"
+        return self._text(self.transfer.source, "SEND")
 
 
 @dataclass(frozen=True, slots=True)

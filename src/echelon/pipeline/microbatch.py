@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -30,12 +30,8 @@ def split(value: Value, num_microbatches: int) -> list[Value]:
     What is no tensor, and tensors without a dim, go along whole.
     """
 
-    def part(index: int) -> Value:
-        return map_tensors(
-            lambda tensor: tensor.tensor_split(num_microbatches)[index] if tensor.dim() else tensor, value
-        )
-
-    return [part(index) for index in range(num_microbatches)]
+    pieces = [_pieces(tensor, num_microbatches) for tensor in tensors_of(value)]
+    return [_rebuilt(value, iter([row[index] for row in pieces])) for index in range(num_microbatches)]
 
 
 def split_arguments(inputs: tuple[Value, ...], num_microbatches: int) -> list[tuple[Value, ...]]:
@@ -54,5 +50,18 @@ def merge(values: Sequence[Value]) -> Value:
     Tensors without a dim, such as one loss per microbatch, are stacked.
     """
     columns = list(zip(*(tensors_of(value) for value in values), strict=True))
-    whole = iter([torch.stack(column) if column[0].dim() == 0 else torch.cat(column) for column in columns])
-    return map_tensors(lambda _: next(whole), values[0])
+    whole = [torch.stack(column) if column[0].dim() == 0 else torch.cat(column) for column in columns]
+    return _rebuilt(values[0], iter(whole))
+
+
+def _pieces(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+    if not tensor.dim():
+        return [tensor] * count
+    pieces = tensor.tensor_split(count)
+    # No views to autograd: a stage that writes to one microbatch in place has not written to the others.
+    return pieces if tensor.requires_grad else [piece.data for piece in pieces]
+
+
+def _rebuilt(value: Value, tensors: Iterator[torch.Tensor]) -> Value:
+    """Returns the value with other tensors, from left to right."""
+    return map_tensors(lambda _: next(tensors), value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from types import TracebackType
 
-from echelon.backends.base import Work
+from echelon.backends.work import Work
 from echelon.group import ProcessGroup
 
 

@@ -10,11 +10,18 @@ from torch import nn
 
 from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
-from echelon.pipeline.agreement import agreed_group, agreed_parts, check_arguments, check_runnable, choose_schedule
+from echelon.pipeline.agreement import (
+    agreed_group,
+    agreed_parts,
+    check_arguments,
+    check_runnable,
+    choose_schedule,
+    own_group,
+)
 from echelon.pipeline.by_hand import ByHand
 from echelon.pipeline.cut import Parts, StageMaker, keep
 from echelon.pipeline.fuse import split_stages
-from echelon.pipeline.loss import LossScale, Metrics, Reduction, num_samples
+from echelon.pipeline.loss import Metrics, Objective, Reduction, num_samples
 from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
 from echelon.pipeline.nested import Value
@@ -96,6 +103,8 @@ class Pipeline:
         check_runnable(self.schedule)
         recomputed = range(self.num_stages) if recompute is True else sorted(recompute or ())
         self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={list(recomputed)}, seed={seed}"])
+        if data_parallel is not None:
+            data_parallel = own_group(data_parallel)
         parts = agreed_parts(model, self.schedule, self._group, data_parallel, at, example, example_kwargs)
         self.at = parts.at
         """The layers that stages 1, 2, ... begin with; none for a list of stages."""
@@ -108,10 +117,7 @@ class Pipeline:
         """How many training steps were made; random numbers depend on it. Set it to go on where another run ended."""
         self._num_inferences = 0
         self._seed = seed
-        self._loss_fn = loss_fn
-        self._loss_reduction: Reduction = loss_reduction
-        self._loss_weight = loss_weight
-        self._metrics = metrics
+        self._objective = Objective(loss_fn, loss_reduction, loss_weight, metrics)
         self._data_parallel = data_parallel
         self._is_settled = False
         self._has_memory = False
@@ -178,11 +184,11 @@ class Pipeline:
         self._by_hand.forget()
         batch = self._training_batch(inputs, target, kwargs, return_outputs)
         self._settle(batch)
-        with self._runtime.telling_others(), self._replicas.synchronizing():
+        with self._runtime.failures.told(), self._replicas.synchronizing():
             times = self._runtime.run(self.schedule, batch, self._replicas.start)
         self.num_steps += 1
         loss = self._tell(batch, times)
-        metrics = None if self._metrics is None else self._tell_metrics(batch)
+        metrics = None if self._objective.metrics is None else self._tell_metrics(batch)
         return StepOutput(loss, _merged(batch) if batch.outputs else None, metrics)
 
     def forward(self, *inputs: Value, train: bool = False, **kwargs: Value) -> Value:
@@ -202,7 +208,7 @@ class Pipeline:
             PeerFailed, Timeout: as for `step`.
         """
         self._by_hand.forget()
-        with self._runtime.telling_others():
+        with self._runtime.failures.told():
             self._require_memory()
             samples = batch_size((inputs, kwargs), "inputs of forward()") if self.is_first else None
             if self.is_first and (not samples or (train and samples < self.num_microbatches)):
@@ -328,7 +334,7 @@ class Pipeline:
     def _training_batch(
         self, inputs: tuple[Value, ...], target: Value, kwargs: Mapping[str, Value], keeps_outputs: bool
     ) -> Batch:
-        with self._runtime.telling_others():
+        with self._runtime.failures.told():
             _require_gradients("step()")
             self._require_memory()
             count = self.num_microbatches
@@ -338,12 +344,12 @@ class Pipeline:
             if self.is_first:
                 batch.num_inputs = num_samples(inputs, count, "inputs")
             if self.is_last:
-                if self._loss_fn is None:
+                if self._objective.loss_fn is None:
                     raise UnsupportedOp("step() needs a loss: give the Pipeline loss_fn=, or use forward()")
                 batch.num_targets = num_samples(target, count, "target")
-                batch.loss_fn, batch.metrics = self._loss_fn, self._metrics
+                batch.loss_fn, batch.metrics = self._objective.loss_fn, self._objective.metrics
                 batch.targets = split(target, count)
-                batch.scale = LossScale(batch.targets, self._loss_reduction, self._loss_weight, self._data_parallel)
+                batch.scale = self._objective.scale(batch.targets, self._data_parallel)
             return batch
 
     def _require_memory(self) -> None:
@@ -357,13 +363,15 @@ class Pipeline:
         if self.is_last:
             loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
             if self._data_parallel is not None:
-                self._data_parallel.all_reduce(loss)
+                with self._runtime.failures.told():
+                    self._data_parallel.all_reduce(loss)
         told = tell(self._group, self.schedule, times, batch, loss)
         self._times = told.times
         return told.loss
 
     def _tell_metrics(self, batch: Batch) -> dict[str, float]:
-        return tell_metrics(self._group, self._data_parallel, self.schedule.placement[-1], batch)
+        with self._runtime.failures.told():
+            return tell_metrics(self._group, self._data_parallel, self.schedule.placement[-1], batch)
 
 
 def _merged(batch: Batch) -> Value:

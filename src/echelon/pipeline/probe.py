@@ -13,8 +13,9 @@ from torch.autograd.graph import Node
 
 from echelon.pipeline.autocast import outside_autocast
 from echelon.pipeline.deferred import SplitBackward
+from echelon.pipeline.entry import entries
 from echelon.pipeline.junctions import CannotSplit, Group, Root, edge_of
-from echelon.pipeline.nested import Value, map_tensors, tensors_of
+from echelon.pipeline.nested import Value, map_tensors
 from echelon.pipeline.repeated import RepeatedWork
 from echelon.pipeline.saved import SavedTensors, num_bytes
 from echelon.pipeline.separate_uses import SeparateUses
@@ -38,7 +39,7 @@ def probe(stage: Stage, forward: Forward) -> Finding:
     Gradients, buffers and the state of the random numbers are as before; hooks of the user see one run more.
     """
     with _without_trace(stage.module), torch.enable_grad():
-        output = map_tensors(_leaf, forward.make().output)
+        output = map_tensors(_leaf, forward.on_copies().entered().run().output)
         try:
             return Finding(output, _try(stage, forward, ()))
         except CannotSplit as error:
@@ -56,13 +57,11 @@ def _try(stage: Stage, forward: Forward, reused: tuple[nn.Parameter, ...]) -> Ha
         CannotSplit: something had to be done twice, or refused to be.
     """
     saved, watch = SavedTensors(), RepeatedWork()
+    forward = forward.on_copies().entered()
+    ends = entries(forward.value) if stage.index > 0 else []
     with saved.saving(), SeparateUses(reused):
-        roots = forward.make().roots
-    tensors = [] if stage.index == 0 else tensors_of(forward.value)
-    split = SplitBackward(
-        [Root(edge_of(tensor), torch.ones_like(tensor)) for tensor in roots],
-        [edge_of(tensor) for tensor in tensors if tensor.requires_grad],
-    )
+        roots = forward.run().roots
+    split = SplitBackward([Root(edge_of(tensor), torch.ones_like(tensor)) for tensor in roots], ends)
     _refuse_custom_formulas(split.groups)
     del roots
     before = num_bytes(saved.tensors())
@@ -100,7 +99,7 @@ def _owners(stage: Stage, weights: Sequence[Node]) -> str:
     """Names the modules that hold some weights."""
     ids = set(map(id, _parameters_of(weights)))
     names = [
-        f"{stage.prefix}{name} ({type(module).__name__})" if name or stage.prefix else type(module).__name__
+        f"{stage.prefix}{name}".rstrip(".") + f" ({type(module).__name__})"
         for name, module in stage.module.named_modules()
         if any(id(parameter) in ids for parameter in module.parameters(recurse=False))
     ]

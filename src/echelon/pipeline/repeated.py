@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from echelon._torch_private import TorchDispatchMode, version_of
+from echelon._torch_private import DispatchMode, version_of
 
 _CHEAP = ("_prelu_kernel_backward",)
 """Pointwise, but torch does not say so."""
@@ -25,7 +25,7 @@ class Repeated(NamedTuple):
     label: object
 
 
-class RepeatedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RepeatedWork(DispatchMode):  # type: ignore[no-untyped-call]
     """Watches all operations of this thread, in backward, too. Keeps every tensor it sees until it is dropped."""
 
     def __init__(self) -> None:

@@ -1,25 +1,20 @@
-"""The runtime of one rank: programs made and checked once, run many times, and failures told to the other ranks.
-
-A step that fails ends the step of all ranks: they are told why, and none waits for what will not come.
-"""
+"""The runtime of one rank: programs made and checked once, run many times."""
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
-from echelon.errors import CollectiveMismatch, Failure, PeerFailed, ScheduleError
+from echelon.errors import ScheduleError
 from echelon.group import ProcessGroup
-from echelon.pipeline.action import actions_of as actions_of
 from echelon.pipeline.buffers import Buffers
+from echelon.pipeline.failures import Failures
 from echelon.pipeline.fuse import fused, split_stages
-from echelon.pipeline.interpreter import Interpreter, forward_of
+from echelon.pipeline.interpreter import Interpreter, Loaded, forward_of
 from echelon.pipeline.loss import LossScale, Metrics
 from echelon.pipeline.lowered_check import check_program
 from echelon.pipeline.lowering import Program, Transfer, lower
@@ -31,9 +26,6 @@ from echelon.pipeline.saved import address
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.transfer import Ports
-
-_MOST_BYTES = 900
-"""Of the reason that other ranks are told; a message's note holds some more."""
 
 
 @dataclass
@@ -66,14 +58,6 @@ class Batch:
     """What `metrics` gave."""
 
 
-class _Loaded(NamedTuple):
-    """A program that was checked, and what is kept from one run to the next."""
-
-    program: Program
-    ports: Ports
-    split: frozenset[int]
-
-
 class Runtime:
     """Runs schedules on the stages of one rank."""
 
@@ -94,13 +78,14 @@ class Runtime:
         """
         self._stages = {stage.index: stage for stage in stages}
         self._group = group
-        self._replicas = replicas
+        self.failures = Failures(group, replicas, self.forget)
+        """What tells the other ranks."""
         self._recomputed = frozenset(recomputed)
         for stage in stages:
             stage.recomputes = stage.index in self._recomputed
         self._steps = 0
-        self._loaded: dict[Schedule, _Loaded] = {}
-        self._latest: tuple[Schedule, _Loaded] | None = None
+        self._loaded: dict[Schedule, Loaded] = {}
+        self._latest: tuple[Schedule, Loaded] | None = None
         self.buffers = Buffers()
         """What receives are written into."""
         self._memory: Memory | None = None
@@ -129,10 +114,10 @@ class Runtime:
         if not split_stages(schedule):
             return schedule
         self._steps += 1
-        with self.telling_others():
-            findings = dict(self._probe(schedule, batch))
+        findings = dict(self._probe(schedule, batch))
         reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
-        told = self._group.all_gather_object(list(reasons))
+        with self.failures.told():
+            told = self._group.all_gather_object(list(reasons))
         refused = [stage for stages in told if isinstance(stages, list) for stage in stages if isinstance(stage, int)]
         for stage, reason in reasons.items():
             warnings.warn(
@@ -175,18 +160,8 @@ class Runtime:
         self._steps += 1
         loaded = self._load(schedule)
         self._meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
-        one = Interpreter(
-            loaded.program,
-            batch,
-            self._stages,
-            self._group,
-            loaded.ports,
-            self._steps,
-            loaded.split,
-            on_stage_done,
-            self._meter,
-        )
-        with self.telling_others(lambda: one.current):
+        one = Interpreter(loaded, self._steps, batch, self._stages, self._group, on_stage_done, self._meter)
+        with self.failures.told(lambda: one.current):
             one.run(until_backward=until_backward)
         if not until_backward:
             self._end(schedule)
@@ -198,7 +173,7 @@ class Runtime:
         Raises:
             PeerFailed, Timeout: as for `run`.
         """
-        with self.telling_others(lambda: one.current):
+        with self.failures.told(lambda: one.current):
             one.run()
         self._end(schedule)
 
@@ -225,20 +200,7 @@ class Runtime:
             raise ScheduleError("memory is measured in the first step: call step() first")
         return self._memory
 
-    @contextmanager
-    def telling_others(self, current: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Tells the other ranks of an exception inside, so that none waits for this one; then lets it pass."""
-        try:
-            yield
-        except BaseException as error:
-            self.forget()
-            mine = PeerFailed(self._group.backend.rank, _told(error, current()))
-            first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
-            if isinstance(error, PeerFailed):
-                raise first.noticed_by(error.operation) from error
-            raise
-
-    def _load(self, schedule: Schedule) -> _Loaded:
+    def _load(self, schedule: Schedule) -> Loaded:
         if self._latest is not None and self._latest[0] is schedule:
             return self._latest[1]
         loaded = self._loaded.get(schedule)
@@ -246,7 +208,7 @@ class Runtime:
             schedule.check()
             program = lower(schedule, () if schedule.forward_only else self._recomputed)
             check_program(program)
-            loaded = _Loaded(program, Ports(self._group, self.buffers), split_stages(schedule))
+            loaded = Loaded(program, Ports(self._group, self.buffers), split_stages(schedule))
             self._loaded[schedule] = loaded
         self._latest = schedule, loaded
         return loaded
@@ -256,20 +218,20 @@ class Runtime:
         ports, placement, me = Ports(self._group, Buffers()), schedule.placement, self._group.rank
         value: Value = None
         for index in [stage for stage, rank in enumerate(placement) if rank == me]:
-            before, after = (placement[i] if 0 <= i < len(placement) else me for i in (index - 1, index + 1))
-            if index == 0:
-                assert batch.inputs is not None
-                value = batch.inputs[0]
-            elif before != me:
-                value = ports.post(self._steps, Transfer(index, 0, False), before).wait()
-            stage = self._stages[index]
-            finding = probe(stage, forward_of(stage, value, 0, batch, is_last=index == len(placement) - 1))
-            if finding.halves is not None:
-                stage.halves = finding.halves
-            value = finding.output
-            if after != me:
-                for work in ports.send(self._steps, Transfer(index + 1, 0, False), after, value):
-                    work.wait(self._group.timeout)
+            with self.failures.told(partial("the trial of I and W in stage {}".format, index)):
+                if index == 0:
+                    assert batch.inputs is not None
+                    value = batch.inputs[0]
+                elif placement[index - 1] != me:
+                    value = ports.post(self._steps, Transfer(index, 0, False), placement[index - 1]).wait()
+                stage, is_last = self._stages[index], index == len(placement) - 1
+                finding = probe(stage, forward_of(stage, value, 0, batch, is_last=is_last))
+                if finding.halves is not None:
+                    stage.halves = finding.halves
+                value = finding.output
+                if not is_last and placement[index + 1] != me:
+                    for work in ports.send(self._steps, Transfer(index + 1, 0, False), placement[index + 1], value):
+                        work.wait(self._group.timeout)
             yield index, finding
 
     def _meter_of(self, batch: Batch) -> Meter:
@@ -279,21 +241,3 @@ class Runtime:
             stage.is_metered = True
             tensors += [*stage.module.parameters(), *stage.module.buffers()]
         return Meter(self._stages, frozenset(map(address, tensors)))
-
-    def _revoke(self, failure: Failure) -> Failure:
-        """Ends what the ranks of the pipeline wait for, and its replicas; returns the first cause that is known."""
-        for group in (*self._replicas, self._group):
-            failure = group.backend.revoke(group.context, group.ranks, failure)
-        return failure
-
-
-def _told(error: BaseException, current: object) -> str:
-    """Writes what happened: type, where, message, and as much of the traceback as fits, from the inside out."""
-    where = f" in {current}" if current is not None else ""
-    text = f"{type(error).__name__}{where}: {error}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        line = f"\n  from {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-        if len((text + line).encode()) > _MOST_BYTES:
-            break
-        text += line
-    return text

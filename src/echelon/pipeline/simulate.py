@@ -89,16 +89,8 @@ def play(
         costs: Of each stage.
         arrived: What no step has to wait for.
     """
-    # What stage s needs for microbatch m is at s * width + m, and so a neighbour's is `width` away. One more block at
-    # the end (also reached as index -1) takes what the last stage's F and the first stage's B make.
     width = num_microbatches
-    size = len(placement) * width
-    known, unknown = cast("list[Time | None]", [0]), cast("list[Time | None]", [None])
-    inputs = known * width + unknown * size
-    gradients = unknown * (size - width) + known * (2 * width)
-    for need in arrived:
-        (inputs if need.kind == "F" else gradients)[need.stage * width + need.microbatch] = 0
-
+    inputs, gradients = _arrivals(len(placement), width, arrived)
     nobody = len(orders)
     after, before = (*placement[1:], nobody), (nobody, *placement[:-1])
     to_after, to_before = (*costs.transfer, 0), (0, *costs.transfer)
@@ -109,7 +101,8 @@ def play(
     ends: list[list[Time]] = [[] for _ in orders]
     ready = list(range(len(orders)))
 
-    # The loop that a million steps go through: all in one function, on local names.
+    # The loop that a million steps go through: all in one function, on local names. A rank goes on until a step needs
+    # what is not known yet; whoever makes that puts it among the ready ones again.
     while ready:
         rank = ready.pop()
         order, rank_starts, rank_ends = orders[rank], starts[rank], ends[rank]
@@ -173,6 +166,28 @@ def play(
                         waiting[neighbour] = None
                         ready.append(neighbour)
     return Played(starts, ends)
+
+
+class _Arrivals(NamedTuple):
+    """When what the steps need arrives; None: not known yet.
+
+    What stage s needs for microbatch m is at s * num_microbatches + m, and so a neighbour's is num_microbatches away.
+    One more block at the end (also reached as index -1) takes what the last stage's F and the first stage's B make.
+    """
+
+    inputs: list[Time | None]
+    gradients: list[Time | None]
+
+
+def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Need]) -> _Arrivals:
+    """Returns what is there from the start: the first stage's inputs, the last one's gradients, and what `arrived`."""
+    size = num_stages * num_microbatches
+    known, unknown = cast("list[Time | None]", [0]), cast("list[Time | None]", [None])
+    inputs = known * num_microbatches + unknown * size
+    gradients = unknown * (size - num_microbatches) + known * (2 * num_microbatches)
+    for need in arrived:
+        (inputs if need.kind == "F" else gradients)[need.stage * num_microbatches + need.microbatch] = 0
+    return _Arrivals(inputs, gradients)
 
 
 def _overlapped_time(forward: Action, backward: Action, costs: StageCosts) -> Time:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from echelon._torch_private import run_backward
 from echelon.errors import ScheduleError
 from echelon.pipeline.deferred import SplitBackward
+from echelon.pipeline.entry import copied, enter, entries, gradient_at
 from echelon.pipeline.junctions import Gradient, Root, edge_of
 from echelon.pipeline.nested import Value, tensors_of
 from echelon.pipeline.saved import SavedTensors, num_bytes
@@ -32,7 +33,24 @@ class Forward(NamedTuple):
 
     value: Value
     """What comes from the stage before; its gradient is what the backward returns."""
-    make: Callable[[], Made]
+    kwargs: Mapping[str, Value]
+    target: Value
+    """What the loss takes, where that is."""
+    make: Callable[[Value, Mapping[str, Value], Value], Made]
+    """Is given the three above. The stage may write to them in place."""
+
+    def run(self) -> Made:
+        """Runs it, without a backward to follow."""
+        return self.make(self.value, self.kwargs, self.target)
+
+    def entered(self) -> Forward:
+        """Returns the same with the value as it is inside of the stage."""
+        return Forward(enter(self.value), self.kwargs, self.target, self.make)
+
+    def on_copies(self) -> Forward:
+        """Returns the same with copies, so that this one can be run another time."""
+        kwargs = {name: copied(item) for name, item in self.kwargs.items()}
+        return self._replace(value=copied(self.value), kwargs=kwargs, target=copied(self.target))
 
 
 class Halves(NamedTuple):
@@ -47,10 +65,10 @@ class Halves(NamedTuple):
 class _Microbatch:
     """What is kept of one microbatch."""
 
-    __slots__ = ("again", "inputs", "roots", "saved", "split")
+    __slots__ = ("again", "entries", "roots", "saved", "split")
 
-    def __init__(self, inputs: list[torch.Tensor]) -> None:
-        self.inputs = inputs
+    def __init__(self) -> None:
+        self.entries: list[GradientEdge] = []
         self.roots: list[GradientEdge] = []
         self.saved: SavedTensors | None = None
         self.split: SplitBackward | None = None
@@ -58,7 +76,6 @@ class _Microbatch:
 
     def tensors(self) -> list[torch.Tensor]:
         return [
-            *self.inputs,
             *(() if self.again is None else tensors_of(self.again.value)),
             *(() if self.saved is None else self.saved.tensors()),
             *(() if self.split is None else self.split.kept),
@@ -117,16 +134,15 @@ class Stage:
 
         Args:
             microbatch: its number.
-            forward: runs `call`, and the loss where that is.
+            forward: runs `call`, and the loss where that is; on copies, if the stage recomputes.
             splits: whether the backward may be done in two halves.
         """
-        tensors = [] if self.index == 0 else tensors_of(forward.value)
-        held = self._held[microbatch] = _Microbatch([tensor for tensor in tensors if tensor.requires_grad])
+        held = self._held[microbatch] = _Microbatch()
         if not self.recomputes:
             return self._make(held, forward, splits)
         held.again = forward
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
-            return forward.make()
+            return forward.on_copies().entered().run()
 
     def recompute(self, microbatch: int, *, splits: bool) -> None:
         """Runs the forward again; it draws the same random numbers, which belong to the microbatch."""
@@ -148,7 +164,7 @@ class Stage:
         held = self._held.pop(microbatch)
         if roots := self._roots(held, microbatch, gradients):
             run_backward(roots, into_leaves=True)
-        return [tensor.grad for tensor in held.inputs]
+        return [gradient_at(entry) for entry in held.entries]
 
     def backward_input(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Returns the gradients of the inputs, and keeps what `backward_weight` needs.
@@ -158,7 +174,7 @@ class Stage:
             CannotSplit: the graph is unlike the one that was probed.
         """
         held = self._held[microbatch]
-        split = SplitBackward(self._roots(held, microbatch, gradients), [edge_of(tensor) for tensor in held.inputs])
+        split = SplitBackward(self._roots(held, microbatch, gradients), held.entries)
         held.split, held.roots = split, []
         if held.saved is None:
             return split.run_input()
@@ -179,8 +195,11 @@ class Stage:
         if self.is_metered or (splits and self.halves.frees):
             held.saved = SavedTensors()
         separate = SeparateUses(self.halves.reused) if splits and self.halves.reused else nullcontext()
+        if self.index > 0:  # what the first one gets is the user's
+            forward = forward.entered()
+            held.entries = entries(forward.value)
         with nullcontext() if held.saved is None else held.saved.saving(), separate:
-            made = forward.make()
+            made = forward.run()
         held.roots = [edge_of(tensor) for tensor in made.roots if tensor.requires_grad]
         return made
 

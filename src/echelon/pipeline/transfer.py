@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from echelon.backends.base import Tag, Work
+from echelon.backends.tag import Tag
 from echelon.backends.wire import MAX_NOTE_BYTES
+from echelon.backends.work import Work
 from echelon.calls.patience import wait_for
 from echelon.errors import PeerFailed, Timeout, UnsupportedOp
 from echelon.group import ProcessGroup
@@ -24,7 +25,8 @@ from echelon.pipeline.nested import Value, map_tensors, num_tensors, structure_o
 _APART = "+"
 """The note that says: this message is the structure, the tensors follow."""
 _PARTS = 1 << 10
-_SEQUENCES = 1 << 63
+_STAGES = (1 << 19) - 1
+TRANSFERS = 1 << 63
 """Sequence numbers from here on are those of transfers; below are the collectives of the same group."""
 
 
@@ -90,7 +92,7 @@ class Incoming:
         try:
             structure, arrived = self._arrived()
         except PeerFailed as error:
-            raise PeerFailed(error.rank, error.reason, error.operation or self._operation()) from error
+            raise error.noticed_by(self._operation()) from error
         except Timeout as error:
             raise Timeout(f"{self._operation()}: {error}") from error
         self._seen[:] = [_Spec(tensor.shape, tensor.dtype, tensor.device) for tensor in arrived]
@@ -108,7 +110,7 @@ class Incoming:
             works.append(self._post(part))
         for work in works[count:]:
             self._group.backend.cancel(work)
-        return structure, [self._wait(work) for work in works[:count]]
+        return structure, [head, *(self._wait(work) for work in works[1:count])]
 
     def _wait(self, work: Work[torch.Tensor]) -> torch.Tensor:
         group = self._group
@@ -116,9 +118,7 @@ class Incoming:
 
     def _operation(self) -> str:
         """Says what this rank is doing, for errors."""
-        stage, microbatch, backward = self._transfer
-        what = f"the {'gradient' if backward else 'input'} of microbatch {microbatch} for stage {stage}"
-        return f"rank {self._group.backend.rank}, waiting for {what}"
+        return f"rank {self._group.backend.rank}, waiting for {_in_words(self._transfer)}"
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
         tag = _tag(self._group, self._step, self._transfer, part)
@@ -143,8 +143,20 @@ def detached(value: Value) -> Value:
 
 
 def _tag(group: ProcessGroup, step: int, transfer: Transfer, part: int) -> Tag:
-    sequence = _SEQUENCES | (step & 0xFFFFFFFFFF) << 20 | transfer.stage << 1 | transfer.backward
+    sequence = TRANSFERS | (step & 0xFFFFFFFFFF) << 20 | transfer.stage << 1 | transfer.backward
     return Tag(group.context, sequence, transfer.microbatch * _PARTS + part)
+
+
+def what_passes(tag: Tag) -> str:
+    """Says what a message with this tag carries between two stages; empty if it does not."""
+    if tag.sequence < TRANSFERS:
+        return ""
+    return _in_words(Transfer(tag.sequence >> 1 & _STAGES, tag.step // _PARTS, bool(tag.sequence & 1)))
+
+
+def _in_words(transfer: Transfer) -> str:
+    value = "gradient" if transfer.backward else "input"
+    return f"the {value} of microbatch {transfer.microbatch} for stage {transfer.stage}"
 
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

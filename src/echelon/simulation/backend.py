@@ -9,93 +9,31 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
-from echelon.backends.base import Backend, Received, Tag, Work
+from echelon.backends.base import Backend
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.wire import readable
-from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
+from echelon.backends.tag import Tag
+from echelon.backends.work import Received, Work
+from echelon.errors import Failure, PeerFailed, Timeout
 from echelon.flights import FlightRecorder
 from echelon.places import calling_place, source_of
-from echelon.simulation.scheduler import Ended, Task
-from echelon.simulation.world import World
+from echelon.simulation.boundary import Boundary
+from echelon.simulation.task import Ended, Task
+from echelon.simulation.work import FromAny, Passage, VirtualWork
+from echelon.simulation.world import World, is_plain
 
 T = TypeVar("T")
 
 _NEARLY = 1 - 1e-9
 """A time limit counts as the default if rounding alone makes it shorter."""
-_TRANSFERS = 1 << 63
-"""Sequence numbers from here on are those of transfers between the stages of a pipeline."""
-_LOOKS = 1_000_000
-"""How often a program may look at the time and do nothing else, while nothing can make it pass."""
-
-
-class _Passage(NamedTuple):
-    """What a send or receive does: made for each message, put into words for few."""
-
-    doing: str
-    peer: int
-    tag: Tag
-
-    def __str__(self) -> str:
-        tag = str(self.tag) if self.tag.sequence else f"tag {self.tag.step}"
-        peer = "any rank" if self.peer == ANY else f"rank {self.peer}"
-        return f"{self.doing} {peer}, {tag}"
-
-
-class VirtualWork(Work[T]):
-    """An operation of a simulated rank. To look whether it is done lets the others go on first."""
-
-    __slots__ = ("backend", "operation", "peer", "tag")
-
-    def __init__(
-        self, backend: VirtualBackend, description: object, peer: int, operation: str, tag: Tag | None
-    ) -> None:
-        super().__init__(backend, description, backend.timeout)
-        self.backend = backend
-        self.peer = peer
-        """The rank that this waits for, or ANY."""
-        self.operation = operation
-        """What the program calls it; empty for a plain send or receive."""
-        self.tag = tag
-        """Of a receive that is no part of a collective."""
-
-    def is_completed(self) -> bool:
-        """Says whether the operation has ended, after all that could happen before has happened."""
-        return self._completed or self.backend.poll(self)  # type: ignore[arg-type]
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Blocks until the operation ends and returns its result; see `Work.wait`."""
-        result = super().wait(timeout)
-        if self.tag is not None:
-            self.backend.took(self.source_of(result), self.tag)
-            self.tag = None
-        return result
-
-    def source_of(self, result: T) -> int:  # noqa: ARG002
-        """Returns the rank that a message came from."""
-        return self.peer
-
-
-class _FromAny(VirtualWork[Received]):
-    """A receive from whoever sends first."""
-
-    __slots__ = ("_sources",)
-
-    def __init__(self, backend: VirtualBackend, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
-        plain = tag if _is_plain(tag) else None
-        super().__init__(backend, _Passage("receive from", ANY, tag), ANY, operation, plain)
-        self._sources = sources
-
-    def source_of(self, result: Received) -> int:
-        return next(src for src, number in self._sources.items() if number == result.src)
 
 
 class _Lane:
@@ -105,22 +43,6 @@ class _Lane:
         self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
         self.last: VirtualWork[object] | None = None
         self.task: Task | None = None
-
-
-class _Attention:
-    """Marks a call during which no code of the program runs."""
-
-    __slots__ = ("_backend", "_task")
-
-    def __init__(self, backend: VirtualBackend, task: Task) -> None:
-        self._backend = backend
-        self._task = task
-
-    def __enter__(self) -> None:
-        self._backend.enter_library(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        self._backend.leave_library(self._task)
 
 
 class VirtualBackend(Backend):
@@ -134,15 +56,12 @@ class VirtualBackend(Backend):
         self._scheduler = world.scheduler
         self.flight_recorder = FlightRecorder(lambda: world.scheduler.now)
         world.flight_recorders[rank] = self.flight_recorder
-        self._meter = world.meter
-        self._random_states = world.random_states
+        self._boundary = Boundary(rank, world)
         self._mailbox = world.mailboxes[rank]
         self._closed = False
         self._lanes: dict[int, _Lane] = {}
         self._num_messages = 0
         self._dies_at = world.deaths_by_op.get(rank, math.inf)
-        self._is_computing = False
-        self._num_looks = 0
 
     @property
     def name(self) -> str:  # noqa: D102
@@ -157,18 +76,17 @@ class VirtualBackend(Backend):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
         tag = self.checked_send(tensor, dst, tag)
-        plain = _is_plain(tag)
-        task = self._begin_message("" if plain else note)
-        work: VirtualWork[None] = VirtualWork(self, _Passage("send to", dst, tag), dst, note, None)
+        task = self._begin_message("" if is_plain(tag) else note)
+        work: VirtualWork[None] = VirtualWork(self, Passage("send to", dst, tag), dst, note, None)
         if error := self._mailbox.failure(dst, tag):
             work.complete(error=error)
         else:
-            done = self.world.send_tensor(self.rank, dst, tensor, tag, note, plain)
+            done = self.world.send_tensor(self.rank, dst, tensor, tag, note)
             if done <= self._scheduler.now:
                 work.complete()
             else:
                 self._scheduler.at(done, work.complete)
-        self._end_call(task)
+        self._boundary.leave(task)
         return work
 
     def irecv(  # noqa: D102
@@ -182,23 +100,21 @@ class VirtualBackend(Backend):
         combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
         tag = self.checked_receive(src, tag, out)
-        plain = tag if _is_plain(tag) else None
+        plain = tag if is_plain(tag) else None
         task = self._begin_message("" if plain else note or "")
-        work: VirtualWork[torch.Tensor] = VirtualWork(self, _Passage("receive from", src, tag), src, note or "", plain)
-        if plain is None:
-            self.world.expect(src, self.rank, tag, -1)
+        work: VirtualWork[torch.Tensor] = VirtualWork(self, Passage("receive from", src, tag), src, note or "", plain)
         self._mailbox.post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
-        self._end_call(task)
+        self._boundary.leave(task)
         return work
 
     def irecv_any(  # noqa: D102
         self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
     ) -> Work[Received]:
         tag = self.checked_receive_any(sources, tag)
-        task = self._begin_message("" if _is_plain(tag) else note or "")
-        work = _FromAny(self, note or "", tag, sources)
+        task = self._begin_message("" if is_plain(tag) else note or "")
+        work = FromAny(self, note or "", tag, sources)
         self._mailbox.post(Receive(work, ANY, tag, None, note, sources))
-        self._end_call(task)
+        self._boundary.leave(task)
         return work
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
@@ -212,93 +128,32 @@ class VirtualBackend(Backend):
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Lets the others go on until `work` is completed; returns False when the time is up."""
-        task = self._begin_call()
+        task = self._boundary.enter()
         began = task.entered_at if task.depth else self._scheduler.now
         deadline = math.inf if timeout is None else self._scheduler.now + timeout
         done = self._scheduler.wait(work, deadline, deadline - began < self.timeout * _NEARLY)
-        self._end_call(task)
+        self._boundary.leave(task)
         return done
 
     def poll(self, work: Work[object]) -> bool:
         """Lets the others go on with what can happen now; says whether `work` is completed then."""
         if not self._scheduler.is_running_here():
             return False
-        task = self._begin_call()
+        task = self._boundary.enter()
         done = self._scheduler.poll(work)
-        self._end_call(task)
+        self._boundary.leave(task)
         return done
 
     def attend(self) -> AbstractContextManager[object]:  # noqa: D102
-        return _Attention(self, self._scheduler.current())
-
-    def enter_library(self, task: Task) -> None:
-        """Begins a call during which no code of the program runs."""
-        if task.depth == 0:
-            self._begin_call()
-            task.entered_at = self._scheduler.now
-            task.operation = ""
-        task.depth += 1
-        self._end_call(task)
-
-    def leave_library(self, task: Task) -> None:
-        """Ends such a call. A collective becomes a span of the timeline, unless it is part of a step."""
-        if task.depth > 1:
-            task.depth -= 1
-            return
-        try:
-            self._begin_call()
-        finally:
-            task.depth = 0
-        if task.operation:
-            recorder, began, now = self.world.recorder, task.entered_at, self._scheduler.now
-            operation = readable(task.operation)
-            if task.number:
-                recorder.span_beside(self.rank, task.number, operation, began, now)
-            elif not self._is_computing:
-                recorder.span(self.rank, operation, began, now)
-        self._end_call(task)
-
-    # Computing
+        return self._boundary.attend()
 
     def now(self) -> float:
-        """Returns the virtual time.
+        """Returns the virtual time; see `Boundary.now`."""
+        return self._boundary.now()
 
-        Raises:
-            DeadlockError: costs are not measured, and the program has looked a million times and done nothing else.
-        """
-        if self._meter is None:
-            self._num_looks += 1
-            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
-                raise DeadlockError(
-                    f"rank {self.rank} has looked at the time {_LOOKS:,} times at {self._scheduler.now:g} s, and done "
-                    "nothing else: no virtual time passes meanwhile, so it would look for ever: wait for a message "
-                    'with a timeout, or use costs="measured"'
-                )
-        elif self._scheduler.is_running_here():
-            self._end_call(self._begin_call())
-        return self._scheduler.now
-
-    @contextmanager
-    def compute(self, step: object) -> Iterator[None]:
+    def compute(self, step: object) -> AbstractContextManager[None]:
         """Lets the time pass that `step` costs, and adds it to the timeline; steps inside of others are not counted."""
-        if self._is_computing:
-            yield
-            return
-        self._num_looks = 0
-        began = self.now()
-        self._is_computing = True
-        try:
-            yield
-        finally:
-            self._is_computing = False
-        if self.world.cost is not None:
-            self._spend(self.world.cost(self.rank, step))
-        self.world.recorder.span(self.rank, step, began, self.now())
-
-    def _spend(self, seconds: float) -> None:
-        if self.world.faults.faults:
-            seconds = self.world.faults.duration(self.rank, self._scheduler.now, seconds)
-        self.world.traffic.compute(self.rank, seconds)
+        return self._boundary.compute(step)
 
     def memory_meter(self) -> AbstractContextManager[object]:
         """Counts the memory of the tensors that are made inside, if that was asked for."""
@@ -308,7 +163,7 @@ class VirtualBackend(Backend):
     # Beside
 
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
-        task = self._begin_call()
+        task = self._boundary.enter()
         if self._closed:
             raise self.closed_error()
         work: VirtualWork[T] = VirtualWork(self, description, self.rank, description, None)
@@ -320,7 +175,7 @@ class VirtualBackend(Backend):
             line.task = self._scheduler.add(self.rank, partial(self._work_off, line), len(self._lanes), place)
         else:
             self._scheduler.rouse(line.task)
-        self._end_call(task)
+        self._boundary.leave(task)
         return work
 
     def _work_off(self, line: _Lane) -> None:
@@ -330,7 +185,7 @@ class VirtualBackend(Backend):
             while not line.jobs:
                 self._scheduler.rest()
             function, work = line.jobs.popleft()
-            self._end_call(task)
+            self._boundary.leave(task)
             result, error = None, None
             try:
                 with self.memory_meter():
@@ -339,7 +194,7 @@ class VirtualBackend(Backend):
                 raise
             except BaseException as raised:
                 error = raised
-            self._begin_call()
+            self._boundary.enter()
             work.complete(result, error)
             self._scheduler.stir()
             del function, work, result, error  # and with them the tensors, which would live until the next job
@@ -392,19 +247,9 @@ class VirtualBackend(Backend):
     def _has_ended(self) -> bool:
         return self._scheduler.is_ending or self.rank in self.world.killed
 
-    def _begin_call(self) -> Task:
-        """Checks that the calling task may go on, and lets the time pass that it has computed since the last call."""
-        task = self._scheduler.current()
-        if task.is_doomed:
-            raise Ended
-        self._num_looks = 0
-        if self._meter is not None:
-            self._spend(self._meter.stop((self.rank, task.number)))
-        return task
-
     def _begin_message(self, operation: str) -> Task:
         """Begins a call that sends or receives, as part of a collective if that is given."""
-        task = self._begin_call()
+        task = self._boundary.enter()
         if self._closed:
             raise self.closed_error()
         self._num_messages += 1
@@ -417,16 +262,4 @@ class VirtualBackend(Backend):
 
     def begin(self) -> None:
         """Begins the program of this rank, in its own task."""
-        self._end_call(self._scheduler.current())
-
-    def _end_call(self, task: Task) -> None:
-        """Gives the process back to the program of this rank, with its random numbers."""
-        if task.depth == 0:
-            self._random_states.install(self.rank)
-        if self._meter is not None:
-            self._meter.start((self.rank, task.number))
-
-
-def _is_plain(tag: Tag) -> bool:
-    """Says whether a message is no part of a collective."""
-    return tag.sequence == 0 or tag.sequence >= _TRANSFERS
+        self._boundary.leave(self._scheduler.current())

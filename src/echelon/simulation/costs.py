@@ -13,6 +13,7 @@ from echelon.errors import LaunchError
 from echelon.pipeline.action import Action, Overlapped, actions_of
 from echelon.pipeline.cost import Costs
 from echelon.pipeline.simulate import Need, play
+from echelon.simulation.arguments import is_amount, is_factor
 
 StepCost: TypeAlias = Callable[[int, object], float]
 """The seconds that a step costs a rank."""
@@ -29,8 +30,8 @@ class Measured:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise LaunchError(f"Measured(factor={self.factor}): give a factor above 0")
+        if not is_factor(self.factor):
+            raise LaunchError(f"Measured(factor={self.factor!r}): give a factor above 0")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def step_cost(costs: CostsLike) -> StepCost | None:
         case Mapping():
             return _of_names(costs)
     if callable(costs):
-        return costs
+        return _checked(costs)
     raise LaunchError(
         f'costs={costs!r}: use Costs(forward=, ...) for pipelines, {{"name": seconds}}, a function of rank and step, '
         '"measured", or the measurements of a simulation'
@@ -116,10 +117,22 @@ def meter_for(costs: CostsLike) -> Meter | None:
     return Meter(costs) if isinstance(costs, Measured | Measurements) else None
 
 
+def _checked(costs: StepCost) -> StepCost:
+    """Returns a user's function, which raises LaunchError where that gives no seconds."""
+
+    def cost(rank: int, step: object) -> float:
+        seconds = costs(rank, step)
+        if not is_amount(seconds):
+            raise LaunchError(f"costs= gave {seconds!r} for rank {rank} and step {step}: return seconds, at least 0")
+        return seconds
+
+    return cost
+
+
 def _of_names(costs: Mapping[str, float]) -> StepCost:
-    wrong = {name: seconds for name, seconds in costs.items() if not 0 <= seconds < math.inf}
+    wrong = {name: seconds for name, seconds in costs.items() if not isinstance(name, str) or not is_amount(seconds)}
     if wrong:
-        raise LaunchError(f"costs={wrong}: give seconds, at least 0")
+        raise LaunchError(f"costs={wrong}: give a name and its seconds, at least 0")
     fixed = dict(costs)
     return lambda _, step: fixed.get(str(step), 0.0)
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 from echelon.backends.delivery import ANY
 from echelon.errors import DeadlockError
 
+_MOST_UNCLAIMED = 8
+"""How many messages that nobody has asked for are named."""
+
 
 class Waiting(NamedTuple):
     """One task that waits."""
@@ -31,7 +34,11 @@ class Waiting(NamedTuple):
 
 
 def deadlock(
-    waiting: Iterable[Waiting], returned: Mapping[int, str], killed: Collection[int], now: float
+    waiting: Iterable[Waiting],
+    returned: Mapping[int, str],
+    killed: Collection[int],
+    unclaimed: Sequence[str],
+    now: float,
 ) -> DeadlockError:
     """Makes the error for ranks that wait for ever.
 
@@ -39,12 +46,16 @@ def deadlock(
         waiting: all that wait.
         returned: ranks whose function has returned, with what each called last, and where; empty for nothing.
         killed: ranks that a fault ended.
+        unclaimed: what was sent and not asked for, in words.
         now: virtual seconds.
     """
     tasks = sorted(waiting)
     lines = [str(task) for task in tasks]
     lines += [f"rank {rank} has returned, after {last or 'no call'}" for rank, last in sorted(returned.items())]
     lines += [f"rank {rank} was killed" for rank in sorted(killed)]
+    lines += unclaimed[:_MOST_UNCLAIMED]
+    if len(unclaimed) > _MOST_UNCLAIMED:
+        lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more that nobody has asked for")
     return DeadlockError("\n  ".join([f"no rank can go on at {now:g} s: {_reason(tasks, returned)}", *lines]))
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from echelon.errors import LaunchError
 from echelon.simulation.costs import CostsLike
 from echelon.simulation.faults import Faults
 from echelon.simulation.network import NetworkLike
@@ -35,8 +36,13 @@ def explore(
             such as results that differ.
 
     Raises:
+        LaunchError: there are no seeds, or `check` is no function.
         Exception: that of the first seed that fails.
     """
+    if not isinstance(seeds, Iterable):
+        raise LaunchError(f"seeds={seeds!r}: give what can be gone through, such as range(1000)")
+    if check is not None and not callable(check):
+        raise LaunchError(f"check={check!r}: give a function of a Simulation")
     count = 0
     for seed in seeds:
         try:
@@ -52,6 +58,8 @@ def explore(
             print(told, file=sys.stderr)
             raise
         count += 1
+    if count == 0:
+        raise LaunchError(f"seeds={seeds!r} has none: nothing was tried; give at least one")
     return count
 
 

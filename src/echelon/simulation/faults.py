@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from echelon.errors import InvalidRank, LaunchError
+from echelon.simulation.arguments import is_amount, is_count, is_factor
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class Kill:
     def __post_init__(self) -> None:
         if (self.at is None) == (self.at_op is None):
             raise LaunchError(f"Kill(rank={self.rank}) needs either at= (seconds) or at_op= (number of a message)")
-        if self.at is not None and not 0 <= self.at < math.inf:
-            raise LaunchError(f"Kill(rank={self.rank}, at={self.at}): give seconds, at least 0")
-        if self.at_op is not None and self.at_op < 1:
-            raise LaunchError(f"Kill(rank={self.rank}, at_op={self.at_op}): messages are counted from 1")
+        if self.at is not None and not is_amount(self.at):
+            raise LaunchError(f"Kill(rank={self.rank}, at={self.at!r}): give seconds, at least 0")
+        if self.at_op is not None and not is_count(self.at_op, 1):
+            raise LaunchError(f"Kill(rank={self.rank}, at_op={self.at_op!r}): messages are counted from 1")
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Slow:
     factor: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise LaunchError(f"Slow(rank={self.rank}, factor={self.factor}): give a factor above 0")
+        if not is_factor(self.factor):
+            raise LaunchError(f"Slow(rank={self.rank}, factor={self.factor!r}): give a factor above 0")
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,12 @@ class Partition:
     end: float = math.inf
 
     def __post_init__(self) -> None:
+        _check_interval(self.start, self.end, "Partition")
+        sides = (self.left, self.right)
+        if not all(isinstance(side, Collection) and side for side in sides) or set(self.left) & set(self.right):
+            raise LaunchError(f"Partition({self.left}, {self.right}): give two sets of ranks without a common one")
         object.__setattr__(self, "left", frozenset(self.left))
         object.__setattr__(self, "right", frozenset(self.right))
-        _check_interval(self.start, self.end, "Partition")
-        if not self.left or not self.right or set(self.left) & set(self.right):
-            raise LaunchError(
-                f"Partition({sorted(self.left)}, {sorted(self.right)}): give two sets of ranks without a common one"
-            )
 
     def concerns(self, src: int, dst: int) -> bool:
         """Says whether messages from `src` to `dst` cannot pass."""
@@ -84,8 +84,8 @@ class Delay:
 
     def __post_init__(self) -> None:
         _check_interval(self.start, self.end, "Delay")
-        if not 0 < self.seconds < math.inf:
-            raise LaunchError(f"Delay(seconds={self.seconds}): give seconds above 0")
+        if not is_factor(self.seconds):
+            raise LaunchError(f"Delay(seconds={self.seconds!r}): give seconds above 0")
 
     def concerns(self, src: int, dst: int) -> bool:
         """Says whether messages from `src` to `dst` come later."""
@@ -112,13 +112,15 @@ Faults: TypeAlias = Sequence[Fault] | Callable[[random.Random, int], Sequence[Fa
 class FaultPlan:
     """What goes wrong in one simulation, by what it concerns."""
 
-    def __init__(self, faults: Iterable[Fault], world_size: int, has_costs: bool) -> None:
+    def __init__(self, faults: Sequence[Fault], world_size: int, has_costs: bool) -> None:
         """Sorts the faults.
 
         Raises:
             InvalidRank: a rank that is not in the world.
-            LaunchError: a fault that would do nothing.
+            LaunchError: what is no list of faults, or a fault that would do nothing.
         """
+        if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
+            raise LaunchError(f"faults={faults!r}: give a list of Kill, Slow, Partition, Delay, Pause")
         self.faults = tuple(faults)
         self.kills: list[Kill] = []
         self._partitions: list[Partition] = []
@@ -127,7 +129,7 @@ class FaultPlan:
         self._factors: dict[int, float] = {}
         for fault in self.faults:
             for rank in _ranks_of(fault):
-                if not 0 <= rank < world_size:
+                if not is_count(rank) or rank >= world_size:
                     raise InvalidRank(rank, world_size, f"rank of {type(fault).__name__}")
             self._sort(fault, has_costs)
 
@@ -191,5 +193,5 @@ def _ranks_of(fault: Fault) -> list[int]:
 
 
 def _check_interval(start: float, end: float, what: str) -> None:
-    if not 0 <= start < end:
-        raise LaunchError(f"{what} from {start} to {end}: the end must come after the start, which is at least 0")
+    if not is_amount(start) or not (is_amount(end) or end == math.inf) or end <= start:
+        raise LaunchError(f"{what} from {start!r} to {end!r} s: the end must come after the start, which is at least 0")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from echelon._torch_private import TorchDispatchMode
+from echelon._torch_private import DispatchMode
 
 
-class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory of all new tensors of the thread that it is active in, forward and backward alike.
 
     Tensors of one storage count once. What existed before, and what torch's kernels use while they run, does not count.

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from echelon.errors import LaunchError
+from echelon.simulation.arguments import is_amount, is_count, is_factor
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,16 @@ class Network:
     def __post_init__(self) -> None:
         for name in ("latency", "local_latency", "overhead"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise LaunchError(f"{name}={value}: give seconds, at least 0")
+            if not is_amount(value):
+                raise LaunchError(f"{name}={value!r}: give seconds, at least 0")
         for name in ("bandwidth", "local_bandwidth"):
             value = getattr(self, name)
-            if not value > 0:
-                raise LaunchError(f"{name}={value}: give bytes per second above 0, math.inf for no limit")
+            if not (is_factor(value) or value == math.inf):
+                raise LaunchError(f"{name}={value!r}: give bytes per second above 0, math.inf for no limit")
         if self.hosts is not None:
+            if not self.hosts or not isinstance(self.hosts, Sequence) or not all(is_count(n, 1) for n in self.hosts):
+                raise LaunchError(f"hosts={self.hosts!r}: give a list of how many ranks each host has, each at least 1")
             object.__setattr__(self, "hosts", tuple(self.hosts))
-            if min(self.hosts, default=0) < 1:
-                raise LaunchError(f"hosts={list(self.hosts)}: give the number of ranks of each host, at least 1")
 
     @classmethod
     def named(cls, name: str) -> Network:
@@ -103,17 +104,31 @@ def link_function(network: NetworkLike, world_size: int) -> Callable[[int, int],
     """Returns the function from two ranks to the network between them.
 
     Raises:
-        LaunchError: an unknown name, or hosts that do not have `world_size` ranks.
+        LaunchError: an unknown name, no network, or hosts that do not have `world_size` ranks.
     """
     if callable(network):
-        return network
+        return _checked(network)
     chosen = INSTANT if network is None else Network.named(network) if isinstance(network, str) else network
+    if not isinstance(chosen, Network):
+        raise LaunchError(f"network={network!r}: give a Network, the name of one, or a function from two ranks to one")
     if chosen.hosts is not None and sum(chosen.hosts) != world_size:
         raise LaunchError(
             f"hosts={list(chosen.hosts)} have {sum(chosen.hosts)} ranks, the simulation has {world_size}: make "
             "them equal"
         )
     return chosen.between
+
+
+def _checked(network: Callable[[int, int], Network]) -> Callable[[int, int], Network]:
+    """Returns a user's function, which raises LaunchError where that gives no network."""
+
+    def between(src: int, dst: int) -> Network:
+        found = network(src, dst)
+        if not isinstance(found, Network):
+            raise LaunchError(f"the network from rank {src} to {dst} is {found!r}: let the function return a Network")
+        return found
+
+    return between
 
 
 def host_numbers(network: NetworkLike, world_size: int) -> tuple[int, ...]:

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
+from echelon.simulation import python_random
+from echelon.simulation.python_random import PythonState
+
 
 @dataclass(slots=True)
 class _State:
-    python: tuple[object, ...]
+    python: PythonState
     numpy: np.random.BitGenerator
     torch: torch.Tensor
 
@@ -50,11 +53,11 @@ class RandomStates:
 
     def _take(self) -> _State:
         numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        return _State(random.getstate(), numpy, torch.default_generator.get_state())
+        return _State(python_random.take(python_random.shared()), numpy, torch.default_generator.get_state())
 
 
 def _put(state: _State) -> None:
-    random.setstate(state.python)
+    python_random.put(python_random.shared(), state.python)
     np.random.set_bit_generator(state.numpy)  # type: ignore[attr-defined]
     torch.default_generator.set_state(state.torch)
 
@@ -64,7 +67,7 @@ def _first(seed: int, rank: int) -> _State:
     number = int.from_bytes(digest, "little")
     generator = torch.Generator().manual_seed(number >> 1)
     numpy = np.random.MT19937(_Seed(digest))  # type: ignore[arg-type]
-    return _State(random.Random(number).getstate(), numpy, generator.get_state())
+    return _State(python_random.take(random.Random(number)), numpy, generator.get_state())
 
 
 class _Seed(ISeedSequence):

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from echelon.backends.base import Tag
+from echelon.backends.tag import Tag
 from echelon.trace import Span, Timeline, Transfer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,24 +13,23 @@ from typing import Any
 
 import torch
 
-from echelon.backends.base import DEFAULT_TIMEOUT
-from echelon.backends.wire import readable
+from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.watch import Watch
-from echelon.errors import DeadlockError, InvalidWorldSize
-from echelon.flights import FlightRecorder
+from echelon.errors import DeadlockError, LaunchError
 from echelon.group import ProcessGroup
 from echelon.launch.failure import RankFailure, first_cause
 from echelon.launch.init import provide
+from echelon.launch.job import check_world_size
 from echelon.launch.report import describe
-from echelon.places import place_of_thread, source_of
-from echelon.simulation.backend import VirtualBackend, VirtualWork
+from echelon.simulation.arguments import is_count, is_factor
+from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
-from echelon.simulation.deadlock import Waiting, deadlock
+from echelon.simulation.explain import explain
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import NetworkLike, host_numbers, link_function
 from echelon.simulation.one_core import on_one_core
 from echelon.simulation.record import text_of
-from echelon.simulation.scheduler import Ended, Task
+from echelon.simulation.task import Ended, Task
 from echelon.simulation.world import World
 from echelon.trace import Timeline
 
@@ -98,13 +98,13 @@ def simulate(
 
     Raises:
         InvalidWorldSize: `world_size` is below 1.
-        LaunchError, InvalidRank: a network, costs or faults that make no sense.
+        LaunchError, InvalidRank: an argument that makes no sense; faults of ranks that there are not.
         DeadlockError: no rank can go on; with who waits for whom, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
         Exception: that of the rank which failed first, with a note that names the rank.
     """
-    if world_size < 1:
-        raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank: give 1 or more")
+    check_world_size(world_size)
+    _check(fn, args, seed, timeout)
     cost, meter = step_cost(costs), meter_for(costs)
     if callable(faults):
         faults = faults(random.Random(f"faults of {seed}"), world_size)
@@ -129,6 +129,17 @@ def simulate(
         measurements=None if meter is None else meter.measurements(),
         events=world.recorder.events,
     )
+
+
+def _check(fn: object, args: object, seed: object, timeout: object) -> None:
+    if not callable(fn):
+        raise LaunchError(f"fn={fn!r}: give the function that each rank runs; its first argument is the group")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")
+    if not is_count(seed):
+        raise LaunchError(f"seed={seed!r}: give a whole number, at least 0: what repeats needs one")
+    if not (is_factor(timeout) or timeout == math.inf):
+        raise LaunchError(f"timeout={timeout!r}: use a number of seconds above 0")
 
 
 class _Run:
@@ -211,15 +222,12 @@ class _Run:
 
     def _explain(self, tasks: Sequence[Task]) -> DeadlockError | None:
         """Returns the error; with faults there is none as long as ranks wait for one that left because of them."""
-        waiting = [_waiting(task) for task in tasks]
         world = self._world
         if world.faults.faults and world.tell_of_returned():
             return None
         if self._tell_of_disagreement():
             return None
-        idle = world.returned - {task.rank for task in tasks if task.number == 0}
-        returned = {rank: _last_call(world.flight_recorders[rank]) for rank in idle}
-        return deadlock(waiting, returned, world.killed, self._scheduler.now)
+        return explain(world, tasks)
 
     def _tell_of_disagreement(self) -> bool:
         """Tells all ranks of a collective that two have called differently; says whether there was such news."""
@@ -233,28 +241,6 @@ class _Run:
                             mailbox.fail_context(flight.context, mismatch)
                         return True
         return False
-
-
-def _last_call(recorder: FlightRecorder) -> str:
-    """Returns what a rank called last, and where; empty if it called nothing."""
-    records = recorder.records()
-    if not records:
-        return ""
-    last = records[-1]
-    number = f", #{last.sequence}" if last.sequence else ""
-    return f"{last.operation}{number} at {last.place}"
-
-
-def _waiting(task: Task) -> Waiting:
-    work = task.awaits
-    assert isinstance(work, VirtualWork)
-    return Waiting(
-        rank=task.rank,
-        peer=work.peer,
-        doing=readable(work.operation) or str(work.description),
-        place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
-        is_beside=task.number > 0,
-    )
 
 
 @contextmanager

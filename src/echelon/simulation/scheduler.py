@@ -21,102 +21,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 
-from echelon.backends.base import Work
+from echelon.backends.work import Work
 from echelon.errors import EchelonError, UnsupportedOp
+from echelon.simulation.task import Ended, Task
 
 _PATIENCE = 100
 """How often a task may look at one instant whether something is done, before its looking becomes waiting."""
-
-
-class Ended(BaseException):
-    """Makes a task leave: its rank was killed, or the simulation is over. No error: programs need not expect it."""
-
-
-class Task:
-    """A thread that takes turns with others."""
-
-    __slots__ = (
-        "_body",
-        "_scheduler",
-        "awaits",
-        "deadline",
-        "depth",
-        "entered_at",
-        "gate",
-        "ident",
-        "insists",
-        "is_doomed",
-        "is_idle",
-        "is_queued",
-        "num_polls",
-        "number",
-        "operation",
-        "origin",
-        "polled_at",
-        "polls",
-        "rank",
-        "thread",
-        "turn",
-    )
-
-    def __init__(
-        self, scheduler: Scheduler, rank: int, number: int, name: str, body: Callable[[], None], origin: str
-    ) -> None:
-        self.rank = rank
-        self.number = number
-        """0 for a rank's own task, then one for each of its lanes."""
-        self.origin = origin
-        """Where the program started it, for a task beside a rank's own; empty for that."""
-        self.awaits: Work[object] | None = None
-        self.deadline = math.inf
-        self.insists = False
-        """Whether the program itself gave the deadline, instead of leaving it at the default."""
-        self.is_idle = False
-        self.is_doomed = False
-        """Whether it is to leave."""
-        self.depth = 0
-        """How many calls into the library it is in, during which no code of the program runs."""
-        self.entered_at = 0.0
-        """When it entered the first of these calls."""
-        self.operation = ""
-        """The collective that it is in, if it is in one."""
-        self.ident = 0
-        """Of the thread, once it runs."""
-        self.gate = threading.Lock()
-        self.gate.acquire()
-        self.turn = 0
-        """Counts its turns; an event for an earlier one is stale."""
-        self.is_queued = False
-        """Whether its next turn is in the queue."""
-        self.polls = False
-        """Whether it waits because it looked too often."""
-        self.polled_at = -1.0
-        """When it last looked whether something is done, and how often at that instant."""
-        self.num_polls = 0
-        self._body = body
-        self._scheduler = scheduler
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def _run(self) -> None:
-        self.gate.acquire()
-        self.ident = get_ident()
-        self.begin_turn()
-        try:
-            if not self.is_doomed:
-                self._body()
-        except Ended:
-            pass
-        finally:
-            self._scheduler.leave(self)
-
-    def forget(self) -> None:
-        """Lets go of what it runs, after its end."""
-        self._body = _nothing
-
-    def begin_turn(self) -> None:
-        """Makes all events for earlier turns stale."""
-        self.turn += 1
-        self.is_queued = False
 
 
 class Scheduler:
@@ -151,8 +61,7 @@ class Scheduler:
 
     def add(self, rank: int, body: Callable[[], None], number: int = 0, origin: str = "") -> Task:
         """Makes a task that has its first turn now, in its order among what happens now."""
-        name = f"simulated rank {rank}" + (f", lane {number}" if number else "")
-        task = Task(self, rank, number, name, body, origin)
+        task = Task(rank, number, body, origin, self.leave)
         self._tasks[task] = None
         self._threads.append(task.thread)
         task.thread.start()
@@ -227,6 +136,10 @@ class Scheduler:
         heapq.heappush(
             self._events, (time, self._random.random() if draw is None else draw, next(self._numbers), action, -1)
         )
+
+    def actions(self) -> list[Callable[[], object]]:
+        """Returns what is to be called later."""
+        return [what for _, _, _, what, _ in self._events if not isinstance(what, Task)]
 
     def sleep(self, seconds: float) -> None:
         """Lets `seconds` pass for the running task; math.inf: it never goes on."""
@@ -313,6 +226,13 @@ class Scheduler:
                 task.is_doomed = True
                 self._schedule(task, self.now)
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the simulation with an error that is no rank's."""
+        if not self.is_ending:
+            self.is_ending = True
+            self.error = error
+        self.doom()
+
     def leave(self, task: Task) -> None:
         """Takes a task out, at the end of its thread, and lets the next one run."""
         self._tasks.pop(task, None)
@@ -322,19 +242,12 @@ class Scheduler:
         try:
             following = self._next()
         except BaseException as error:  # a mistake in an event: nobody could be told otherwise
-            self._fail(error)
+            self.fail(error)
             following = self._next()
         self._running = following
         (self._finished if following is None else following.gate).release()
 
     # Inside
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends the simulation."""
-        if not self.is_ending:
-            self.is_ending = True
-            self.error = error
-        self.doom()
 
     def _is_bound(self, task: Task) -> bool:
         return task.is_doomed or self.available_at(task.rank, self.now) > self.now
@@ -354,7 +267,7 @@ class Scheduler:
         try:
             following = self._next()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             following = self._next()
         assert following is not None, "a task that waits is woken, or all are made to leave"
         if following is not task:
@@ -409,7 +322,7 @@ class Scheduler:
             self._schedule(first, max(self.now, first.deadline))
         elif waiting:
             if error := self.on_stuck(waiting):
-                self._fail(error)
+                self.fail(error)
         else:
             self.is_ending = True
             self.doom()
@@ -425,6 +338,3 @@ def _unexplained(tasks: Sequence[Task]) -> EchelonError:
 
 def _at_once(rank: int, time: float) -> float:  # noqa: ARG001
     return time
-
-
-def _nothing() -> None: ...

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.network import Network
 from echelon.simulation.scheduler import Scheduler
+from echelon.simulation.task import Ended
 
 
 class Passage(NamedTuple):
@@ -43,9 +44,7 @@ class Traffic:
 
     def send(self, src: int, dst: int, num_bytes: int) -> Passage:
         """Puts a message on its way."""
-        link = self._links.get((src, dst))
-        if link is None:
-            link = self._links[src, dst] = self._link(src, dst)
+        link = self._links.get((src, dst)) or self._find_link(src, dst)
         left = max(self._scheduler.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
         passage = self._pass(src, dst, left, left + link.latency)
@@ -54,6 +53,14 @@ class Traffic:
             self._hold_up_at(passage.left, src, seconds)
             self._hold_up_at(passage.arrives, dst, seconds)
         return passage
+
+    def _find_link(self, src: int, dst: int) -> Network:
+        try:
+            link = self._links[src, dst] = self._link(src, dst)
+        except Exception as error:  # the user's function: to tell the other ranks would take a link, too
+            self._scheduler.fail(error)
+            raise Ended from error
+        return link
 
     def compute(self, rank: int, seconds: float) -> None:
         """Lets the time pass that the running task of a rank computes: longer where messages come and go meanwhile."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 
-from echelon.backends.base import Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.status import Question, Status, status_of
+from echelon.backends.tag import Tag
 from echelon.backends.wire import as_sent, readable
 from echelon.errors import CollectiveMismatch, PeerFailed
 from echelon.flights import FlightRecorder
+from echelon.pipeline.transfer import TRANSFERS
 from echelon.places import line_of
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
@@ -23,6 +24,28 @@ from echelon.simulation.random_state import RandomStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler
 from echelon.simulation.traffic import Traffic
+
+
+def is_plain(tag: Tag) -> bool:
+    """Says whether a message is no part of a collective."""
+    return tag.sequence == 0 or tag.sequence >= TRANSFERS
+
+
+class _Arrival:
+    """A message on its way: when called, it is there."""
+
+    __slots__ = ("_note", "_tensor", "_world", "dst", "src", "tag")
+
+    def __init__(self, world: World, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
+        self.src = src
+        self.dst = dst
+        self.tag = tag
+        self._world = world
+        self._tensor = tensor
+        self._note = note
+
+    def __call__(self) -> None:
+        self._world.arrive(self.src, self.dst, self._tensor, self.tag, self._note)
 
 
 class World:
@@ -56,15 +79,13 @@ class World:
         self.killed: set[int] = set()
         self.deaths_by_op = {kill.rank: kill.at_op for kill in faults.kills if kill.at_op is not None}
         self._told_of: set[int] = set()
-        self._balance: dict[tuple[int, int, Tag], int] = {}
-        """Of each collective's messages, those sent less those asked for."""
         if faults.pauses:
             self.scheduler.available_at = faults.available_at
         for kill in faults.kills:
             if kill.at is not None:
                 self.scheduler.at(kill.at, partial(self.kill, kill.rank))
 
-    def send_tensor(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, is_plain: bool) -> float:
+    def send_tensor(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> float:
         """Sends a copy of a tensor; returns when its sender is done with it."""
         tensor = self._copy(src, tensor)
         num_bytes, recorder = tensor.nbytes, self.recorder
@@ -72,11 +93,9 @@ class World:
         recorder.bytes_sent[src, dst] += num_bytes
         recorder.events.append((self.scheduler.now, src, "sends to rank", num_bytes, dst, tag, note))
         if passage.arrives < math.inf:
-            if is_plain:
+            if is_plain(tag):
                 recorder.sent(src, dst, tag, passage.left, passage.arrives)
-            else:
-                self.expect(src, dst, tag, 1)
-            self.scheduler.at(passage.arrives, partial(self._arrive, src, dst, tensor, tag, note), passage.draw)
+            self.scheduler.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
         return passage.done
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +108,8 @@ class World:
         finally:
             self.memory_meters[src].is_paused = False
 
-    def _arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
+    def arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
+        """Gives a message to the rank that it is for."""
         self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
         if self.memory_meters:
             self.memory_meters[dst].count(tensor)
@@ -132,15 +152,6 @@ class World:
                     self.tell(rank, peer, partial(_fail_peer, rank, failure))
         return bool(news)
 
-    def expect(self, src: int, dst: int, tag: Tag, num_messages: int) -> None:
-        """Counts the messages of a collective: 1 for one that is sent, -1 for one that is asked for."""
-        key = (src, dst, tag)
-        balance = self._balance.get(key, 0) + num_messages
-        if balance:
-            self._balance[key] = balance
-        else:
-            del self._balance[key]
-
     def missed(self) -> CollectiveMismatch | None:
         """Returns the error for a collective that a rank took no part in, though no other rank had to wait for it.
 
@@ -148,8 +159,8 @@ class World:
         """
         if self.faults.faults:
             return None
-        for (src, dst, tag), balance in self._balance.items():
-            if balance > 0 and not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
+        for dst, src, tag in sorted(self._left_over()):
+            if not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
                 flight = self.flight_recorders[src].find(tag.context, tag.sequence)
@@ -159,6 +170,16 @@ class World:
                     f"{place}: every rank must call the same operations in the same order with the same arguments"
                 )
         return None
+
+    def _left_over(self) -> Iterator[tuple[int, int, Tag]]:
+        """Yields receiver, sender and tag of collectives' messages that nobody has asked for, there or on their way."""
+        for dst, mailbox in enumerate(self.mailboxes):
+            for src, tag in mailbox.unclaimed():
+                if not is_plain(tag):
+                    yield dst, src, tag
+        for action in self.scheduler.actions():
+            if isinstance(action, _Arrival) and not is_plain(action.tag):
+                yield action.dst, action.src, action.tag
 
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""

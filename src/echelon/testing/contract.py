@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from echelon.backends.base import Backend, Tag
+from echelon.backends.base import Backend
+from echelon.backends.tag import Tag
 from echelon.errors import (
     Closed,
     CollectiveMismatch,

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from echelon.backends.base import Backend, Received, Work
+from echelon.backends.base import Backend
+from echelon.backends.work import Received, Work
 from echelon.errors import PeerFailed, SelfSend, Timeout
 from echelon.testing.expect import SECONDS, expect, expect_error
 from echelon.testing.ranks import RunRanks

@@ -45,7 +45,7 @@ class RankPool:
             fn: a function at the top level of a module that the workers can import.
             world_size: the number of ranks; rank r is the same process each time, while it lives.
             args: what `fn` gets after the group; pickled.
-            backend: "auto", "shm" or "tcp", as for `spawn`.
+            backend: as for `spawn`.
             timeout: seconds, for every blocking call of the group and for the whole of `fn`.
 
         Raises:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from echelon.errors import LaunchError
 from echelon.simulation import Simulation, explore
 from echelon.simulation.costs import CostsLike
 from echelon.simulation.faults import Faults
@@ -38,6 +39,7 @@ def check_same_results(
         The number of seeds.
 
     Raises:
+        LaunchError: fewer than two seeds.
         RaceError: a rank returned something else; says which, under which seeds, and how to replay it.
         Exception: that of the first seed that fails.
     """
@@ -53,7 +55,10 @@ def check_same_results(
                     "something depends on the order in which messages arrive; compare the traces of the two runs"
                 )
 
-    return explore(fn, world_size, seeds, args, network, costs, faults, check=check)
+    count = explore(fn, world_size, seeds, args, network, costs, faults, check=check)
+    if count == 1:
+        raise LaunchError(f"seeds={seeds!r} has one seed: nothing was compared; give at least two")
+    return count
 
 
 def _equal(left: object, right: object) -> bool:

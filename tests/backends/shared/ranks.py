@@ -6,6 +6,7 @@ import os
 import torch
 
 import echelon
+from echelon.backends.shared import exchange, moving, reducing
 
 KIB = 1 << 10
 SIZES = (0, 1, 64 * KIB, 64 * KIB + 1, 300 * KIB + 7, 1600 * KIB)
@@ -114,6 +115,69 @@ def check_symmetric(group):
         assert torch.equal(mean, torch.stack([values(peer, 500_000) for peer in range(count)]).mean(0))
     assert group.empty((2, 0, 3)).shape == (2, 0, 3)
     assert group.empty(7, torch.bool).dtype == torch.bool
+
+
+def refuse_slots(*_):
+    """Takes the place of `stream` where nothing may go through the slots."""
+    raise AssertionError("it went through the slots")
+
+
+def check_nothing_is_copied_twice(group):
+    """Large operations on shared tensors, of one block or of several, are done without the slots."""
+    rank, count = group.rank, group.world_size
+    for module in (exchange, moving, reducing):
+        module.stream = refuse_slots
+    size = 300_000
+    tensors = [new_values(group, count * size) for _ in range(2)]
+    own = tensors[rank % 2]
+    all_values = [values(peer, count * size) for peer in range(count)]
+    total = sum(all_values)
+    for src in range(count):
+        place = torch.empty(size)
+        got = group.scatter(own if rank == src else None, src, out=place)
+        assert got.data_ptr() == place.data_ptr()
+        assert torch.equal(place, all_values[src].tensor_split(count)[rank])
+        place = torch.empty(count * count * size)
+        got = group.gather(own, src, out=place)
+        assert got is None if rank != src else torch.equal(place, torch.cat(all_values))
+        copy = own.clone() if rank == src else own
+        assert torch.equal(group.broadcast(own if rank == src else torch.empty(count * size), src), all_values[src])
+        assert torch.equal(own, copy)
+    assert torch.equal(group.all_gather(own), torch.cat(all_values))
+    few = own[: (rank + 1) * 100_000]
+    rows = [mine[: (peer + 1) * 100_000] for peer, mine in enumerate(all_values)]
+    assert torch.equal(group.all_gather(few), torch.cat(rows))
+    came = [mine.tensor_split(count)[rank] for mine in all_values]
+    assert torch.equal(group.all_to_all(own), torch.cat(came))
+    assert torch.equal(group.reduce_scatter(own), total.tensor_split(count)[rank])
+    assert torch.equal(group.reduce(own, 0), total if rank == 0 else values(rank, count * size))
+    own.copy_(values(rank, count * size))
+    assert torch.equal(group.all_reduce(own), total)
+    for _ in range(70):  # more blocks than a rank can say that it has; of that of its own tensor it need not
+        group.empty(1)
+    assert torch.equal(group.all_reduce(tensors[0].copy_(values(rank, count * size))), total)
+
+
+def go_on_without_a_block(group):
+    """One rank has let go of its part of the block that the others' tensors are in: it goes through the slots."""
+    rank, count = group.rank, group.world_size
+    size = 200_000
+    tensor = new_values(group, size)
+    if rank == 1:
+        tensor = None
+        gc.collect()
+    group.barrier()
+    got = group.scatter(tensor if rank == 0 else None, 0)
+    assert torch.equal(got, values(0, size).tensor_split(count)[rank])
+    got = group.all_gather(values(rank, size) if tensor is None else tensor)
+    assert torch.equal(got, torch.cat([values(peer, size) for peer in range(count)]))
+    for _ in range(70):  # more blocks than a rank can say that it has
+        other = group.empty(10)
+    again = new_values(group, size)
+    assert torch.equal(group.broadcast(tensor if rank == 0 else again, 0), values(0, size))
+    total = values(0, size) * count
+    assert torch.equal(group.all_reduce(again if rank else tensor), total)
+    return other.numel()
 
 
 def check_mixed(group):

@@ -38,8 +38,13 @@ def reduce_until_killed(group, victim, seconds, size, clock):
         for number in range(1_000_000):
             operations[number % len(operations)](torch.ones(size))
     except echelon.PeerFailed as error:
-        return error.rank, time.monotonic() - struct.unpack("<d", clock[:8])[0], str(error)
+        return error.rank, seconds_after(clock), str(error)
     return None
+
+
+def seconds_after(clock):
+    """Returns how long ago the victim was killed."""
+    return time.monotonic() - struct.unpack("<d", clock[:8])[0]
 
 
 def kill_this_process(clock):
@@ -131,6 +136,21 @@ def test_a_timeout_names_who_is_missing_and_ends_the_group_everywhere():
     assert "Timeout" in outcomes[1][1]
 
 
+def wait_idly(group):
+    """Returns which share of a core rank 0 uses while it waits in a collective."""
+    group.all_reduce(torch.ones(1))
+    if group.rank == 1:
+        with pytest.raises(echelon.Timeout):
+            group.recv(0, 7, timeout=1.5)
+    begin, used = time.monotonic(), time.process_time()
+    group.barrier()
+    return (time.process_time() - used) / (time.monotonic() - begin)
+
+
+def test_a_rank_that_waits_uses_less_than_a_hundredth_of_a_core():
+    assert run_forked(wait_idly, 2, backend="shm")[0] < 0.01
+
+
 def mix_threads_and_groups(group):
     """Asynchronous and blocking operations of several groups, started in one order and waited for in another."""
     other = group.subgroup(list(reversed(range(group.world_size))))
@@ -203,11 +223,35 @@ def open_and_close(group, times, address):
         with ProcessGroup(backend) as inner:
             inner.all_reduce(torch.ones(3), async_op=turn % 2 == 1)
             inner.all_gather(torch.ones(100_000))
+            for length in (1, 100_000):
+                inner.isend(torch.ones(length), 1 - group.rank)
+                inner.recv(1 - group.rank)
             part = inner.subgroup([group.rank])
             part.barrier()
         del inner, part, backend, tcp
         counts.append(resources())
     return counts[2], counts[-1]
+
+
+def drop_groups(group, times):
+    """Makes groups of all ranks, which map a region each, and drops them, while nobody collects garbage."""
+    gc.collect()
+    gc.disable()
+    counts = []
+    for _ in range(times):
+        part = group.subgroup(range(group.world_size))
+        part.all_reduce(torch.ones(3))
+        part.all_reduce(torch.ones(1_000_000))
+        del part
+        with open("/proc/self/maps") as maps:
+            counts.append(sum("memfd:echelon" in line for line in maps))
+    gc.enable()
+    return counts
+
+
+def test_a_group_that_nobody_refers_to_gives_its_memory_back_at_once():
+    for counts in run_forked(drop_groups, 2, 5, backend="shm").values():
+        assert len(set(counts)) == 1, counts
 
 
 @pytest.mark.parametrize("times", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])

@@ -1,5 +1,6 @@
 """The memory itself: who gets it, what is believed of it, and words in it to wait on."""
 
+import ctypes
 import logging
 import os
 import threading
@@ -13,8 +14,8 @@ from echelon.backends.native import Call
 from echelon.backends.shared import backend, layout, passing, support
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.segment import Segment
-from echelon.backends.shared.turnstile import Turnstile
 from echelon.backends.shared.waiting import Waiter
+from echelon.backends.turnstile import Turnstile
 from tests.backends.worlds import tcp_world
 
 SECONDS = 20.0
@@ -62,20 +63,20 @@ def test_another_file_is_refused_and_closed(kind, tmp_path):
 
 
 def test_the_file_goes_only_to_who_is_expected_and_knows_the_token(segment):
-    giver = passing.Giver(segment.fd, 1)
+    giver = passing.Giver([segment.fd], 1)
     impostor = passing.dial(giver.name, bytes(passing.TOKEN_BYTES), os.getpid(), SECONDS)
     friend = passing.dial(giver.name, giver.token, os.getpid(), SECONDS)
     giver.give([os.getpid()], SECONDS)
     giver.close()
     with pytest.raises(echelon.ConnectError, match="it was closed"):
-        passing.take(impostor)
-    fd = passing.take(friend)
+        passing.take(impostor, 1)
+    (fd,) = passing.take(friend, 1)
     assert os.path.sameopenfile(fd, segment.fd)
     os.close(fd)
 
 
 def test_another_process_than_the_giver_is_not_trusted(segment):
-    giver = passing.Giver(segment.fd, 1)
+    giver = passing.Giver([segment.fd], 1)
     with pytest.raises(echelon.AuthenticationError, match="another process than 1 listens"):
         passing.dial(giver.name, giver.token, 1, SECONDS)
     with pytest.raises(echelon.ConnectError, match="did not come"):
@@ -114,7 +115,7 @@ def test_where_one_rank_cannot_share_memory_none_does(monkeypatch, caplog, faili
             assert "backend='shm' cannot be used here" in str(error)
 
 
-def refuse_to_take(connection):
+def refuse_to_take(connection, _):
     connection.close()
     raise OSError("it rains")
 
@@ -134,7 +135,7 @@ def test_ticks_pass_what_a_futex_compares(segment):
     def run(rank):
         board = Board(window, (0, 1), rank, Waiter(1000), lambda *_: None)
         for number in range(1, 60):
-            call = Call(number, f"operation {number}", 0.0, None)
+            call = Call(number, f"operation {number}", 7, 0.0, None)
             board.announce(call, [number * 10 + rank])
             board.meet(call)
             assert board.word(1 - rank, 0) == number * 10 + 1 - rank
@@ -144,6 +145,32 @@ def test_ticks_pass_what_a_futex_compares(segment):
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(run, range(2)))
     del words
+
+
+def test_a_result_is_that_of_the_operation_that_all_are_in(segment):
+    """What one rank has combined for the others is found in that operation, and in none after it."""
+    window = segment.map(segment.allocate(2 * layout.ROOM_BYTES), 2 * layout.ROOM_BYTES)
+    data = torch.tensor([7.0, 8.0])
+
+    def run(rank):
+        board = Board(window, (0, 1), rank, Waiter(1000), lambda *_: None)
+        found = []
+        for number in range(1, 6):
+            call = Call(number, "operation", 7, 0.0, None)
+            board.announce(call)
+            board.meet(call)
+            if rank == 1 and number in (2, 3):
+                board.give_result(data.data_ptr(), data.nbytes)
+            board.tick()
+            board.wait_for_all(1, call)
+            result = board.result()
+            found.append(result and ctypes.string_at(result, data.nbytes) == data.numpy().tobytes())
+            board.tick()
+            board.wait_for_all(2, call)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, range(2))) == [[None, True, True, None, None], [None] * 5]
 
 
 def test_operations_pass_in_their_order():

@@ -24,6 +24,15 @@ def test_ranks_may_pass_different_kinds_of_tensors(pool, backend):
     pool.run(ranks.check_mixed, 3, backend=backend)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_copied_twice(world_size):
+    run_forked(ranks.check_nothing_is_copied_twice, world_size, backend="shm")
+
+
+def test_a_rank_may_have_let_go_of_a_block():
+    assert set(run_forked(ranks.go_on_without_a_block, 3, backend="shm").values()) == {10}
+
+
 def test_memory_is_given_back_when_nothing_refers_to_the_tensor():
     for rank, (before, during, still, after) in run_forked(ranks.check_freed, 2, backend="shm").items():
         assert during >= before + (16 << 10)

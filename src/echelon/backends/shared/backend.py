@@ -2,34 +2,32 @@
 
 Strategy. A `TcpBackend` connects all ranks: it finds and proves them, carries messages, and tells who died, left or
 gave up. The ranks of one host share a segment besides, in which groups of them do their collectives. While a rank waits
-there, it polls the connections every 20 ms, so what is told over them ends its wait.
+there, it polls the connections every 20 to 50 ms, so what is told over them ends its wait.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 
-from echelon.backends.base import Backend, Received, Tag, Work
+from echelon.backends.base import Backend
+from echelon.backends.carried import Carried
 from echelon.backends.members import machine_id
 from echelon.backends.native import Call, NativeCollectives
-from echelon.backends.operators import Combine
 from echelon.backends.shared import layout
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.collectives import SharedCollectives
-from echelon.backends.shared.meeting import Unshared, meet
-from echelon.backends.shared.segment import Segment, Window
+from echelon.backends.shared.line import SharedLine
+from echelon.backends.shared.meeting import Common, Unshared, meet
+from echelon.backends.shared.post import Post
+from echelon.backends.shared.segment import Window
 from echelon.backends.shared.waiting import Waiter
-from echelon.backends.status import Question, Status
+from echelon.backends.tag import Tag
 from echelon.backends.tcp import TcpBackend
-from echelon.errors import Failure, LaunchError, Timeout
-
-T = TypeVar("T")
+from echelon.errors import LaunchError, Timeout
 
 logger = logging.getLogger("echelon")
 
@@ -37,28 +35,30 @@ _REGION_SEQUENCE = (1 << 64) - 1
 """Of the message that says where a group's region is."""
 
 
-class SharedMemoryBackend(Backend):
+class SharedMemoryBackend(Carried):
     """Moves CPU tensors between processes of one host through memory that they share, and else over TCP."""
 
-    def __init__(self, tcp: TcpBackend, local_ranks: Sequence[int], segment: Segment) -> None:
-        """Takes over a backend that is connected, and the segment that these ranks share; `connect` makes both."""
-        super().__init__(tcp.rank, tcp.world_size, tcp.timeout)
-        self._tcp = tcp
-        self.flight_recorder = tcp.flight_recorder
+    shares_memory = True
+
+    def __init__(self, tcp: TcpBackend, local_ranks: Sequence[int], common: Common) -> None:
+        """Takes over a backend that is connected, and what these ranks share; `share` makes both."""
+        super().__init__(tcp)
         self._local_ranks = frozenset(local_ranks)
-        self.segment = segment
+        self.segment = common.segment
         """What the ranks of this host share."""
         self.waiter = Waiter(len(local_ranks))
         """How this rank waits."""
+        self._post = Post(common.segment, list(local_ranks).index(tcp.rank), common.doorbells)
+        lines = {
+            rank: SharedLine(self._post, number, tcp.max_message_bytes)
+            for number, rank in enumerate(local_ranks)
+            if rank != tcp.rank
+        }
+        tcp.use_lines(lines, self._post)
 
     @property
     def name(self) -> str:  # noqa: D102
         return "shm"
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """The host of each rank, by number: ranks share one that can see each other's processes."""
-        return self._tcp.hosts
 
     def __repr__(self) -> str:
         state = ", closed" if self._tcp.is_closed else ""
@@ -102,56 +102,16 @@ class SharedMemoryBackend(Backend):
             offset = int(self._tcp.recv(first, tag, timeout=call.deadline - time.monotonic()).item())
         return self.segment.map(offset, size)
 
-    # Messages
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
-        return self._tcp.isend(tensor, dst, tag, note=note)
-
-    def irecv(  # noqa: D102
-        self,
-        src: int,
-        tag: int | Tag = 0,
-        *,
-        out: torch.Tensor | None = None,
-        note: str | None = "",
-        must_fit: bool = True,
-        combine: Combine | None = None,
-    ) -> Work[torch.Tensor]:
-        return self._tcp.irecv(src, tag, out=out, note=note, must_fit=must_fit, combine=combine)
-
-    def irecv_any(  # noqa: D102
-        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
-    ) -> Work[Received]:
-        return self._tcp.irecv_any(sources, tag, note=note)
-
-    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
-        self._tcp.cancel(work)
-
-    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
-        return self._tcp.start(function, description, lane)
-
-    def attend(self) -> AbstractContextManager[object]:  # noqa: D102
-        return self._tcp.attend()
-
-    # Where the others are
-
-    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: D102
-        return self._tcp.ask(ranks, question, timeout)
-
-    def last_heard(self, rank: int) -> str:  # noqa: D102
-        return self._tcp.last_heard(rank)
-
     # The end
 
-    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
-        return self._tcp.revoke(context, ranks, failure)
-
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
-        self._tcp.abort(reason, origin)
+        super().abort(reason, origin)
+        self._post.close()
         self.segment.close()
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
-        self._tcp.close(timeout)
+        super().close(timeout)
+        self._post.close()
         self.segment.close()
 
 
@@ -175,11 +135,11 @@ def share(tcp: TcpBackend, *, required: bool, timeout: float) -> Backend:
         return tcp
     local_ranks = [member.rank for member in members]
     try:
-        segment = meet(tcp, local_ranks, [member.pid for member in members], timeout)
+        common = meet(tcp, local_ranks, [member.pid for member in members], timeout)
     except Unshared as why:
         if required:
             tcp.abort(f"no shared memory: {why}")
             raise LaunchError(f"backend='shm' cannot be used here ({why}): use 'auto' or 'tcp'") from why
         logger.warning("rank %d: no shared memory, so all goes over TCP: %s", tcp.rank, why)
         return tcp
-    return SharedMemoryBackend(tcp, local_ranks, segment)
+    return SharedMemoryBackend(tcp, local_ranks, common)

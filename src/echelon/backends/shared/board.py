@@ -3,36 +3,45 @@
 Strategy. A rank writes only into its own room. It announces an operation by writing note and words there, and then its
 tick; every step of the operation is another tick. Loads and stores keep their order on x86-64, so who sees a tick sees
 all that was written before it. What is announced stands until the operation after the next, when every peer has left
-this one. One thread at a time uses a board.
+this one; so a note that is the same as two operations ago need not be written again. One thread at a time uses a board.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from echelon.backends.native import Call
 from echelon.backends.shared import futex, layout
 from echelon.backends.shared.segment import Window
 from echelon.backends.shared.waiting import Waiter
-from echelon.backends.wire import as_sent, readable
+from echelon.backends.wire import as_sent
 from echelon.errors import CollectiveMismatch
 
-LookAround = Callable[[int, Callable[[], bool], Call], None]
-"""Called at least every 20 ms while a rank waits: for which rank of the group, what says whether it has come, and in
-which operation. Raises to end the wait."""
+LookAround = Callable[["Board", int, Callable[[], bool], Call], None]
+"""Called at least every 50 ms while a rank waits: at which board, for which rank of the group, what says whether it has
+come, and in which operation. Raises to end the wait."""
+
+_LOW_BITS = 0xFFFFFFFF
 
 
 class _Peer(NamedTuple):
+    """Where a rank's announcement of every other operation is."""
+
     rank: int
     tick: int
     """Index of its tick among the words."""
-    asleep: int
-    notes: tuple[int, int]
-    """Where its notes begin."""
-    words: tuple[int, int]
-    """Indices of its words."""
+    mark: int
+    """Index of the word that tells its operation from others; its numbers follow."""
+    note: int
+    """Where its note begins."""
+    result_word: int
+    """Index of the word that says of which operation it has given the result."""
+    result: int
+    """Where that begins."""
 
 
 class Board:
@@ -58,30 +67,35 @@ class Board:
         self._waiter = waiter
         self._look_around = look_around
         self._fence = threading.Lock()
-        rooms = [_peer(number) for number in range(len(ranks))]
-        self._own = rooms[rank]
-        self._rooms = rooms
-        self._peers = [room for room in rooms if room.rank != rank]
+        self._rooms = [[_peer(peer, number) for peer in range(len(ranks))] for number in (0, 1)]
+        self._others = [[room for room in rooms if room.rank != rank] for rooms in self._rooms]
+        self._asleep = [_index(peer, layout.ASLEEP) for peer in range(len(ranks))]
+        self._peers_asleep = [word for peer, word in enumerate(self._asleep) if peer != rank]
+        self._own = self._rooms[0][rank]
         self._ticks = self._words[self._own.tick]
         self._announced = self._ticks
-        self._text = b""
+        self._texts = [b"", b""]
         self._number = 0
+        self._text = b""
+        self._mark = 0
 
     def announce(self, call: Call, words: Sequence[int] = ()) -> None:
         """Writes down what this rank is about to do; peers see it with the next tick.
 
         Args:
             call: the operation.
-            words: at most 8 numbers for the peers, see `word`.
+            words: a few numbers for the peers, see `word`.
         """
-        self._number = call.sequence & 1
-        self._text = text = as_sent(call.note).encode() + b"\0"
-        start = self._own.notes[self._number]
-        self._memory[start : start + len(text)] = text
-        if words:
-            start = self._own.words[self._number]
-            for index, word in enumerate(words, start):
-                self._words[index] = word
+        self._number = number = call.sequence & 1
+        room = self._rooms[number][self.rank]
+        self._text = text = _encoded(call.operation)
+        if text is not self._texts[number]:
+            self._memory[room.note : room.note + len(text)] = text
+            self._texts[number] = text
+        self._mark = mark = (call.sequence & _LOW_BITS) << 32 | call.signature
+        self._words[room.mark] = mark
+        for index, word in enumerate(words, room.mark + 1):
+            self._words[index] = word
         self._announced = self._ticks
 
     def tick(self) -> None:
@@ -91,8 +105,8 @@ class Board:
         words[self._own.tick] = self._ticks
         self._fence.acquire()  # a locked instruction: the tick is out before we look who sleeps
         self._fence.release()
-        for peer in self._peers:
-            if words[peer.asleep]:
+        for asleep in self._peers_asleep:
+            if words[asleep]:
                 futex.wake(self._address + self._own.tick * layout.WORD_BYTES)
                 return
 
@@ -104,38 +118,53 @@ class Board:
         """
         self.tick()
         level = self._announced + 1
-        words, memory, text, number = self._words, self._memory, self._text, self._number
-        for peer in self._peers:
+        words, memory, text, mark = self._words, self._memory, self._text, self._mark
+        for peer in self._others[self._number]:
             if words[peer.tick] < level:
                 self._wait(peer, level, call)
-            start = peer.notes[number]
-            if memory[start : start + len(text)] != text:
+            if words[peer.mark] != mark or memory[peer.note : peer.note + len(text)] != text:
                 raise self._mismatch(peer)
 
     def wait_for_all(self, count: int, call: Call) -> None:
         """Returns when all peers have done `count` ticks of this operation after that of the announcement."""
         level = self._announced + 1 + count
         words = self._words
-        for peer in self._peers:
+        for peer in self._others[0]:
             if words[peer.tick] < level:
                 self._wait(peer, level, call)
 
     def word(self, rank: int, index: int) -> int:
         """Returns a word that a rank has announced; only between `meet` and the next operation."""
-        return int(self._words[self._rooms[rank].words[self._number] + index])
+        return int(self._words[self._rooms[self._number][rank].mark + 1 + index])
+
+    def result(self) -> int | None:
+        """Returns where in this process the result is that a peer has given, if one has; after `meet`."""
+        words, mark = self._words, self._mark
+        for peer in self._others[self._number]:
+            if words[peer.result_word] == mark:
+                return self._address + peer.result
+        return None
+
+    def give_result(self, address: int, num_bytes: int) -> None:
+        """Shows the peers a result that this rank has combined, of at most RESULT_BYTES; after `meet`."""
+        room = self._rooms[self._number][self.rank]
+        ctypes.memmove(self._address + room.result, address, num_bytes)
+        self._words[room.result_word] = self._mark
 
     def disagreement(self) -> CollectiveMismatch | None:
         """Returns how a peer that has announced its operation already disagrees with this rank, if one does."""
-        for peer in self._peers:
-            if self._words[peer.tick] > self._announced:
-                start = peer.notes[self._number]
-                if self._memory[start : start + len(self._text)] != self._text:
-                    return self._mismatch(peer)
+        for peer in self._others[self._number]:
+            if self._words[peer.tick] > self._announced and not self._agrees(peer):
+                return self._mismatch(peer)
         return None
 
     def missing(self) -> list[int]:
         """Returns the ranks, as errors call them, that have not announced the operation that this rank is in."""
-        return [self._names[peer.rank] for peer in self._peers if self._words[peer.tick] <= self._announced]
+        return [self._names[peer.rank] for peer in self._others[0] if self._words[peer.tick] <= self._announced]
+
+    def _agrees(self, peer: _Peer) -> bool:
+        note = self._memory[peer.note : peer.note + len(self._text)]
+        return self._words[peer.mark] == self._mark and note == self._text
 
     def _wait(self, peer: _Peer, level: int, call: Call) -> None:
         self._waiter.wait(
@@ -143,32 +172,38 @@ class Board:
             peer.tick,
             level,
             self._address + peer.tick * layout.WORD_BYTES,
-            self._own.asleep,
-            lambda: self._look_around(peer.rank, lambda: self._words[peer.tick] >= level, call),
+            self._asleep[self.rank],
+            lambda: self._look_around(self, peer.rank, lambda: self._words[peer.tick] >= level, call),
         )
 
     def _mismatch(self, peer: _Peer) -> CollectiveMismatch:
-        start = peer.notes[self._number]
-        note = self._memory[start : start + layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
-        theirs = readable(note) or "an operation without a note"
+        note = self._memory[peer.note : peer.note + layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
+        theirs = f"{note or 'an operation without a note'}, #{self._words[peer.mark] >> 32}"
         return CollectiveMismatch(
-            f"rank {self._names[peer.rank]} is in {theirs}, this rank in {readable(self._text[:-1].decode())}: "
-            "every rank must call the same operations in the same order with the same arguments",
+            f"rank {self._names[peer.rank]} is in {theirs}, this rank in {self._text[:-1].decode()}, "
+            f"#{self._mark >> 32}: every rank must call the same operations in the same order with the same arguments",
             self._names[peer.rank],
             theirs,
         )
 
 
-def _peer(rank: int) -> _Peer:
-    room = rank * layout.ROOM_BYTES
+@lru_cache(1024)
+def _encoded(note: str) -> bytes:
+    """Returns a note as it stands in the memory; of one note always the same object, as long as it is remembered."""
+    return as_sent(note).encode() + b"\0"
 
-    def index(place: int) -> int:
-        return (room + place) // layout.WORD_BYTES
 
+def _peer(rank: int, number: int) -> _Peer:
     return _Peer(
         rank,
-        index(layout.TICK),
-        index(layout.ASLEEP),
-        (room + layout.note_at(0), room + layout.note_at(1)),
-        (index(layout.words_at(0)), index(layout.words_at(1))),
+        _index(rank, layout.TICK),
+        _index(rank, layout.words_at(number)),
+        rank * layout.ROOM_BYTES + layout.note_at(number),
+        _index(rank, layout.result_word_at(number)),
+        rank * layout.ROOM_BYTES + layout.result_at(number),
     )
+
+
+def _index(rank: int, place: int) -> int:
+    """Returns the index among the words of a place in a rank's room."""
+    return (rank * layout.ROOM_BYTES + place) // layout.WORD_BYTES

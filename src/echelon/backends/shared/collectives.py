@@ -5,8 +5,8 @@ and others in the group's lane: all use the same words and slots. Each begins wi
 compare, which is the only synchronisation of a small one: every rank writes its data beside its announcement, and reads
 that of all. Large ones go through slots, piece by piece, in the order that `protocol.pipeline` says.
 
-While a rank waits it looks around every 20 ms: for the death of a peer, for a peer that gave up the group, for its own
-time being up. The first operation of a group maps the group's region, which its first rank gives out.
+While a rank waits it looks around every 20 to 50 ms: for the death of a peer, for a peer that gave up the group, for
+its own time being up. The first operation of a group maps the group's region, which its first rank gives out.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 
-from echelon.backends.native import Call, Gathered, NativeCollectives, Place
+from echelon.backends.native import AnyPlace, Call, Gathered, NativeCollectives, Place
 from echelon.backends.operators import Operator
 from echelon.backends.shared import moving, reducing
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.room import Rooms, Shared
 from echelon.backends.shared.segment import Segment, Window
 from echelon.backends.shared.symmetric import SymmetricMemory
-from echelon.backends.shared.turnstile import Turnstile
 from echelon.backends.shared.waiting import Waiter
+from echelon.backends.turnstile import Turnstile
 from echelon.errors import PeerFailed
 
 T = TypeVar("T")
@@ -103,8 +103,10 @@ class SharedCollectives(NativeCollectives):
     ) -> torch.Tensor | None:
         return self._pass(call, moving.gather, rows, dst, place)
 
-    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int) -> torch.Tensor:  # noqa: D102
-        return self._pass(call, moving.scatter, tensor, src)
+    def scatter(  # noqa: D102
+        self, call: Call, tensor: torch.Tensor | None, src: int, place: AnyPlace
+    ) -> torch.Tensor:
+        return self._pass(call, moving.scatter, tensor, src, place)
 
     def all_to_all(  # noqa: D102
         self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Place
@@ -134,17 +136,21 @@ class SharedCollectives(NativeCollectives):
             self._turnstile.leave(number)
 
     def _open(self, call: Call) -> Shared:
-        region = self._host.map_region(call, self._context, self._ranks)
+        host, context, ranks = self._host, self._context, self._ranks
+        region = host.map_region(call, context, ranks)
 
-        def look_around(rank: int, has_come: Callable[[], bool], call: Call) -> None:
-            self._host.look_around(call, self._context, self._ranks[rank], board)
-            if self._host.now() >= call.lookout.looks_at:
-                call.lookout.look(self._ranks[rank], has_come)
+        def look_around(board: Board, rank: int, has_come: Callable[[], bool], call: Call) -> None:
+            """Refers neither to the board nor to this object, so the region goes with the group, without a cycle."""
+            host.look_around(call, context, ranks[rank], board)
+            if host.now() >= call.lookout.looks_at:
+                call.lookout.look(ranks[rank], has_come)
 
-        count = len(self._ranks)
-        board = Board(region, self._ranks, self._rank, self._host.waiter, look_around)
-        symmetric = SymmetricMemory(self._host.segment, self._rank, count)
-        self._shared = Shared(self._rank, count, board, Rooms(region, count), symmetric)
+        count = len(ranks)
+        board = Board(region, ranks, self._rank, host.waiter, look_around)
+        symmetric = SymmetricMemory(host.segment, self._rank, count)
+        self._shared = Shared(
+            self._rank, count, host.waiter.is_crowded, board, Rooms(region, count, self._rank), symmetric
+        )
         return self._shared
 
 

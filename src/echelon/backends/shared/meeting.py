@@ -1,7 +1,7 @@
 """How the ranks of one host come to share a segment, or agree that they cannot.
 
 Strategy. Over the connections that the ranks have already, the first local rank offers the segment that it made, the
-others dial its Unix socket, and it gives them the file. After each of these steps the others tell the first whether it
+others dial its Unix socket, and it gives them the files. After each of these steps the others tell the first whether it
 worked, and the first tells all; if it failed anywhere, no rank of this host shares memory. So all end with one answer.
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from echelon.backends.base import Backend, Tag
+from echelon.backends.base import Backend
 from echelon.backends.shared import passing, support
 from echelon.backends.shared.segment import Segment
+from echelon.backends.tag import Tag
 from echelon.errors import EchelonError
 
 _SEQUENCE = (1 << 64) - 1
@@ -27,8 +29,16 @@ class Unshared(Exception):
     """Why the ranks of this host do not share memory; the same text on all of them."""
 
 
-def meet(backend: Backend, local_ranks: Sequence[int], pids: Sequence[int], timeout: float) -> Segment:
-    """Returns the segment of this host; all local ranks call it.
+class Common(NamedTuple):
+    """What the ranks of a host share."""
+
+    segment: Segment
+    doorbells: tuple[int, ...]
+    """An eventfd for each rank, by which the others wake it."""
+
+
+def meet(backend: Backend, local_ranks: Sequence[int], pids: Sequence[int], timeout: float) -> Common:
+    """Returns what this host's ranks share; all local ranks call it.
 
     Args:
         backend: connects the ranks.
@@ -42,9 +52,9 @@ def meet(backend: Backend, local_ranks: Sequence[int], pids: Sequence[int], time
     """
     meeting = _Meeting(backend, local_ranks, timeout)
     with contextlib.ExitStack() as stack:
-        segment = meeting.as_first(pids[1:], stack) if meeting.is_first else meeting.as_other(pids[0], stack)
+        common = meeting.as_first(pids[1:], stack) if meeting.is_first else meeting.as_other(pids[0], stack)
         stack.pop_all()
-        return segment
+        return common
 
 
 class _Meeting:
@@ -61,13 +71,14 @@ class _Meeting:
         """Whether this rank makes the segment."""
         return self._backend.rank == self._first
 
-    def as_first(self, pids: Sequence[int], stack: contextlib.ExitStack) -> Segment:
-        """Makes the segment and gives it to the others, whose processes are `pids`."""
+    def as_first(self, pids: Sequence[int], stack: contextlib.ExitStack) -> Common:
+        """Makes it and gives it to the others, whose processes are `pids`."""
         with self._agreed():
             self._check_system()
             segment = Segment.create(len(self._ranks))
             stack.callback(segment.close)
-            giver = passing.Giver(segment.fd, len(pids))
+            doorbells = tuple(_doorbell(stack) for _ in self._ranks)
+            giver = passing.Giver([segment.fd, *doorbells], len(pids))
             stack.callback(giver.close)
         for rank in self._ranks[1:]:
             self._tell(rank, {"name": giver.name, "token": giver.token.hex()})
@@ -75,10 +86,10 @@ class _Meeting:
             pass  # the others dial
         with self._agreed(), contextlib.closing(giver):  # who still waits for the file then hears the end
             giver.give(pids, self._timeout)
-        return segment
+        return Common(segment, doorbells)
 
-    def as_other(self, pid: int, stack: contextlib.ExitStack) -> Segment:
-        """Gets the segment from the first, whose process is `pid`."""
+    def as_other(self, pid: int, stack: contextlib.ExitStack) -> Common:
+        """Gets it from the first, whose process is `pid`."""
         with self._agreed():
             self._check_system()
         offer = self._hear(self._first)
@@ -87,9 +98,12 @@ class _Meeting:
             stack.callback(connection.close)
         with self._agreed():
             number = self._ranks.index(self._backend.rank)
-            segment = Segment(passing.take(connection), len(self._ranks), number)
+            fd, *doorbells = passing.take(connection, 1 + len(self._ranks))
+            for doorbell in doorbells:
+                stack.callback(os.close, doorbell)
+            segment = Segment(fd, len(self._ranks), number)
             stack.callback(segment.close)
-        return segment
+        return Common(segment, tuple(doorbells))
 
     def _check_system(self) -> None:
         if why := support.obstacle():
@@ -122,3 +136,9 @@ class _Meeting:
     def _hear(self, rank: int) -> dict[str, Any]:
         data = self._backend.recv(rank, Tag(0, _SEQUENCE), timeout=self._timeout)
         return dict(json.loads(bytes(data.numpy())))
+
+
+def _doorbell(stack: contextlib.ExitStack) -> int:
+    doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    stack.callback(os.close, doorbell)
+    return doorbell

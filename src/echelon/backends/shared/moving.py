@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from echelon.backends.memory import as_bytes, dtype_code, dtype_of
-from echelon.backends.native import Call, Gathered, Place
+from echelon.backends.native import AnyPlace, Call, Gathered, Place
 from echelon.backends.shared import layout
 from echelon.backends.shared.exchange import Block, Exchange
 from echelon.backends.shared.room import Shared
 from echelon.backends.shared.short_way import meet_with, part_together
 from echelon.backends.shared.streaming import pass_by, stream
-
-_SLOT_BYTES = 512 << 10
 
 
 def barrier(shared: Shared, call: Call) -> None:
@@ -25,32 +23,32 @@ def barrier(shared: Shared, call: Call) -> None:
 
 def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> None:
     """Overwrites `tensor` with that of rank `src`, in place."""
-    flat = tensor.contiguous()
-    data = as_bytes(flat)
-    if data.numel() > layout.SMALL_BYTES:
-        _broadcast_pieces(shared, call, data, src)
-        if flat.data_ptr() != tensor.data_ptr():
+    if tensor.nbytes > layout.SMALL_BYTES:
+        flat = tensor.contiguous()
+        _broadcast_pieces(shared, call, as_bytes(flat), src)
+        if shared.rank != src and flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
         return
+    small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
+    shared.board.announce(call)
     if shared.rank == src:
-        Exchange.meet(shared, call, [data]).read({})
-        return
-    Exchange.meet(shared, call, []).read({Block(src, 0): data})
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat)
+        small.write(tensor)
+    shared.board.meet(call)
+    if shared.rank != src:
+        small.read(src, tensor)
 
 
 def _broadcast_pieces(shared: Shared, call: Call, data: torch.Tensor, src: int) -> None:
     """Has rank `src` write a large tensor piece by piece, unless all can read it where it is."""
     is_source = shared.rank == src
-    everywhere = meet_with(shared, call, data)
+    everywhere = meet_with(shared, call, data, owner=src)
     if everywhere is not None:
         if not is_source:
             data.copy_(everywhere[src])
         part_together(shared, call)
         return
-    slots = shared.rooms.slots(_SLOT_BYTES, torch.uint8)[src]
-    pieces = torch.split(data, _SLOT_BYTES)
+    slots = shared.rooms.slots(torch.uint8)[src]
+    pieces = torch.split(data, shared.rooms.slot_bytes)
 
     def write(number: int, slot: int) -> None:
         slots[slot][: len(pieces[number])].copy_(pieces[number])
@@ -75,27 +73,30 @@ def gather(shared: Shared, call: Call, rows: torch.Tensor, dst: int, place: Plac
     return None
 
 
-def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int) -> torch.Tensor:
+def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, place: AnyPlace) -> torch.Tensor:
     """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
     if tensor is not None and shared.rank == src:
-        parts = tensor.tensor_split(shared.num_ranks)
+        whole = tensor.contiguous()
+        parts = whole.tensor_split(shared.num_ranks)
         facts = [dtype_code(tensor.dtype), *tensor.shape]
-        Exchange.meet(shared, call, [as_bytes(part.contiguous()) for part in parts], facts).read({})
-        return parts[src].clone()
-    exchange = Exchange.meet(shared, call, [])
+        exchange = Exchange.meet(shared, call, as_bytes(whole), [part.nbytes for part in parts], facts)
+        own = place(parts[src].shape, tensor.dtype, tensor.device).copy_(parts[src])
+        exchange.read({})
+        return own
+    exchange = Exchange.meet(shared, call, None, [])
     code, rows, *rest = exchange.heads[src].facts
     count = len(range(shared.rank, rows, shared.num_ranks))  # as torch.tensor_split: the first have one more
-    part = torch.empty((count, *rest), dtype=dtype_of(code), device="cpu")
+    part = place((count, *rest), dtype_of(code), torch.device("cpu"))
     exchange.read({Block(src, shared.rank): as_bytes(part)})
     return part
 
 
 def all_to_all(shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Place) -> Gathered:
     """Sends so many rows to each rank, and returns those that came."""
-    rank = shared.rank
+    rank, rows = shared.rank, rows.contiguous()
     parts = rows.tensor_split(shared.num_ranks) if splits is None else torch.split(rows, list(splits))
     exchange = Exchange.meet(
-        shared, call, [as_bytes(part.contiguous()) for part in parts], [len(part) for part in parts]
+        shared, call, as_bytes(rows), [part.nbytes for part in parts], [len(part) for part in parts]
     )
     counts = [head.facts[rank] for head in exchange.heads]
     result = place((sum(counts), *rows.shape[1:]))
@@ -106,7 +107,7 @@ def all_to_all(shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[
 
 
 def _show_rows(shared: Shared, call: Call, rows: torch.Tensor) -> Exchange:
-    return Exchange.meet(shared, call, [as_bytes(rows.contiguous())], [len(rows)])
+    return Exchange.meet(shared, call, as_bytes(rows.contiguous()), [rows.nbytes], [len(rows)])
 
 
 def _collect(exchange: Exchange, rows: torch.Tensor, place: Place) -> torch.Tensor:

@@ -14,28 +14,30 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from echelon.errors import AuthenticationError, ConnectError
 
 TOKEN_BYTES = 32
+_FDS_AT_ONCE = 250
+"""The kernel takes 253 with one message."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Giver:
     """The end that has the file."""
 
-    def __init__(self, fd: int, num_takers: int) -> None:
-        """Listens, under a new name, for so many processes that are to get `fd`."""
+    def __init__(self, fds: Sequence[int], num_takers: int) -> None:
+        """Listens, under a new name, for so many processes that are to get `fds`."""
         self.name = f"echelon-{secrets.token_hex(16)}"
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._fd = fd
+        self._fds = fds
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(num_takers + 16)
 
     def give(self, pids: Iterable[int], timeout: float) -> None:
-        """Gives the file once for each of these processes, which have dialled already.
+        """Gives the files once for each of these processes, which have dialled already.
 
         Raises:
             ConnectError: one did not come within `timeout` seconds.
@@ -50,7 +52,8 @@ class Giver:
                 raise ConnectError(f"processes {missing} did not come for the shared memory") from None
             with connection:
                 if (pid := _caller(connection)) in missing and self._knows_token(connection, deadline):
-                    socket.send_fds(connection, [b"\1"], [self._fd])
+                    for start in range(0, len(self._fds), _FDS_AT_ONCE):
+                        socket.send_fds(connection, [b"\1"], self._fds[start : start + _FDS_AT_ONCE])
                     missing.remove(pid)
 
     def _knows_token(self, connection: socket.socket, deadline: float) -> bool:
@@ -93,21 +96,29 @@ def dial(name: str, token: bytes, giver: int, timeout: float) -> socket.socket:
     return connection
 
 
-def take(connection: socket.socket) -> int:
-    """Returns the file that the giver sends; closes the connection.
+def take(connection: socket.socket, count: int) -> list[int]:
+    """Returns the `count` files that the giver sends; closes the connection.
 
     Raises:
-        ConnectError: none came.
+        ConnectError: they did not come.
     """
-    with connection:
-        try:
-            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-        except OSError as error:
-            raise ConnectError(f"no shared memory came over the Unix socket: {error}") from error
-    if not fds:
-        raise ConnectError("no shared memory came over the Unix socket: it was closed")
-    os.set_inheritable(fds[0], False)
-    return fds[0]
+    taken: list[int] = []
+    try:
+        with connection:
+            while len(taken) < count:
+                _, fds, _, _ = socket.recv_fds(connection, 1, min(count - len(taken), _FDS_AT_ONCE))
+                taken += fds
+                if not fds:
+                    raise ConnectError("no shared memory came over the Unix socket: it was closed")
+    except OSError as error:
+        for fd in taken:
+            os.close(fd)
+        if isinstance(error, ConnectError):
+            raise
+        raise ConnectError(f"no shared memory came over the Unix socket: {error}") from error
+    for fd in taken:
+        os.set_inheritable(fd, False)
+    return taken
 
 
 def _caller(connection: socket.socket) -> int:

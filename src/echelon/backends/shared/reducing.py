@@ -6,7 +6,7 @@ Values are added in the order of the ranks on every rank, so all get the same bi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,10 +17,6 @@ from echelon.backends.shared.room import Shared
 from echelon.backends.shared.short_way import meet_with, part_together
 from echelon.backends.shared.streaming import pass_by, stream
 
-_MEMMOVE_BYTES = 2048
-"""Up to so many, moving bytes is faster than calling torch."""
-_SLOT_BYTES = 512 << 10
-_STAGED_SLOT_BYTES = 1 << 20
 _SLICE_BYTES = 256 << 10
 """How much of a slice is combined and written at a time, so that it stays in the cache."""
 _ALIGNMENT = 64
@@ -30,8 +26,7 @@ _ALIGNMENT = 64
 def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Operator) -> None:
     """Combines `tensor` over all ranks, in place."""
     if tensor.nbytes <= layout.SMALL_BYTES:
-        places = _show(shared, call, tensor)
-        _combine(tensor, places, operator)
+        _reduce_small(shared, call, tensor, operator)
         return
     flat = tensor.contiguous().view(-1)
     everywhere = meet_with(shared, call, flat)
@@ -56,9 +51,7 @@ def reduce(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator:
     if everywhere is None:
         _reduce_pieces(shared, call, flat, operator, readers=(dst,))
     else:
-        if shared.rank == dst:
-            _combine_slice(flat, everywhere, 0, operator)
-        part_together(shared, call)
+        _reduce_slices_to(shared, call, everywhere, dst, operator)
     _write_back(flat, tensor)
 
 
@@ -78,8 +71,8 @@ def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: O
         part_together(shared, call)
         return result
     flats = [part.contiguous().view(-1) for part in parts]
-    size = _SLOT_BYTES // tensor.itemsize // count  # of each part, in a slot
-    slots = shared.rooms.slots(_SLOT_BYTES, tensor.dtype)
+    size = shared.rooms.slot_bytes // tensor.itemsize // count  # of each part, in a slot
+    slots = shared.rooms.slots(tensor.dtype)
     target = result.view(-1)
 
     def write(piece: int, slot: int) -> None:
@@ -97,30 +90,56 @@ def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: O
     return result
 
 
+def _reduce_small(shared: Shared, call: Call, tensor: torch.Tensor, operator: Operator) -> None:
+    """Combines what all have shown; where ranks take turns on the cores, one does so for those that come after it."""
+    places = _show(shared, call, tensor)
+    size = tensor.nbytes
+    if not shared.takes_turns or size > layout.RESULT_BYTES or not tensor.is_contiguous():
+        _combine(tensor, places, operator)
+    elif (result := shared.board.result()) is not None:
+        ctypes.memmove(tensor.data_ptr(), result, size)
+    else:
+        _combine(tensor, places, operator)
+        shared.board.give_result(tensor.data_ptr(), size)
+
+
 def _show(shared: Shared, call: Call, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Has each rank write all it has, and returns what all have written."""
-    board, rooms, number = shared.board, shared.rooms, call.sequence
-    places = rooms.small(number, tensor.shape, tensor.dtype)
+    board = shared.board
+    small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
     board.announce(call)
-    size = tensor.nbytes
-    if size <= _MEMMOVE_BYTES and tensor.is_contiguous():
-        ctypes.memmove(rooms.small_address(shared.rank, number), tensor.data_ptr(), size)
-    else:
-        places[shared.rank].copy_(tensor)
+    small.write(tensor)
     board.meet(call)
-    return places
+    return small.places
 
 
 def _reduce_slices(shared: Shared, call: Call, everywhere: Sequence[torch.Tensor], operator: Operator) -> None:
     """Each rank combines its slice of all tensors where they are, and writes it to all while it is in the cache."""
+    for parts in _pieces_of_slices(shared, everywhere):
+        _combine(parts[0], parts, operator)
+        for part in parts[1:]:
+            part.copy_(parts[0])
+    part_together(shared, call)
+
+
+def _reduce_slices_to(
+    shared: Shared, call: Call, everywhere: Sequence[torch.Tensor], dst: int, operator: Operator
+) -> None:
+    """Each rank combines its slice of all tensors, and writes it to rank `dst`; other tensors stay as they are."""
+    scratch = everywhere[0].new_empty(_SLICE_BYTES // everywhere[0].itemsize)
+    for parts in _pieces_of_slices(shared, everywhere):
+        total = scratch[: len(parts[0])]
+        _combine(total, parts, operator)
+        parts[dst].copy_(total)
+    part_together(shared, call)
+
+
+def _pieces_of_slices(shared: Shared, everywhere: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Returns this rank's slice of all tensors, in pieces that fit into the cache."""
     size = -(-everywhere[0].numel() // shared.num_ranks // _ALIGNMENT) * _ALIGNMENT
     slices = [flat[shared.rank * size : (shared.rank + 1) * size] for flat in everywhere]
-    for parts in zip(*(torch.split(part, _SLICE_BYTES // part.itemsize) for part in slices), strict=True):
-        if len(parts[0]):
-            _combine(parts[0], parts, operator)
-            for part in parts[1:]:
-                part.copy_(parts[0])
-    part_together(shared, call)
+    pieces = zip(*(torch.split(part, _SLICE_BYTES // part.itemsize) for part in slices), strict=True)
+    return (parts for parts in pieces if len(parts[0]))
 
 
 def _combine_slice(target: torch.Tensor, everywhere: Sequence[torch.Tensor], start: int, operator: Operator) -> None:
@@ -134,8 +153,8 @@ def _combine_slice(target: torch.Tensor, everywhere: Sequence[torch.Tensor], sta
 def _reduce_pieces(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator, readers: Sequence[int]) -> None:
     """Each rank writes its pieces; those who want the result read those of all others."""
     rank, count = shared.rank, shared.num_ranks
-    slots = shared.rooms.slots(_SLOT_BYTES, flat.dtype)
-    pieces = torch.split(flat, _SLOT_BYTES // flat.itemsize)
+    slots = shared.rooms.slots(flat.dtype)
+    pieces = torch.split(flat, shared.rooms.slot_bytes // flat.itemsize)
 
     def write(number: int, slot: int) -> None:
         piece = pieces[number]
@@ -153,20 +172,21 @@ def _reduce_pieces(shared: Shared, call: Call, flat: torch.Tensor, operator: Ope
 def _reduce_parts(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator) -> None:
     """Each rank writes its pieces, combines its part of each, and reads the parts that others have combined."""
     rank, count = shared.rank, shared.num_ranks
-    slots = shared.rooms.slots(_STAGED_SLOT_BYTES, flat.dtype)
-    pieces = torch.split(flat, _STAGED_SLOT_BYTES // flat.itemsize)
+    slots = shared.rooms.slots(flat.dtype)
+    pieces = torch.split(flat, shared.rooms.slot_bytes // flat.itemsize)
 
     def part(number: int, slot: int, owner: int, part: int) -> torch.Tensor:
         return _head(slots[owner][slot], pieces[number]).tensor_split(count)[part]
 
     def write(number: int, slot: int) -> None:
-        piece = pieces[number]
-        _head(slots[rank][slot], piece).copy_(piece)
+        for peer, theirs in enumerate(pieces[number].tensor_split(count)):
+            if peer != rank:
+                part(number, slot, rank, peer).copy_(theirs)
 
     def combine(number: int, slot: int) -> None:
-        own = pieces[number].tensor_split(count)[rank]
-        _combine(own, [part(number, slot, peer, rank) for peer in range(count)], operator)
-        part(number, slot, rank, rank).copy_(own)
+        own, place = pieces[number].tensor_split(count)[rank], part(number, slot, rank, rank)
+        _combine(place, [own if peer == rank else part(number, slot, peer, rank) for peer in range(count)], operator)
+        own.copy_(place)
 
     def read(number: int, slot: int) -> None:
         for peer, own in enumerate(pieces[number].tensor_split(count)):
@@ -183,15 +203,19 @@ def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 
 def _combine(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Operator) -> None:
     """Writes into `target` what the parts are combined to in their order; it may be one of them."""
-    wide = accumulation_dtype(target.dtype)
-    if wide is target.dtype and (len(parts) == 2 or not any(part is target for part in parts[2:])):
-        operator.function(parts[0], parts[1], out=target)
-        for part in parts[2:]:
-            operator.combine(target, part)
-        operator.finish(target, len(parts))
+    dtype = target.dtype
+    wide = accumulation_dtype(dtype)
+    first, second, *others = parts
+    if wide is dtype and not any(part is target for part in others):
+        function = operator.function
+        function(first, second, out=target)
+        for part in others:
+            function(target, part, out=target)
+        if operator.divides:
+            operator.finish(target, len(parts))
         return
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
+    total = first.to(wide, copy=True)
+    for part in (second, *others):
         operator.combine(total, part.to(wide))
     target.copy_(operator.finish(total, len(parts)))
 

@@ -17,7 +17,8 @@ import torch
 
 from echelon.errors import ConnectError, UnsupportedOp
 
-_RANGE_BYTES = 1 << 57
+RANGE_BYTES = 1 << 57
+"""Of each rank."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -50,9 +51,9 @@ class Segment:
             ConnectError: it is no such file; `fd` is closed.
         """
         self._fd = fd
-        self._size = num_ranks * _RANGE_BYTES
-        self._next = number * _RANGE_BYTES
-        self._end = self._next + _RANGE_BYTES
+        self._size = num_ranks * RANGE_BYTES
+        self._next = number * RANGE_BYTES
+        self._end = self._next + RANGE_BYTES
         try:
             facts = os.fstat(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
@@ -77,7 +78,7 @@ class Segment:
         """
         fd = os.memfd_create("echelon", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, num_ranks * _RANGE_BYTES)
+            os.ftruncate(fd, num_ranks * RANGE_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(fd)

@@ -4,8 +4,8 @@ Strategy. While every local rank can have a core, the word is read some 200 time
 it does so within microseconds. Then the core is given away a number of times. Then the rank says in its own `asleep`
 word that it sleeps, and sleeps on the word itself (futex); the kernel looks at the word once more, behind a fence,
 before it lets it sleep. Whoever writes a word looks afterwards, behind a fence, whether a peer sleeps, and wakes it: so
-either the sleeper sees the new value or the writer sees that it sleeps. A sleep ends after 20 ms at the latest, and the
-caller looks around for what else may have happened: peers that died or gave up.
+either the sleeper sees the new value or the writer sees that it sleeps. A sleep ends after 20 ms, a later one after 50
+ms at the latest, and the caller looks around for what else may have happened: peers that died or gave up.
 
 When giving the core away takes long, others need it: for 16 waits it is not tried, and for twice as many if it then
 takes long again.
@@ -24,7 +24,7 @@ _YIELDS = 100
 _YIELDS_WHEN_CROWDED = 10
 _LONG_YIELD_SECONDS = 0.5e-3
 _FEWEST_WITHOUT_YIELDS, _MOST_WITHOUT_YIELDS = 16, 512
-_NAP_SECONDS = 0.02
+_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.02, 0.05
 
 _LOW_BITS = 0xFFFFFFFF
 
@@ -35,6 +35,8 @@ class Waiter:
     def __init__(self, num_local_ranks: int) -> None:
         """Looks how many cores this process may use; `num_local_ranks` share them."""
         roomy = num_local_ranks <= len(os.sched_getaffinity(0))
+        self.is_crowded = not roomy
+        """Whether ranks have to take turns on the cores."""
         self._spins = range(_SPINS if roomy else 0)
         self._yields = range(_YIELDS if roomy else _YIELDS_WHEN_CROWDED)
         self._waits_without_yields = 0
@@ -51,7 +53,7 @@ class Waiter:
             level: what it is to reach.
             address: where that word is in this process.
             asleep: the index of this rank's own word that says that it sleeps.
-            look_around: called at least every 20 ms; an exception ends the wait.
+            look_around: called at least every 50 ms; an exception ends the wait.
         """
         for _ in self._spins:
             if words[index] >= level:
@@ -74,8 +76,10 @@ class Waiter:
                 before = now
         try:
             words[asleep] = 1
+            seconds = _NAP_SECONDS
             while (value := words[index]) < level:
-                futex.wait(address, value & _LOW_BITS, _NAP_SECONDS)
+                futex.wait(address, value & _LOW_BITS, seconds)
+                seconds = _LONGEST_NAP_SECONDS
                 if words[index] < level:
                     look_around()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 from echelon.collectives.plan import Numbers
@@ -13,6 +14,11 @@ Hosts: TypeAlias = tuple[int, ...]
 
 def numbered(hosts: Sequence[object]) -> Hosts:
     """Returns the hosts by number, whatever they were called by."""
+    return _numbered(tuple(hosts))
+
+
+@lru_cache(maxsize=64)  # simulated ranks all ask for the same
+def _numbered(hosts: tuple[object, ...]) -> Hosts:
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 

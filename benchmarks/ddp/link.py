@@ -1,0 +1,75 @@
+"""How much of the communication over 1 Gbit/s and 1 ms is hidden behind backward, and what does torch's DDP take?
+
+    python benchmarks/ddp/link.py
+    python benchmarks/ddp/link.py --rounds 12 --bucket-mb 25
+
+Two ranks in network namespaces of their own, joined by a slow link (benchmarks/slow_link.py; it needs root). Steps of a
+local model, of Echelon's DDP over TCP and of torch's on Gloo take turns. What is not hidden is what DDP adds to the
+local step, as a share of what the same reduction takes with nothing beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from run import TASKS, VARIANTS, measure
+
+import echelon
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from slow_link import LOCAL, Unavailable, run_ranks, slow_link
+
+BITS_PER_SECOND, DELAY = 1e9, 1e-3
+
+
+def rank(options: argparse.Namespace) -> None:
+    with echelon.init(backend="tcp") as group:
+        measured = measure(group, options, options.store)
+    if group.rank == 0:
+        local, ours, theirs = (statistics.median(row[0][variant] for row in measured.rounds) for variant in range(3))
+        added = statistics.median(row[0][1] - row[0][0] for row in measured.rounds)
+        alone = statistics.median(measured.reductions)
+        cells = [f"{seconds * 1e3:.0f}" for seconds in (local, ours, theirs, alone)]
+        hidden = "-" if options.is_local else f"{1 - added / alone:.0%}"
+        print(f"| {' | '.join(cells)} | {hidden} | {ours / theirs:.2f} |")
+
+
+def report(options: argparse.Namespace) -> None:
+    parameters = sum(parameter.numel() for parameter in TASKS[options.model].make().parameters())
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__}")
+    print(
+        f"{options.model} of {parameters / 1e6:.2f}M parameters, inputs {TASKS[options.model].batch} a rank; buckets "
+        f"of {options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms; variants {', '.join(VARIANTS)}\n"
+    )
+    print("| link | local step | Echelon | torch on Gloo | the reduction alone | hidden | Echelon / torch |")
+    print("|---|---|---|---|---|---|---|")
+    given = ["--model", options.model, "--bucket-mb", str(options.bucket_mb), "--rounds", str(options.rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--store", os.path.join(folder, "store"), *given]
+        try:
+            with slow_link(BITS_PER_SECOND, DELAY) as ends:
+                name = f"1 Gbit/s, 1 ms, by {ends.made_by}"
+                print(f"| {name} {run_ranks(ends, command, {'GLOO_SOCKET_IFNAME': 'slow'})[0].strip()}", flush=True)
+        except Unavailable as error:
+            print(error)
+        command[3] += " local"
+        print(f"| none {run_ranks(LOCAL, [*command, '--is-local'], {'GLOO_SOCKET_IFNAME': 'lo'})[0].strip()}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=TASKS, default="gpt10m-large")
+    parser.add_argument("--bucket-mb", type=float, default=5, help="mebibytes, for both")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--is-local", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(set_to_none=True)
+    options = parser.parse_args()
+    rank(options) if options.store else report(options)

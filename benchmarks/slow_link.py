@@ -1,0 +1,258 @@
+"""Joins two processes of this machine by a link that is as slow as one asks for, both ways.
+
+    try:
+        with slow_link(bits_per_second=1e9, delay=1e-3) as ends:
+            outputs = run_ranks(ends, [sys.executable, __file__, "--rank"])
+    except Unavailable as error:
+        print(error)
+
+Each end is a network namespace, so this takes root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and `ip`. Where the kernel has
+netem, that makes the link. Where it has not, a process does: it takes packets from a TUN device in one namespace and,
+when the last of their bits would have left and the delay is over, puts them into that in the other. It measures time on
+a core that the ranks use too, so a step of theirs takes a little longer than over a real card; `ends.made_by` says
+which. As over a real card, TCP hands packets over 64 KiB at a time and knows segments of 1448 bytes: its slow start is
+real. Not counted are the headers that Ethernet and TCP add to every 1448 bytes, 6 percent.
+
+Strategy of that process: it alone holds both devices, sleeps until a packet comes or the next is due, and ends when its
+standard input does, that is, with whoever started it; the devices are gone with it. The link itself holds at most 50 ms
+of packets, as a switch does; what comes then is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import select
+import shlex
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+ADDRESSES = ("10.231.77.1", "10.231.77.2")
+LONGEST_QUEUE = 0.05
+"""Seconds that a packet may wait for those before it."""
+HEADER = 10
+"""Bytes before each packet that say what a network card would still do to it: sums and cutting."""
+LARGEST = HEADER + 65_536
+SET_INTERFACE, SET_OFFLOAD = 0x4004_54CA, 0x4004_54D0
+"""Calls to a TUN device, and the flags below: linux/if_tun.h."""
+PACKETS_ONLY, NO_INFORMATION, WITH_HEADER = 0x0001, 0x1000, 0x4000
+LEAVES_SUMS, LEAVES_CUTTING = 0x01, 0x02
+
+
+class Unavailable(Exception):
+    """Why this machine has no slow link."""
+
+
+class Ends(NamedTuple):
+    """Where two processes run that talk to each other."""
+
+    prefixes: tuple[Sequence[str], Sequence[str]]
+    """What comes before the command of each."""
+    address: str
+    """Of the first."""
+    made_by: str
+    """What makes the link between them."""
+
+
+LOCAL = Ends(((), ()), "127.0.0.1", "the kernel")
+"""Both in the namespace of this process."""
+
+
+@contextlib.contextmanager
+def slow_link(bits_per_second: float = 1e9, delay: float = 1e-3) -> Iterator[Ends]:
+    """Makes two network namespaces joined by a slow link, and removes them.
+
+    Args:
+        bits_per_second: that either end can send, whatever the other does.
+        delay: seconds from the end of a packet's leaving to its arrival.
+
+    Raises:
+        Unavailable: no right to make namespaces or devices, or no `ip`.
+    """
+    _remove_left_over()
+    names = (f"slow{os.getpid()}a", f"slow{os.getpid()}b")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False, timeout=10)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        try:
+            made_by = _join_by_netem(names, bits_per_second, delay)
+        except Unavailable:
+            made_by = _join_by_process(names, bits_per_second, delay, stack)
+        yield Ends((["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]]), ADDRESSES[0], made_by)
+
+
+def run_ranks(
+    ends: Ends, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 300.0
+) -> tuple[str, str]:
+    """Runs a command as both ranks of a world of two, one at each end, and returns what each printed.
+
+    Args:
+        ends: of their link.
+        command: calls `echelon.init()`, or what else goes by torchrun's variables.
+        environment: further variables.
+        timeout: seconds.
+
+    Raises:
+        RuntimeError: a rank failed; its last words went to standard error.
+        subprocess.TimeoutExpired: they took too long.
+    """
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": ends.address,
+        "MASTER_PORT": str(_free_port()),
+        "ECHELON_SECRET": secrets.token_hex(16),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [*prefix, *command],
+            env={**os.environ, **common, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, prefix in enumerate(ends.prefixes)
+    ]
+    try:
+        first, second = (rank.communicate(timeout=timeout)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    codes = [rank.returncode for rank in ranks]
+    if any(codes):
+        raise RuntimeError(f"the ranks ended with {codes}: {shlex.join(command)}")
+    return first, second
+
+
+def _run(*command: str) -> str:
+    """Returns what a command printed."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
+    except OSError as error:
+        raise Unavailable(f"no slow link: {command[0]}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        raise Unavailable(f"no slow link: {shlex.join(command)}: {error.stderr.strip()}") from error
+
+
+def _remove_left_over() -> None:
+    """Removes the namespaces of processes that were killed before they could."""
+    for name in re.findall(r"^slow\d+[ab]\b", _run("ip", "netns", "list"), re.MULTILINE):
+        if not os.path.exists(f"/proc/{name[4:-1]}"):
+            _run("ip", "netns", "delete", name)
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def _join_by_netem(names: Sequence[str], bits_per_second: float, delay: float) -> str:
+    peer = ("peer", "name", "slow", "netns", names[1])
+    _run("ip", "link", "add", "slow", "netns", names[0], "type", "veth", *peer)
+    try:
+        for name in names:
+            shape = ("delay", f"{delay * 1e6:.0f}us", "rate", f"{bits_per_second:.0f}bit", "limit", "10000")
+            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "slow", "root", "netem", *shape)
+        _set_up(names)
+    except Unavailable:
+        _run("ip", "-n", names[0], "link", "delete", "slow")
+        raise
+    return "netem"
+
+
+def _join_by_process(names: Sequence[str], bits_per_second: float, delay: float, stack: contextlib.ExitStack) -> str:
+    devices = []
+    for name in names:
+        devices.append(_tun_device(name))
+        stack.callback(os.close, devices[-1])
+        _run("ip", "link", "set", name, "netns", name, "name", "slow")
+    _set_up(names)
+    arguments = [*map(str, devices), str(8 / bits_per_second), str(delay)]
+    forwarder = subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.PIPE, pass_fds=devices)
+    stack.callback(forwarder.communicate, timeout=10)
+    return "a process between two TUN devices"
+
+
+def _set_up(names: Sequence[str]) -> None:
+    for name, address in zip(names, ADDRESSES, strict=True):
+        _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "slow")
+        _run("ip", "-n", name, "link", "set", "slow", "up")
+
+
+def _tun_device(name: str) -> int:
+    """Makes a TUN device and returns its file descriptor."""
+    try:
+        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    except OSError as error:
+        raise Unavailable(f"no slow link: the kernel has no netem, and /dev/net/tun: {error.strerror}") from error
+    try:
+        flags = PACKETS_ONLY | NO_INFORMATION | WITH_HEADER
+        fcntl.ioctl(device, SET_INTERFACE, struct.pack("16sH22x", name.encode(), flags))
+        fcntl.ioctl(device, SET_OFFLOAD, LEAVES_SUMS | LEAVES_CUTTING)
+    except OSError as error:
+        os.close(device)
+        raise Unavailable(f"no slow link: cannot make a TUN device: {error.strerror}") from error
+    return device
+
+
+class _Way:
+    """What is on its way from one device to the other."""
+
+    def __init__(self, source: int, target: int, seconds_per_byte: float, delay: float) -> None:
+        self.source = source
+        self._target = target
+        self._seconds_per_byte = seconds_per_byte
+        self._delay = delay
+        self._free_at = 0.0
+        self._packets: deque[tuple[float, bytes]] = deque()
+
+    def take(self) -> None:
+        """Takes all packets that the source has."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                packet = os.read(self.source, LARGEST)
+                now = time.monotonic()
+                begins = max(now, self._free_at)
+                if begins - now <= LONGEST_QUEUE:
+                    self._free_at = begins + (len(packet) - HEADER) * self._seconds_per_byte
+                    self._packets.append((self._free_at + self._delay, packet))
+
+    def deliver(self) -> float:
+        """Puts what is due into the target; returns the seconds until the next is."""
+        while self._packets:
+            seconds = self._packets[0][0] - time.monotonic()
+            if seconds > 0:
+                return seconds
+            os.write(self._target, self._packets.popleft()[1])
+        return 3600.0
+
+
+def forward(first: int, second: int, seconds_per_byte: float, delay: float) -> None:
+    """Moves packets between two devices until standard input ends."""
+    with contextlib.suppress(OSError):  # else on time as far as other processes let it
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    ways = (_Way(first, second, seconds_per_byte, delay), _Way(second, first, seconds_per_byte, delay))
+    while True:
+        seconds = min(way.deliver() for way in ways)
+        readable, _, _ = select.select([first, second, sys.stdin], [], [], seconds)
+        if sys.stdin in readable:
+            return
+        for way in ways:
+            if way.source in readable:
+                way.take()
+
+
+if __name__ == "__main__":
+    forward(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,60 @@
+"""torch.distributed.checkpoint over Echelon: a sharded model is saved, loaded into a fresh one, and trained on.
+
+torchrun --nproc-per-node 2 examples/interop/train_checkpoint.py
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import echelon.interop.torch_distributed  # noqa: F401 # makes "echelon" a backend of torch.distributed
+
+
+def sharded_model():
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(model, optimizer, generator):
+    for _ in range(50):
+        inputs = torch.randn(32, 8, generator=generator)
+        loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(loss.detach(), dist.ReduceOp.AVG)
+    return loss.item()
+
+
+def state_of(model, optimizer):
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+dist.init_process_group("echelon")
+folder = sys.argv[1] if len(sys.argv) > 1 else "checkpoint"
+generator = torch.Generator().manual_seed(dist.get_rank())
+torch.manual_seed(0)
+model, optimizer = sharded_model()
+train(model, optimizer, generator)
+dcp.save(state_of(model, optimizer), checkpoint_id=folder)  # every rank writes its part
+here = generator.get_state()
+undisturbed = train(model, optimizer, generator)
+
+model, optimizer = sharded_model()  # another start, with other weights
+state = state_of(model, optimizer)
+dcp.load(state, checkpoint_id=folder)
+set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+generator.set_state(here)
+resumed = train(model, optimizer, generator)
+
+if dist.get_rank() == 0:
+    print(f"loss {resumed:.3f} after a resume, {undisturbed:.3f} without, on {dist.get_world_size()} ranks")
+dist.destroy_process_group()

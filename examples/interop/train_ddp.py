@@ -1,0 +1,26 @@
+"""torch's own DistributedDataParallel over Echelon.  torchrun --nproc-per-node 2 examples/interop/train_ddp.py"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import echelon.interop.torch_distributed  # noqa: F401 # makes "echelon" a backend of torch.distributed
+
+dist.init_process_group("echelon")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+
+for _ in range(100):
+    inputs = torch.randn(32, 8, generator=generator)
+    loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+dist.all_reduce(loss.detach(), dist.ReduceOp.AVG)
+if dist.get_rank() == 0:
+    print(f"loss {loss:.3f} on {dist.get_world_size()} ranks over {dist.get_backend()}")
+dist.destroy_process_group()

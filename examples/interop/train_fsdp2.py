@@ -1,0 +1,31 @@
+"""torch's fully_shard (FSDP2) over Echelon.  torchrun --nproc-per-node 2 examples/interop/train_fsdp2.py"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import echelon.interop.torch_distributed  # noqa: F401 # makes "echelon" a backend of torch.distributed
+
+dist.init_process_group("echelon")
+torch.manual_seed(0)
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+for layer in model:
+    fully_shard(layer, mesh=mesh)  # each rank keeps its part of every weight
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+
+for _ in range(100):
+    inputs = torch.randn(32, 8, generator=generator)
+    loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+dist.all_reduce(loss.detach(), dist.ReduceOp.AVG)
+if dist.get_rank() == 0:
+    print(f"loss {loss:.3f} on {dist.get_world_size()} ranks over {dist.get_backend()}")
+dist.destroy_process_group()

@@ -1,0 +1,259 @@
+"""The receiving end of a line: what one rank has written for this one.
+
+Not locked: the backend calls it under its own lock, but for what happens when a tensor dies. A small payload is taken
+out of the ring at once. A large one stays where its sender writes it: it is copied from there when somebody receives it
+into a tensor of his own, piece by piece while it is still being written; else the tensor that is received is that
+memory itself, which is free again when nothing refers to the tensor any more.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from echelon.backends import wire
+from echelon.backends.delivery import Delivery
+from echelon.backends.line import Arrivals, Head
+from echelon.backends.memory import as_bytes, new_tensor
+from echelon.backends.shared import mail, post
+from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
+from echelon.backends.shared.post import Post
+from echelon.backends.shared.segment import Window
+from echelon.errors import EchelonError, ProtocolError
+
+_MAX_LENT_BYTES = 256 << 20
+"""How much of an arena may be tensors that were received; beyond that they are copied, so that the sender can go on."""
+_MAX_CACHED = 256
+
+
+class _Arrival:
+    """A large message that is being written, or was and waits to be taken in."""
+
+    def __init__(self, head: Head, delivery: Delivery, prefix: mail.Prefix, parts: _Parts, first: int) -> None:
+        self.head = head
+        self.delivery = delivery
+        self.prefix = prefix
+        self.first = first
+        """How many pieces were written before its own."""
+        self.num_pieces = parts.sizes.num_pieces(head.num_bytes)
+        self.is_whole = prefix.part_bytes == head.num_bytes
+        """Whether its part is as long as it is; else its pieces take turns there."""
+        self._parts = parts
+        self._source = parts.memory(prefix.part, prefix.part_bytes)
+        self._piece_bytes = parts.sizes.piece_bytes
+        self._done = 0
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether nothing of it is needed any more where it was written."""
+        return self._done == self.head.num_bytes
+
+    @property
+    def num_drained(self) -> int:
+        """How many pieces this rank is done with, of this message and those before."""
+        return self.first + (self.num_pieces if self.is_copied else self._done // self._piece_bytes)
+
+    def copy(self, num_written: int) -> None:
+        """Copies a piece, or what is left of one, if there is one and a place for it.
+
+        Raises:
+            ProtocolError: the piece is not where one can be.
+        """
+        delivery, done = self.delivery, self._done
+        number, begun = divmod(done, self._piece_bytes)
+        if self.is_copied or number >= num_written or not delivery.is_placed:
+            return
+        room = delivery.room(done)
+        if room is None and self.is_whole:
+            return  # it will be taken as it is, or dropped
+        size = min(self._piece_bytes - begun, self.head.num_bytes - done)
+        if room is not None:
+            size = min(size, room.nbytes)
+            begin = self._parts.slot(self.first + number) * self._piece_bytes + begun
+            if begin + size > self.prefix.part_bytes:
+                raise ProtocolError(f"piece at {begin} of a part of {self.prefix.part_bytes} bytes")
+            room[:size] = self._source[begin : begin + size]
+        self._done += size
+        delivery.wrote(self._done)
+
+
+class Inlet:
+    """What one other rank has written for this one."""
+
+    def __init__(self, at: Post, writer: int, max_message_bytes: int) -> None:
+        """Maps the arena when it is needed.
+
+        Args:
+            at: where everything is.
+            writer: the other rank's number on this host.
+            max_message_bytes: a longer message is a ProtocolError.
+        """
+        self._post = at
+        self._writer = writer
+        self._words = at.words
+        self._sizes = at.sizes
+        self._news = at.news(writer, at.number)
+        self._answers = at.answers(writer, at.number)
+        self._memory = at.region.memory
+        self._address = at.region.address
+        self._ring = at.ring(writer, at.number)
+        self._max_message_bytes = max_message_bytes
+        self._taken = 0
+        self._pieces = 0
+        self._arrival: _Arrival | None = None
+        self._parts: _Parts | None = None
+        self._heads: dict[bytes, Head] = {}
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """The message that is being written."""
+        return None if self._arrival is None else self._arrival.delivery
+
+    def take_in(self, arrivals: Arrivals) -> bool:
+        """Takes in the next message, or what there is of it; returns whether another may follow.
+
+        Raises:
+            ProtocolError: the peer wrote what cannot be a message.
+        """
+        if self._arrival is not None:
+            return self._go_on(self._arrival)
+        available = self._words[self._news + mail.RECORDS] - self._taken
+        if not available:
+            self._answer_taken()
+            return False
+        at = self._taken % self._sizes.ring_bytes
+        begin = self._ring + at
+        data = self._memory[begin : begin + mail.PREFIX_BYTES]
+        prefix = mail.read_prefix(data, available, at, self._sizes.ring_bytes)
+        if prefix.head_bytes:
+            self._open(prefix, begin, arrivals)
+        self._taken += prefix.record_bytes
+        if self._taken - self._words[self._answers + mail.TAKEN] >= self._sizes.ring_bytes // 4:
+            self._answer_taken()
+        return True
+
+    def fail(self, error: EchelonError) -> None:
+        """Ends the message that is being written."""
+        if self._arrival is not None:
+            self._arrival.delivery.fail(error)
+            self._arrival = None
+
+    def _answer_taken(self) -> None:
+        if self._words[self._answers + mail.TAKEN] != self._taken:
+            self._words[self._answers + mail.TAKEN] = self._taken
+            self._post.answer(self._writer)
+
+    def _open(self, prefix: mail.Prefix, begin: int, arrivals: Arrivals) -> None:
+        start = begin + mail.PREFIX_BYTES
+        head = self._head(self._memory[start : start + prefix.head_bytes])
+        if head.num_bytes > self._sizes.inline_bytes:
+            self._open_part(head, prefix, arrivals)
+            return
+        payload = mail.payload_at(prefix.head_bytes)
+        if payload + head.num_bytes > prefix.record_bytes:
+            raise ProtocolError(f"record of {prefix.record_bytes} bytes for a payload of {head.num_bytes}")
+        arrivals.take_small(head, self._address + begin + payload)
+
+    def _head(self, data: bytes) -> Head:
+        """Reads a message's head. Most are those of messages before."""
+        head = self._heads.get(data)
+        if head is None:
+            header, extra = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
+            if len(header) < wire.HEADER_BYTES or wire.extra_bytes(header) != len(extra):
+                raise ProtocolError(f"head of {len(data)} bytes: the peer does not speak this protocol")
+            head = Head.of(wire.decode(header, extra, self._max_message_bytes))
+            if len(self._heads) >= _MAX_CACHED:
+                self._heads.clear()
+            self._heads[data] = head
+        return head
+
+    def _open_part(self, head: Head, prefix: mail.Prefix, arrivals: Arrivals) -> None:
+        size = head.num_bytes
+        expected = self._sizes.part_bytes(size)
+        if prefix.part_bytes != expected or prefix.part % MIN_PART_BYTES or prefix.part + expected > ARENA_BYTES:
+            raise ProtocolError(f"part of {prefix.part_bytes} bytes at {prefix.part} for a payload of {size}")
+        if self._parts is None:
+            self._parts = _Parts(self._post, self._writer)
+        delivery = arrivals.open(head, comes_whole=expected == size)
+        self._arrival = _Arrival(head, delivery, prefix, self._parts, self._pieces)
+
+    def _go_on(self, arrival: _Arrival) -> bool:
+        drained = arrival.num_drained
+        while True:
+            written = min(self._words[self._news + mail.PIECES] - arrival.first, arrival.num_pieces)
+            arrival.copy(written)
+            if arrival.num_drained == drained:
+                break
+            drained = self._words[self._answers + mail.DRAINED] = arrival.num_drained
+            self._post.answer(self._writer)
+        if written < arrival.num_pieces or not (arrival.is_whole or arrival.is_copied):
+            return False
+        self._end(arrival)
+        return True
+
+    def _end(self, arrival: _Arrival) -> None:
+        self._arrival = None
+        self._pieces += arrival.num_pieces
+        self._words[self._answers + mail.DRAINED] = self._pieces
+        assert self._parts is not None
+        delivery, prefix = arrival.delivery, arrival.prefix
+        if arrival.is_copied or delivery.is_dropped:
+            self._parts.free(prefix)
+            delivery.finish()
+        else:
+            delivery.finish(self._parts.lend(prefix, arrival.head.shape, arrival.head.dtype))
+
+
+class _Parts:
+    """The arena that one rank writes for this one."""
+
+    def __init__(self, at: Post, writer: int) -> None:
+        self.sizes = at.sizes
+        self._window: Window = at.map_arena(writer, at.number)
+        self._words = memoryview(self._window.memory).cast("Q")
+        self._line_words = at.words
+        self._freed = at.answers(writer, at.number) + mail.FREED
+        self._post = at
+        self._writer = writer
+        self._process = os.getpid()
+        self._lent: dict[int, weakref.ref[Any]] = {}
+        self._lent_bytes = 0
+
+    def slot(self, piece: int) -> int:
+        """Returns in which slot of its part a piece is."""
+        return self._words[post.SLOT_WORDS + piece % post.NUM_SLOT_WORDS]
+
+    def memory(self, start: int, num_bytes: int) -> memoryview:
+        """Returns the bytes of a part."""
+        begin = post.PARTS + start
+        return memoryview(self._window.memory)[begin : begin + num_bytes]
+
+    def lend(self, prefix: mail.Prefix, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a part as a tensor, or a copy if too much is lent; the part is freed when the tensor dies."""
+        memory = self.memory(prefix.part, prefix.part_bytes)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        if self._lent_bytes + prefix.part_bytes > _MAX_LENT_BYTES:
+            copy = new_tensor(shape, dtype)
+            as_bytes(copy).copy_(as_bytes(tensor))
+            self.free(prefix)
+            return copy
+        self._lent_bytes += prefix.part_bytes
+        self._lent[prefix.number] = weakref.ref(memory, lambda _: self._return(prefix))
+        return tensor
+
+    def free(self, prefix: mail.Prefix) -> None:
+        """Gives a part back to its writer."""
+        self._words[prefix.part // MIN_PART_BYTES] = prefix.number
+        self._line_words[self._freed] = prefix.number
+        self._post.answer(self._writer)
+
+    def _return(self, prefix: mail.Prefix) -> None:
+        """Called when nothing refers to a tensor any more, in whatever thread."""
+        if os.getpid() != self._process:
+            return  # a forked child lets go of its copy, not the parent of its memory
+        self._lent_bytes -= prefix.part_bytes
+        del self._lent[prefix.number]
+        self.free(prefix)

@@ -1,0 +1,57 @@
+"""The messages between two ranks that share memory."""
+
+from __future__ import annotations
+
+import torch
+
+from echelon.backends.delivery import Delivery
+from echelon.backends.line import Arrivals, Line
+from echelon.backends.shared.inlet import Inlet
+from echelon.backends.shared.outlet import Outlet
+from echelon.backends.shared.post import Post
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
+from echelon.errors import EchelonError
+
+
+class SharedLine(Line):
+    """An outlet and an inlet."""
+
+    def __init__(self, at: Post, peer: int, max_message_bytes: int) -> None:
+        """Makes both ends of this rank.
+
+        Args:
+            at: where they are.
+            peer: the other rank's number on this host.
+            max_message_bytes: a longer message of the peer is a ProtocolError.
+        """
+        self._outlet = Outlet(at, peer)
+        self._inlet = Inlet(at, peer, max_message_bytes)
+
+    @property
+    def delivery(self) -> Delivery | None:  # noqa: D102
+        return self._inlet.delivery
+
+    @property
+    def wants_to_write(self) -> bool:  # noqa: D102
+        return self._outlet.is_waiting
+
+    @property
+    def owes(self) -> bool:  # noqa: D102
+        return self._outlet.owes
+
+    def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:  # noqa: D102
+        self._outlet.send(head, tensor, tag, work)
+
+    def flush(self) -> None:  # noqa: D102
+        self._outlet.flush()
+
+    def take_in(self, arrivals: Arrivals) -> bool:  # noqa: D102
+        return self._inlet.take_in(arrivals)
+
+    def abandon(self, context: int, error: EchelonError) -> None:  # noqa: D102
+        self._outlet.abandon(context, error)
+
+    def fail(self, error: EchelonError) -> None:  # noqa: D102
+        self._outlet.fail(error)
+        self._inlet.fail(error)

@@ -1,0 +1,1 @@
+"""Collectives by the engines of torch.distributed: Gloo, NCCL, MPI, UCC."""

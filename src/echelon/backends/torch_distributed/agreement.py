@@ -1,0 +1,105 @@
+"""How the ranks of a group find out, before an engine begins, that all of them have called the same.
+
+Strategy. The engines carry no notes: ranks that differ are aborted by Gloo and hang in NCCL. So each operation begins
+with an agreement, which also brings what a rank must know of the others before it can make room: numbers of rows, say.
+Ranks of one host gather it over shared memory, where every operation announces itself. Others exchange it in
+ceil(log2(ranks)) rounds of small messages (dissemination: in round k a rank hears from the one 2**k before it). A rank
+that gets through all rounds has heard, over others, from all ranks that their notes are equal to its own; one that does
+not get through revokes the group, which ends the rounds of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import torch
+
+from echelon.backends.base import Backend
+from echelon.backends.memory import new_tensor
+from echelon.backends.native import Call, NativeCollectives
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
+from echelon.errors import Timeout
+
+T = TypeVar("T")
+
+
+Agreement: TypeAlias = Callable[[Call, Sequence[int]], Sequence[Sequence[int]]]
+"""Returns what each rank has told the others, by rank, once all have come with the same note. Raises as `exchange`."""
+
+
+def agreement_of(backend: Backend, context: int, ranks: Sequence[int]) -> Agreement:
+    """Returns how a group agrees on its operations; the same way on every member.
+
+    Args:
+        backend: connects the ranks.
+        context: of the group.
+        ranks: the backend's rank of each member, this one included.
+    """
+    shared = backend.native_collectives(context, ranks)
+    if shared is not None:
+        return partial(gather, shared)
+    return partial(exchange, backend, context, ranks, list(ranks).index(backend.rank))
+
+
+def gather(collectives: NativeCollectives, call: Call, facts: Sequence[int]) -> list[list[int]]:
+    """Has the ranks of one host agree on an operation; see `Agreement`."""
+    return _unpack(collectives.all_gather(call, _pack([facts]), _new_row))
+
+
+def exchange(
+    backend: Backend, context: int, ranks: Sequence[int], rank: int, call: Call, facts: Sequence[int]
+) -> list[list[int]]:
+    """Has any ranks agree on an operation; see `Agreement`.
+
+    Args:
+        backend: connects the ranks.
+        context: of the group.
+        ranks: the backend's rank of each member.
+        rank: this one, among the members.
+        call: the operation.
+        facts: what the others are to know.
+
+    Raises:
+        CollectiveMismatch: a rank has another note. PeerFailed, Timeout.
+    """
+    size, note = len(ranks), call.note
+    known = [list(facts)]  # of this rank, the one before it, and so on
+    distance, step = 1, 0
+    while distance < size:
+        tag = Tag(context, call.sequence, step)
+        after, before = ranks[(rank + distance) % size], ranks[(rank - distance) % size]
+        with backend.attend():
+            coming = backend.irecv(before, tag, note=note)
+            sent = backend.isend(_pack(known[: size - distance]), after, tag, note=note)
+            known += _unpack(_wait(backend, coming, before, call))
+            _wait(backend, sent, after, call)
+        distance, step = distance * 2, step + 1
+    return [known[(rank - peer) % size] for peer in range(size)]
+
+
+def _wait(backend: Backend, work: Work[T], peer: int, call: Call) -> T:
+    """Waits for a message; has the operation looked into when that takes long."""
+    while True:
+        try:
+            return work.wait(max(0.0, min(call.deadline, call.lookout.looks_at) - backend.now()))
+        except Timeout:
+            if backend.now() >= call.deadline:
+                raise
+            call.lookout.look(peer, work.is_completed)
+
+
+def _pack(known: Sequence[Sequence[int]]) -> torch.Tensor:
+    numbers = [number for facts in known for number in (len(facts), *facts)]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _unpack(packed: torch.Tensor) -> list[list[int]]:
+    numbers = iter(packed.tolist())
+    return [[next(numbers) for _ in range(count)] for count in numbers]
+
+
+def _new_row(shape: Sequence[int]) -> torch.Tensor:
+    return new_tensor(tuple(shape), torch.int64)

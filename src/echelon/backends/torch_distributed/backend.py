@@ -1,0 +1,206 @@
+"""Collectives by torch.distributed, and everything else over TCP.
+
+Strategy. A `TcpBackend` connects all ranks: it finds and proves them, carries messages, and tells who died, left or
+gave up. Over it, or over the memory that ranks of one host share, they agree on each collective before an engine
+begins. The collectives themselves are done by a process group of torch.distributed for each of our groups.
+`torch.distributed.new_group` is not used: every rank of the world would have to call it for every group, and our groups
+are made by their members alone. The process groups find their connections through a TCPStore of rank 0, which listens
+where rank 0 does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
+
+from echelon._torch_private import make_process_group
+from echelon.backends.aside import Aside, StreamAside
+from echelon.backends.base import Backend
+from echelon.backends.carried import Carried
+from echelon.backends.native import Call, NativeCollectives
+from echelon.backends.shared.backend import share
+from echelon.backends.tag import Tag
+from echelon.backends.tcp import TcpBackend
+from echelon.backends.torch_distributed.agreement import agreement_of
+from echelon.backends.torch_distributed.collectives import TorchCollectives
+from echelon.backends.torch_distributed.engine import Engine, EngineFailed
+from echelon.backends.torch_distributed.engines import is_timed
+from echelon.backends.torch_distributed.names import ENGINES
+from echelon.errors import ConnectError, PeerFailed, Timeout
+
+_SEQUENCE = (1 << 64) - 2
+"""Of the message that says where the store is."""
+_LOOK_SECONDS = 0.02
+_NEWS_SECONDS = 2.0
+"""How long a rank whose engine failed waits to hear which rank was the cause."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable by which torch is told which network Gloo is to use."""
+
+
+class TorchBackend(Carried):
+    """Does collectives by an engine of torch.distributed, and moves CPU tensors between two ranks over TCP."""
+
+    def __init__(self, tcp: TcpBackend, notes: Backend, name: str, store: Store) -> None:
+        """Takes over a backend that is connected; `engage` makes the rest.
+
+        Args:
+            tcp: connects all ranks.
+            notes: what they agree over before an engine begins; carried by `tcp`, or that itself.
+            name: one of `ENGINES`.
+            store: that all ranks can reach, and nobody else uses.
+        """
+        super().__init__(tcp)
+        self._notes = notes
+        self._name = name
+        self._store = store
+        self._collectives: weakref.WeakSet[TorchCollectives] = weakref.WeakSet()
+        self._streams: dict[int, torch.Stream] = {}
+        self.devices = frozenset(ENGINES[name])
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return self._name
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._tcp.is_closed else ""
+        return f"<TorchBackend: rank {self.rank} of {self.world_size} over {self._name}{state}>"
+
+    # Collectives
+
+    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102
+        if self._name == "mpi" and len(ranks) < self.world_size:
+            return None  # MPI makes groups only if all ranks of the world take part
+        collectives = TorchCollectives(self, context, tuple(ranks), agreement_of(self._notes, context, ranks))
+        self._collectives.add(collectives)
+        return collectives
+
+    def aside(self, context: int) -> Aside | None:  # noqa: D102
+        if self.device.type == "cpu":
+            return None
+        if context not in self._streams:
+            self._streams[context] = torch.Stream(self.device)
+        return StreamAside(self._streams[context])
+
+    def finish_queued(self) -> None:
+        """Returns when this rank's device has done what the calling thread's stream holds."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def check(self, context: int) -> None:
+        """Raises Closed or PeerFailed if the group cannot begin an operation."""
+        if self._tcp.is_closed:
+            raise self.closed_error()
+        if error := self._tcp.revoked(context):
+            raise error
+
+    def look_around(self, call: Call, context: int, ranks: Sequence[int]) -> None:
+        """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
+        self._tcp.glance()
+        self.check(context)
+        for rank in ranks:
+            error = self._tcp.failure(rank, context)
+            # One that has closed its group has done its part of an operation that all had agreed on.
+            if isinstance(error, PeerFailed) and not error.has_closed:
+                raise error
+        if self.now() >= call.deadline:
+            raise Timeout(f"{self._name}: its time is up")
+
+    def explain(self, failure: EngineFailed, call: Call, context: int, ranks: Sequence[int]) -> NoReturn:
+        """Raises the failure of a rank that an engine's failure follows from, else what the engine says."""
+        until = self.now() + _NEWS_SECONDS
+        while self.now() < until:
+            self.look_around(call, context, ranks)
+            time.sleep(_LOOK_SECONDS)
+        left = (error for rank in ranks if (error := self._tcp.failure(rank, context)))
+        raise next(left, PeerFailed(self.rank, f"{self._name} failed: {failure}")) from failure
+
+    def open(self, context: int, ranks: Sequence[int], call: Call) -> Engine:
+        """Returns a new engine for a group; all its ranks call it, when they have agreed on their first operation."""
+        rank, seconds = list(ranks).index(self.rank), timedelta(seconds=max(1.0, call.deadline - self.now()))
+        members = self._tcp.members
+        host = members[self.rank].host if members and _INTERFACE not in os.environ else ""
+        # A connection of its own: who waits at one keeps other threads, which make other groups, from using it.
+        store = PrefixStore(f"{context:x}", self._store.clone())  # type: ignore[attr-defined] # not in its stub
+        made: list[dist.ProcessGroup] = []
+        problems: list[Exception] = []
+
+        def make() -> None:
+            try:
+                made.append(make_process_group(ENGINES[self._name], store, rank, len(ranks), seconds, host))
+            except Exception as error:  # what torch raises here is not documented
+                problems.append(error)
+
+        # In a thread: torch waits for the other ranks in there, even for one that has died.
+        thread = threading.Thread(target=make, name=f"echelon rank {self.rank}, {self._name}", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            self.look_around(call, context, ranks)
+        if problems:
+            raise EngineFailed(f"no connections: {problems[0]}") from problems[0]
+        return Engine(made[0], rank, len(ranks), is_timed=is_timed(self._name))
+
+    # The end
+
+    def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
+        self._notes.abort(reason, origin)
+        self._take_apart()
+
+    def close(self, timeout: float | None = None) -> None:  # noqa: D102
+        self._notes.close(timeout)
+        self._take_apart()
+
+    def _take_apart(self) -> None:
+        for collectives in list(self._collectives):
+            collectives.close()
+
+
+def engage(tcp: TcpBackend, name: str, timeout: float) -> TorchBackend:
+    """Has an engine of torch.distributed do the collectives of these ranks; every rank of the world calls it.
+
+    Args:
+        tcp: connects all ranks.
+        name: one of `ENGINES`.
+        timeout: seconds to find the store of rank 0.
+
+    Raises:
+        ConnectError: the store of rank 0 cannot be reached.
+    """
+    notes = share(tcp, required=False, timeout=timeout)
+    return TorchBackend(tcp, notes, name, meet_at_store(tcp, timeout))
+
+
+def meet_at_store(tcp: TcpBackend, timeout: float) -> Store:
+    """Returns a store of rank 0 that all ranks can reach, at the address that rank 0 is reached at."""
+    if tcp.world_size == 1:
+        return HashStore()
+    host, patience = tcp.members[0].host, timedelta(seconds=timeout)
+    tag = Tag(0, _SEQUENCE)
+    if tcp.rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family, backlog=tcp.world_size) as listener:
+            port = listener.getsockname()[1]
+            # torch takes over the socket, and closes it.
+            store = TCPStore(
+                host, port, None, True, patience, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            )
+        for rank in range(1, tcp.world_size):
+            tcp.send(torch.tensor([port], device="cpu"), rank, tag, timeout)
+        return store
+    port = int(tcp.recv(0, tag, timeout=timeout).item())
+    try:
+        return TCPStore(host, port, None, False, patience, wait_for_workers=False)
+    except RuntimeError as error:
+        raise ConnectError(
+            f"rank {tcp.rank} cannot reach the store of rank 0 at {host}, port {port}: check that a firewall lets it"
+        ) from error

@@ -1,0 +1,145 @@
+"""One group's process group of torch.distributed, as something that can be waited on and given up.
+
+Strategy. One operation at a time, begun by all ranks at about the same time: they have agreed on it before. What works
+on CPU tensors is waited for in pieces of 20 ms; in between this rank looks around, so that it does not wait for one
+that has died or given up. What works on tensors of a device is queued there, and the device's stream waits. An
+operation that is left behind keeps its tensors and the process group until it ends; nobody waits for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from echelon._torch_private import all_gather_into
+from echelon.backends.memory import as_bytes
+
+_LOOK = timedelta(seconds=0.02)
+_MARGIN = timedelta(seconds=1)
+"""How much longer than the caller the engine waits, so that the caller can say for whom."""
+
+Look = Callable[[], None]
+"""Raises why an operation need not be waited for any longer."""
+
+# The name of torch 2.13, and that of the versions before it.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class EngineFailed(Exception):
+    """An engine gave up in the middle of an operation; says what torch said."""
+
+
+class Engine:
+    """The collectives of one group, on contiguous tensors of one device and dtype."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int, *, is_timed: bool) -> None:
+        """Takes over a process group of its own.
+
+        Args:
+            group: nobody else uses it.
+            rank: this one, among its `num_ranks`.
+            num_ranks: of the group.
+            is_timed: it can be told how long an operation may take.
+        """
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._group = group
+        self._is_timed = is_timed
+        self._look: Look = _nothing
+
+    @contextmanager
+    def limited(self, seconds: float, look: Look) -> Iterator[None]:
+        """Says how long the operation inside may take, and what to call while it is waited for."""
+        self._look = look
+        if self._is_timed:
+            self._group.set_timeout(timedelta(seconds=max(0.0, seconds)) + _MARGIN)
+        try:
+            yield
+        finally:
+            self._look = _nothing
+
+    def close(self) -> None:
+        """Lets go of the process group; its connections end with it, and so does what other ranks do over them."""
+        del self._group
+
+    def all_reduce(self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Combines a tensor over all ranks, in place."""
+        self._run(lambda: dist.all_reduce(flat, op, self._group, async_op=True), flat)
+
+    def reduce(self, flat: torch.Tensor, dst: int, op: dist.ReduceOp.RedOpType) -> None:
+        """Combines a tensor over all ranks, in place on rank `dst`; on others it is undefined afterwards."""
+        self._run(lambda: dist.reduce(flat, op=op, group=self._group, async_op=True, group_dst=dst), flat)
+
+    def broadcast(self, data: torch.Tensor, src: int) -> None:
+        """Overwrites a tensor with that of rank `src`."""
+        self._run(lambda: dist.broadcast(data, group=self._group, async_op=True, group_src=src), data)
+
+    def all_gather(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        """Writes the tensors of all ranks, all of one size, into `out`."""
+        self._run(lambda: all_gather_into(self._group, out, data), out)
+
+    def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Combines a tensor over all ranks, and writes this rank's part of it, all of one size, into `out`."""
+        self._run(lambda: _reduce_scatter(out, flat, op, group=self._group, async_op=True), out)
+
+    def exchange(self, parts: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+        """Sends part r to each rank r, and writes what comes from rank r into place r; any dtypes, any sizes."""
+        sends, gets = [as_bytes(part) for part in parts], [as_bytes(place) for place in places]
+        sizes = [len(get) for get in gets]
+        given = torch.cat(sends)
+        came = given.new_empty(sum(sizes))
+        counts = [len(send) for send in sends]
+        self._run(
+            lambda: dist.all_to_all_single(came, given, sizes, counts, group=self._group, async_op=True),
+            came,
+        )
+        for place, part in zip(gets, torch.split(came, sizes), strict=True):
+            place.copy_(part)
+
+    def _run(self, begin: Callable[[], dist.Work | None], tensor: torch.Tensor) -> None:
+        try:
+            work = begin()
+            if work is None:
+                return
+            if tensor.device.type != "cpu":
+                work.wait()
+                return
+            while not _has_ended(work):
+                self._look_while(work)
+        except RuntimeError as error:
+            raise EngineFailed(str(error).partition("\n")[0]) from error
+
+    def _look_while(self, work: dist.Work) -> None:
+        try:
+            self._look()
+        except BaseException:
+            # Its end may be far away, and taking the process group apart waits for it: that is left to a thread.
+            threading.Thread(target=_outlive, args=(work, self._group), daemon=True).start()
+            raise
+
+
+def _has_ended(work: dist.Work) -> bool:
+    """Waits a little; raises the error of an operation that failed."""
+    try:
+        work.wait(_LOOK)
+    except RuntimeError:
+        if not work.is_completed():
+            return False  # that was the time
+        work.wait()
+    return True
+
+
+def _outlive(work: dist.Work, group: dist.ProcessGroup) -> None:  # noqa: ARG001
+    """Keeps an operation and its process group until it has ended."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,13 @@
+"""The names of backends that stand for engines of torch.distributed; they can be known without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ENGINES: Mapping[str, Mapping[str, str]] = {
+    "gloo": {"cpu": "gloo"},
+    "nccl": {"cpu": "gloo", "cuda": "nccl"},
+    "mpi": {"cpu": "mpi"},
+    "ucc": {"cpu": "ucc", "cuda": "ucc"},
+}
+"""For each name of a backend: the engine that moves the tensors of a device type."""

@@ -1,0 +1,157 @@
+"""One operation under way: what `isend`, `irecv` and asynchronous collectives return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from echelon.backends.memory import describe
+from echelon.errors import Timeout
+from echelon.flights import Flight
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds that a blocking call waits unless told otherwise."""
+
+
+class Received(NamedTuple):
+    """What came from whichever rank sent first."""
+
+    tensor: torch.Tensor
+    src: int
+    """The rank that sent it."""
+    tag: int
+    """What it was sent with."""
+
+
+class Driver(Protocol):
+    """What makes a Work progress while somebody waits on it."""
+
+    def drive(self, work: Work[object], timeout: float | None) -> bool:
+        """Blocks until `work` is completed; returns False if `timeout` seconds (None: for ever) pass first."""
+        ...
+
+
+class Work(Generic[T]):
+    """One operation under way. Completed once, by the backend, with a result or an error."""
+
+    __slots__ = (
+        "_callbacks",
+        "_completed",
+        "_driver",
+        "_error",
+        "_result",
+        "_timeout",
+        "_when_seen",
+        "_when_taken",
+        "description",
+        "flight",
+        "note",
+    )
+
+    def __init__(self, driver: Driver, description: object, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.description = description
+        """Whatever says in its `str` what the operation is."""
+        self.note = ""
+        """Of a receive that is done: the note that came with the message."""
+        self._driver = driver
+        self._timeout = timeout
+        self._completed = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self.flight: Flight | None = None
+        """What the flight recorder has of it."""
+        self._when_seen: Callable[[], object] = _nothing
+        self._when_taken: Callable[[], object] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the operation has ended. Unlike `is_completed` of a simulated rank, this lets nothing happen."""
+        return self._completed
+
+    def is_completed(self) -> bool:
+        """Says whether the operation has ended, with a result or an error. Never blocks."""
+        return self._completed
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the operation ends and returns its result.
+
+        Args:
+            timeout: seconds; None means the default of the group or backend that made this Work.
+
+        Raises:
+            Timeout: it did not end in time. The operation goes on; wait again if you like.
+            EchelonError: the operation failed.
+        """
+        if not self._completed:
+            seconds = self._timeout if timeout is None else timeout
+            if not self._driver.drive(self, seconds):  # type: ignore[arg-type]
+                raise Timeout(f"{self.description}: not done after {seconds:.1f} s")
+        return self.result()
+
+    def result(self) -> T:
+        """Returns the result of a completed operation; raises its error, or Timeout if it is still under way."""
+        if not self._completed:
+            raise Timeout(f"{self.description}: still under way; call wait() first")
+        if self._error is not None:
+            self._when_seen()
+            raise self._error
+        if self._when_taken is not None:
+            self._when_taken()
+        return self._result  # type: ignore[return-value]
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a completed operation, None if it succeeded or is still under way."""
+        if self._error is not None:
+            self._when_seen()
+        return self._error
+
+    def complete(self, result: T | None = None, error: BaseException | None = None) -> None:
+        """Ends the operation; for backends. A second call does nothing: the first cause wins."""
+        if self._completed:
+            return
+        self._result, self._error, self._completed = result, error, True
+        if self.flight is not None:
+            _end(self.flight, result, error)
+        for callback in self._callbacks:
+            callback()
+        self._callbacks.clear()
+
+    def on_completion(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the operation ends; for backends, which call this and `complete` under one lock."""
+        if self._completed:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def when_seen(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` when somebody learns of the operation's error."""
+        self._when_seen = callback
+
+    def when_taken(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` when somebody takes the operation's result, in that one's thread."""
+        self._when_taken = callback
+
+    def record(self, flight: Flight) -> None:
+        """Has the end of the operation written down in the flight recorder."""
+        self.flight = flight
+        if self._completed:
+            _end(flight, self._result, self._error)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self._completed else "failed" if self._error else "done"
+        return f"<Work {self.description}: {state}>"
+
+
+def _end(flight: Flight, result: object, error: BaseException | None) -> None:
+    tensor = result.tensor if isinstance(result, Received) else result
+    if isinstance(tensor, torch.Tensor):
+        flight.got(describe(tensor.shape, tensor.dtype), tensor.nbytes)
+    flight.end(error)
+
+
+def _nothing() -> None: ...

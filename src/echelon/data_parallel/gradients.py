@@ -1,0 +1,71 @@
+"""Tells a data-parallel wrapper of each gradient that backward computes for its parameters.
+
+Hooks on the parameters, so it does not matter how the module was called. They hold the wrapper weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from echelon._torch_private import hooks_after_gradient
+from echelon.errors import UnsupportedOp
+
+
+class Listener(Protocol):
+    """Who is told, by the number of the parameter."""
+
+    def before_gradient(self, index: int) -> None:
+        """A gradient is complete and will be added to .grad, unless it is for torch.autograd.grad."""
+
+    def on_gradient(self, index: int) -> None:
+        """A gradient has been added to .grad."""
+
+    def give_up(self) -> bool:
+        """Stops listening for good, if it has failed; another wrapper is to have the parameters. Says whether."""
+
+
+def watch_gradients(
+    parameters: Sequence[torch.nn.Parameter], listener: Listener, before: bool
+) -> list[RemovableHandle]:
+    """Has `listener` told, as long as it lives, of the gradients of `parameters`; only with `before` also before."""
+    handles = []
+    for index, parameter in enumerate(parameters):
+        hook = _Hook(listener, index)
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if before:
+            handles.append(parameter.register_hook(hook.before))  # type: ignore[no-untyped-call]
+    return handles
+
+
+def take_over(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Has wrappers that have failed let go of these parameters.
+
+    Raises:
+        UnsupportedOp: one works still. Each would read gradients that the other is reducing.
+    """
+    for name, parameter in named:
+        for hook in hooks_after_gradient(parameter):
+            if isinstance(hook, _Hook) and (listener := hook.listener()) and not listener.give_up():
+                raise UnsupportedOp(
+                    f"the gradient of parameter {name!r} is reduced by another DistributedDataParallel already: wrap "
+                    "each module once, or del the other wrapper first"
+                )
+
+
+class _Hook:
+    def __init__(self, listener: Listener, index: int) -> None:
+        self.listener = weakref.ref(listener)
+        self._index = index
+
+    def before(self, _: torch.Tensor) -> None:
+        if listener := self.listener():
+            listener.before_gradient(self._index)
+
+    def __call__(self, _: torch.Tensor) -> None:
+        if listener := self.listener():
+            listener.on_gradient(self._index)

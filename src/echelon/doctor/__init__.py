@@ -1,0 +1,1 @@
+"""What would stop or slow a run on this host: `echelon doctor`."""

@@ -1,0 +1,71 @@
+"""Whether this host gives to a run what it needs: memory that ranks share, descriptors, a clock."""
+
+from __future__ import annotations
+
+from echelon.doctor.finding import Finding, error, ok, warning
+
+FEW_FILES = 1024
+"""Descriptors. Every rank takes one for each other rank, and a few for each rank of its host."""
+TOO_FEW_FILES = 64
+ENOUGH_LOCKED = 64 << 20
+"""Bytes. What drivers of GPUs and of RDMA lock at the least."""
+UNLIMITED = -1
+
+
+def check_shared_memory(obstacle: str, *, is_wanted: bool) -> Finding:
+    """Judges why ranks of this host cannot share memory; "" if they can. is_wanted: ECHELON_BACKEND says so."""
+    if obstacle and is_wanted:
+        return error("shared memory", obstacle, "unset ECHELON_BACKEND=shm: ranks of this host then use TCP")
+    if obstacle:
+        fix = "nothing has to be done: ranks of this host use TCP, which is slower; do not ask for backend='shm'"
+        return warning("shared memory", obstacle, fix)
+    return ok("shared memory", "ranks of this host share memory")
+
+
+def check_secret_file(problem: str) -> Finding:
+    """Judges why ranks of this host could not share a secret in a file; "" if they could."""
+    if problem:
+        what, _, fix = problem.partition(": ")
+        return error("secret", what, fix)
+    return ok("secret", "ranks of this host can share one in a file of this user's alone")
+
+
+def check_pidfd(problem: str) -> Finding:
+    """Judges why the end of a process cannot be watched; "" if it can."""
+    if problem:
+        fix = "use Linux 5.3 or newer, and let the container's seccomp rules pass pidfd_open"
+        return error("pidfd", f"the death of a rank cannot be watched: {problem}", fix)
+    return ok("pidfd", "the death of a rank is noticed at once")
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """Judges how many files and sockets a process may have open; -1 is unlimited."""
+    found = f"{_amount(soft)}, can be raised to {_amount(hard)}"
+    if soft == UNLIMITED or soft >= FEW_FILES:
+        return ok("open files", found)
+    fix = f"raise it before the run: `ulimit -n {FEW_FILES if hard == UNLIMITED else min(hard, 65536)}`"
+    if soft < TOO_FEW_FILES:
+        return error("open files", found, fix)
+    return warning("open files", f"{found}: too few for hundreds of ranks", fix)
+
+
+def check_locked_memory(soft: int, *, has_gpu: bool) -> Finding:
+    """Judges how many bytes a process may lock; -1 is unlimited."""
+    found = _amount(soft, " bytes")
+    if soft != UNLIMITED and soft < ENOUGH_LOCKED and has_gpu:
+        return warning("locked memory", found, "NCCL over InfiniBand needs more: `ulimit -l unlimited`")
+    return ok("locked memory", found if has_gpu else f"{found}; matters only for GPUs and RDMA")
+
+
+def check_clock(*, is_synchronised: bool | None, year: int) -> Finding:
+    """Judges the clock of this host. is_synchronised: None if the kernel does not say."""
+    if year < 2024:
+        return error("clock", f"it is {year} here", "set the clock: certificates and recorded timelines go by it")
+    if is_synchronised is False:
+        fix = "for runs on several hosts, start chrony or systemd-timesyncd: their timelines are laid side by side"
+        return warning("clock", "not synchronised with others", fix)
+    return ok("clock", "synchronised" if is_synchronised else "set; the kernel does not say whether synchronised")
+
+
+def _amount(limit: int, unit: str = "") -> str:
+    return "unlimited" if limit == UNLIMITED else f"{limit}{unit}"

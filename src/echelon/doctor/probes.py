@@ -1,0 +1,112 @@
+"""Finds out about this host what the checks judge. Each returns facts, or why there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from echelon.backends.interfaces import family_of
+from echelon.errors import LaunchError
+from echelon.launch.secret_file import SecretFile
+
+_TIME_ERROR = 5
+"""What adjtimex(2) returns while the clock is not synchronised."""
+_TIMEX_BYTES = 512
+"""More than Linux's struct timex has; with all of it zero, nothing is set."""
+_PATIENCE = 2.0
+
+
+def loopback_problem(address: str) -> str:
+    """Returns why this host cannot connect to itself at `address`; "" if it can."""
+    try:
+        with (
+            socket.create_server((address, 0), family=family_of(address)) as server,
+            socket.create_connection(server.getsockname()[:2], _PATIENCE),
+        ):
+            return ""
+    except OSError as error:
+        return reason(error)
+
+
+def listening_problem(address: str, port: int) -> str:
+    """Returns why `address` and `port` (0: any) cannot be listened on here; "" if they can, or are another host's."""
+    try:
+        with socket.create_server((address, port), family=family_of(address), backlog=1):
+            return ""
+    except OSError as error:
+        return "" if error.errno == errno.EADDRNOTAVAIL else reason(error)
+
+
+def addresses_of(host: str) -> list[str]:
+    """Returns the addresses that a name stands for on this host; none, if it is not known."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
+
+
+def secret_file_problem(environ: Mapping[str, str]) -> str:
+    """Returns why ranks of this host could not share a secret in a file; "" if they could."""
+    try:
+        SecretFile("doctor", environ).close()
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+def port_range() -> range:
+    """Returns the ports that Linux gives to whoever asks for any."""
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return range(int(first), int(last) + 1)
+
+
+def pidfd_problem() -> str:
+    """Returns why the end of a process cannot be watched here; "" if it can."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return reason(error)
+    return ""
+
+
+def clock_is_synchronised() -> bool | None:
+    """Says whether the kernel takes the clock for synchronised with others; None if it does not say."""
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def gpus() -> tuple[list[str], str]:
+    """Returns the names of the GPUs that torch sees, and why one of them cannot be used; "" if all can."""
+    names = []
+    try:
+        for number in range(torch.cuda.device_count()):
+            names.append(torch.cuda.get_device_name(number))
+            torch.ones(1, device=f"cuda:{number}").sum().item()
+    except (RuntimeError, AssertionError) as error:
+        return names, str(error).splitlines()[0]
+    return names, ""
+
+
+def nccl_version() -> str | None:
+    """Returns the version of the NCCL in torch; None if there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def has_nvidia_driver() -> bool:
+    """Says whether NVIDIA's driver is loaded."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def reason(error: OSError) -> str:
+    """Returns what the system calls an error; Python's own words may say more, as the address does, which is known."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

@@ -1,0 +1,82 @@
+"""Whether the environment variables say what they should."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+
+from echelon import flights
+from echelon.calls import gpu_policy
+from echelon.collectives.algorithms.registry import OPERATIONS
+from echelon.collectives.select import parse, variable_of
+from echelon.collectives.tuning import from_text
+from echelon.doctor.finding import Finding, error, ok, warning
+from echelon.errors import EchelonError
+from echelon.launch import environment, interface, report, tuned
+
+_OWN = "ECHELON_"
+KNOWN = frozenset(
+    (
+        "ECHELON_BACKEND",
+        "ECHELON_RUN_ID",
+        "ECHELON_SECRET",
+        flights.VARIABLE,
+        gpu_policy.VARIABLE,
+        interface.VARIABLE,
+        report.ERROR_FILE,
+        tuned.VARIABLE,
+        *map(variable_of, OPERATIONS),
+    )
+)
+"""Every variable of ours that is read."""
+
+
+def check_variables(environ: Mapping[str, str]) -> list[Finding]:
+    """Judges all variables that a run reads, and those that look as if it did."""
+    found = [*_wrong(environ), *_unknown(environ)]
+    if found:
+        return found
+    names = [name for name in sorted(environ) if name in KNOWN or name in environment.REQUIRED]
+    return [ok("variables", ", ".join(names) + " as they should be" if names else "none set")]
+
+
+def _wrong(environ: Mapping[str, str]) -> Iterator[Finding]:
+    readings: tuple[Callable[[Mapping[str, str]], object], ...] = (
+        _read_launcher,
+        lambda environ: environment.read_backend(environ, "auto"),
+        gpu_policy.fallback_is_on,
+        _read_table,
+        _read_algorithms,
+    )
+    for read in readings:
+        try:
+            read(environ)
+        except EchelonError as problem:
+            what, _, fix = str(problem).partition(": ")
+            yield error("variables", what, fix or "correct it")
+
+
+def _read_launcher(environ: Mapping[str, str]) -> None:
+    launched = environment.read(environ)
+    if launched is not None:
+        launched.check_secret()
+
+
+def _read_table(environ: Mapping[str, str]) -> None:
+    source, text = tuned.find(environ)
+    if text:
+        from_text(text, source)
+
+
+def _read_algorithms(environ: Mapping[str, str]) -> None:
+    for operation in OPERATIONS:
+        if environ.get(variable_of(operation)):
+            parse(operation, environ[variable_of(operation)])
+
+
+def _unknown(environ: Mapping[str, str]) -> Iterator[Finding]:
+    for name in sorted(environ):
+        if name.startswith(_OWN) and name not in KNOWN:
+            near = difflib.get_close_matches(name, KNOWN, n=1)
+            fix = f"rename it to {near[0]}, or unset it" if near else "unset it"
+            yield warning("variables", f"{name} is not read by anything", fix)

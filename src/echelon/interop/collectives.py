@@ -1,0 +1,265 @@
+"""The collectives of torch's interface, each as one of Echelon's. Ranks are those of the group.
+
+Every method has the name and the arguments that torch calls it by, from Python (`torch.distributed`) and from C++ (DDP,
+functional collectives). A name that is assigned below a method is what torch before 2.13 calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] # public, by its __all__
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from echelon.errors import SizeMismatch
+from echelon.interop.devices import by_device
+from echelon.interop.reductions import Reduction
+from echelon.interop.running import Running
+from echelon.interop.sparse import entries, put_sum
+from echelon.interop.tensors import deal, flat, joined, only, put
+
+
+class Collectives(Running):
+    """What all ranks of a group call together, in the same order."""
+
+    # Reductions
+
+    @by_device
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> dist.Work:
+        """Combines one tensor over all ranks, in place."""
+        tensor, opts = only(tensors, "all_reduce"), opts or AllreduceOptions()
+        reduction = Reduction.of(opts.reduceOp, tensor.dtype)
+        if tensor.layout != torch.strided:
+            gather = partial(self.group.all_gather_coalesced, entries(tensor, reduction))
+            return self._run(gather, lambda came: [put_sum(came, tensor, reduction, self.group.world_size)], opts)
+        call = partial(self.group.all_reduce, reduction.prepare(tensor), reduction.op)
+        return self._run(call, lambda total: [self._finish(reduction, total, tensor)], opts)
+
+    @by_device
+    def allreduce_coalesced(
+        self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None
+    ) -> dist.Work:
+        """Combines many tensors over all ranks, in place."""
+        opts = opts or AllreduceCoalescedOptions()
+        reductions = Reduction.of_all(opts.reduceOp, tensors)
+        values = [reduction.prepare(tensor) for reduction, tensor in zip(reductions, tensors, strict=True)]
+        call = partial(self.group.all_reduce_coalesced, values, reductions[0].op if reductions else "sum")
+        return self._run(call, lambda totals: self._finish_all(reductions, totals, tensors), opts)
+
+    @by_device
+    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions | None = None) -> dist.Work:
+        """Combines one tensor over all ranks, in place on one of them."""
+        tensor, opts = only(tensors, "reduce"), opts or ReduceOptions()
+        reduction = Reduction.of(opts.reduceOp, tensor.dtype)
+        call = partial(self.group.reduce, reduction.prepare(tensor), opts.rootRank, reduction.op)
+        is_root = self.group.rank == opts.rootRank
+        return self._run(call, lambda total: [self._finish(reduction, total, tensor) if is_root else tensor], opts)
+
+    @by_device
+    def reduce_scatter(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensors: Sequence[Sequence[Tensor]],
+        opts: ReduceScatterOptions | None = None,
+    ) -> dist.Work:
+        """Combines a list of tensors, one for each rank, over all ranks, each of which gets its own."""
+        output, opts = only(output_tensors, "reduce_scatter"), opts or ReduceScatterOptions()
+        (inputs,) = input_tensors
+        sizes = [tensor.numel() for tensor in inputs]
+        if len(set(sizes)) <= 1:
+            return self._reduce_scatter(output, joined(inputs), opts)
+        reduction = Reduction.of(opts.reduceOp, output.dtype)
+        values = reduction.prepare(joined(inputs))
+        mine = slice(sum(sizes[: self.group.rank]), sum(sizes[: self.group.rank + 1]))
+        call = partial(self.group.all_reduce, values, reduction.op)
+        return self._run(call, lambda total: [self._finish(reduction, total[mine], output)], opts)
+
+    @by_device
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
+    ) -> dist.Work:
+        """Combines a tensor over all ranks, each of which gets its part."""
+        opts = opts or ReduceScatterOptions()
+        return self._reduce_scatter(output, flat(input), opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter(self, output: Tensor, values: Tensor, opts: ReduceScatterOptions) -> dist.Work:
+        if values.numel() != output.numel() * self.group.world_size:
+            expected = f"{self.group.world_size} times the {output.numel()} elements of the output"
+            raise SizeMismatch(expected, values.numel(), "reduce_scatter", "give one part for each rank")
+        reduction = Reduction.of(opts.reduceOp, output.dtype)
+        call = partial(self.group.reduce_scatter, reduction.prepare(values), reduction.op, flat(output))
+        return self._run(call, lambda total: [self._finish(reduction, total, output)], opts)
+
+    @by_device
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions | None = None
+    ) -> dist.Work:
+        """Combines many tensors over all ranks, each of which gets its part of each."""
+        opts = opts or ReduceScatterOptions()
+        reductions = Reduction.of_all(opts.reduceOp, inputs)
+        values = [reduction.prepare(tensor) for reduction, tensor in zip(reductions, inputs, strict=True)]
+        call = partial(self.group.reduce_scatter_coalesced, values, reductions[0].op if reductions else "sum")
+        return self._run(call, lambda totals: self._finish_all(reductions, totals, outputs), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _finish(self, reduction: Reduction, total: Tensor, into: Tensor) -> Tensor:
+        """Writes the result of a reduction into the user's tensor, and returns that."""
+        if total.numel() != into.numel():
+            raise SizeMismatch(f"{total.numel()} elements of output", into.numel(), "reduce_scatter")
+        return put(reduction.finish(total, self.group.world_size), into)
+
+    def _finish_all(
+        self, reductions: Sequence[Reduction], totals: Sequence[Tensor], into: Sequence[Tensor]
+    ) -> list[Tensor]:
+        return [self._finish(*each) for each in zip(reductions, totals, into, strict=True)]
+
+    # Moving tensors
+
+    @by_device
+    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions | None = None) -> dist.Work:
+        """Overwrites one tensor on every rank with that of one of them."""
+        tensor, opts = only(tensors, "broadcast"), opts or BroadcastOptions()
+        call = partial(self.group.broadcast, flat(tensor), opts.rootRank)
+        return self._run(call, lambda values: [put(values, tensor)], opts)
+
+    @by_device
+    def allgather(
+        self,
+        output_tensors: Sequence[Sequence[Tensor]],
+        input_tensors: Sequence[Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> dist.Work:
+        """Gathers the tensors of all ranks into a list, on every rank; ranks may have different numbers of elements."""
+        tensor, opts = only(input_tensors, "all_gather"), opts or AllgatherOptions()
+        (outputs,) = output_tensors
+        call = partial(self.group.all_gather, flat(tensor))
+        return self._run(call, lambda rows: deal(rows, outputs, "all_gather"), opts)
+
+    @by_device
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[Tensor]],
+        input_list: Sequence[Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> dist.Work:
+        """Gathers many tensors of all ranks; `output_lists` has for each rank a list with a place for each."""
+        opts = opts or AllgatherOptions()
+        places = list(zip(*output_lists, strict=True))
+        call = partial(self.group.all_gather_coalesced, [flat(tensor) for tensor in input_list])
+        return self._run(call, lambda rows: _deal_all(rows, places), opts)
+
+    @by_device
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
+        """Gathers the tensors of all ranks into one, on every rank."""
+        opts = opts or AllgatherOptions()
+        call = partial(self.group.all_gather, flat(input), flat(output))
+        return self._run(call, lambda rows: [put(rows, output)], opts)
+
+    _allgather_base = all_gather_single
+
+    @by_device
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
+    ) -> dist.Work:
+        """Gathers many tensors of all ranks, each into one, on every rank."""
+        opts = opts or AllgatherOptions()
+        call = partial(self.group.all_gather_coalesced, [flat(tensor) for tensor in inputs])
+        return self._run(call, lambda rows: _deal_all(rows, [[output] for output in outputs]), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @by_device
+    def gather(
+        self,
+        output_tensors: Sequence[Sequence[Tensor]],
+        input_tensors: Sequence[Tensor],
+        opts: GatherOptions | None = None,
+    ) -> dist.Work:
+        """Gathers the tensors of all ranks into a list, on one of them."""
+        tensor, opts = only(input_tensors, "gather"), opts or GatherOptions()
+        outputs = output_tensors[0] if output_tensors else []
+        call = partial(self.group.gather, flat(tensor), opts.rootRank)
+        return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
+
+    @by_device
+    def scatter(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensors: Sequence[Sequence[Tensor]],
+        opts: ScatterOptions | None = None,
+    ) -> dist.Work:
+        """Gives every rank its tensor of a list that one of them has."""
+        output, opts = only(output_tensors, "scatter"), opts or ScatterOptions()
+        values = joined(input_tensors[0]) if self.group.rank == opts.rootRank else None
+        call = partial(self.group.scatter, values, opts.rootRank)
+        return self._run(call, lambda part: deal(part, [output], "scatter"), opts)
+
+    @by_device
+    def alltoall(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: AllToAllOptions | None = None
+    ) -> dist.Work:
+        """Gives every rank a tensor of a list, and takes one from each."""
+        opts = opts or AllToAllOptions()
+        call = partial(
+            self.group.all_to_all,
+            joined(input_tensors),
+            None,
+            [tensor.numel() for tensor in input_tensors],
+            [tensor.numel() for tensor in output_tensors],
+        )
+        return self._run(call, lambda came: deal(came, output_tensors, "all_to_all"), opts)
+
+    @by_device
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: AllToAllOptions | None = None,
+    ) -> dist.Work:
+        """Gives every rank a part of a tensor, split along dim 0, and takes one from each; no sizes: equal ones."""
+        opts = opts or AllToAllOptions()
+        call = partial(
+            self.group.all_to_all,
+            flat(input),
+            flat(output),
+            self._splits(input, input_split_sizes),
+            self._splits(output, output_split_sizes),
+        )
+        return self._run(call, lambda came: [put(came, output)], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _splits(self, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
+        """Returns the number of elements for each rank."""
+        if not sizes:
+            return [tensor.numel() // self.group.world_size] * self.group.world_size
+        row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+        return [size * row for size in sizes]
+
+    def barrier(self, opts: BarrierOptions | None = None) -> dist.Work:
+        """Is done when every rank has called it."""
+        return self._run(self.group.barrier, lambda _: [], opts or BarrierOptions())
+
+
+def _deal_all(values: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    pairs = zip(values, into, strict=True)
+    return [tensor for rows, places in pairs for tensor in deal(rows, places, "all_gather")]

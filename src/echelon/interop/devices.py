@@ -1,0 +1,120 @@
+"""Which tensors a group of torch carries itself, and who carries the others.
+
+"cpu:echelon,cuda:nccl" asks torch for a group with a backend for each kind of device, but a group that is written in
+Python comes alone. So it hands what it is given for tensors of another device to a group of torch with the same ranks,
+which is made when the first such tensor comes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.errors import UnsupportedOp
+from echelon.group import ProcessGroup
+
+P = ParamSpec("P")
+
+_TorchGroup: Any = dist.ProcessGroup
+"""Its stubs overload every method with forms that torch.distributed never calls, so types would only be in the way."""
+
+
+class DeviceBackend:
+    """What torch asks about the part of a group that carries tensors of one kind of device."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def name(self) -> str:  # noqa: D102
+        return "echelon"
+
+    def rank(self) -> int:  # noqa: D102
+        return self._group.rank
+
+    def size(self) -> int:  # noqa: D102
+        return self._group.world_size
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
+        """Says no: memory that ranks share is given out by all of them at once, which torch's interface is not."""
+        return False
+
+
+class ByDevice(_TorchGroup):  # type: ignore[misc]
+    """A group of torch that carries tensors on the CPU."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group.rank, group.world_size)
+        self.group = group
+        """What does the work."""
+        self._elsewhere: dict[str, Any] = {}
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in self._backends()]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return DeviceBackend(self.group)
+        if device.type not in self._backends():
+            raise RuntimeError(f"no backend for tensors on {device.type} in this group")  # torch looks for this type
+        return self.group_for(device)._get_backend(device)
+
+    def group_for(self, device: torch.device) -> Any:
+        """Returns torch's group of the same ranks for a kind of device, which all of them ask for.
+
+        Raises:
+            UnsupportedOp: the user named no backend for it.
+        """
+        found = self._elsewhere.get(device.type)
+        if found is None:
+            name = self._backends().get(device.type)
+            if name is None or name == "echelon":
+                raise UnsupportedOp(
+                    f"a tensor on {device}, but this group carries tensors on the CPU: name a backend for the others, "
+                    f'as in init_process_group("cpu:echelon,{device.type}:nccl")'
+                )
+            found = self._elsewhere[device.type] = dist.new_group(
+                dist.get_process_group_ranks(self),
+                timedelta(seconds=self.group.timeout),
+                name,
+                use_local_synchronization=True,
+            )
+        return found
+
+    def _backends(self) -> dict[str, str]:
+        """Returns the name of the backend for each kind of device, as the user gave it."""
+        pairs = dist.get_backend_config(self).split(",")
+        return dict(pair.split(":") for pair in pairs)
+
+
+def by_device(method: Callable[Concatenate[Any, P], dist.Work]) -> Callable[Concatenate[Any, P], dist.Work]:
+    """Makes a method of a `ByDevice` hand calls with tensors of another device to the method of that device's group."""
+
+    @functools.wraps(method)
+    def routed(group: Any, /, *arguments: P.args, **options: P.kwargs) -> dist.Work:
+        device = _device_of(arguments)
+        if device is None or device.type == "cpu":
+            return method(group, *arguments, **options)
+        elsewhere: dist.Work = getattr(group.group_for(device), method.__name__)(*arguments, **options)
+        return elsewhere
+
+    return routed
+
+
+def _device_of(argument: object) -> torch.device | None:
+    """Returns the device of the first tensor among arguments and lists in them."""
+    if isinstance(argument, Tensor):
+        return argument.device
+    if isinstance(argument, list | tuple):
+        return next((device for item in argument if (device := _device_of(item)) is not None), None)
+    return None

@@ -1,0 +1,109 @@
+"""How a collective of torch's interface is run by Echelon: at once, or in the lane of the group."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
+
+from echelon.backends.work import Work
+from echelon.group import ProcessGroup
+from echelon.interop.futures import Outcome
+from echelon.interop.identity import Identity
+from echelon.interop.works import Coalesced, Done, Pending, seconds
+
+T = TypeVar("T")
+
+_KEPT = 16
+"""How many asynchronous operations are kept that Python may have dropped: C++ can hold the half of a Work that is C++,
+as DDP's `join` does, and waiting for that alone would never end."""
+
+
+class Options(Protocol):
+    """What the options of all torch's collectives have in common."""
+
+    timeout: timedelta
+    asyncOp: bool  # noqa: N815
+
+
+class Running(Identity):
+    """Runs collectives, each of which is one call of Echelon's group with something to do when it is done."""
+
+    def __init__(self, group: ProcessGroup, store: Store) -> None:
+        """Puts torch's interface before `group`; `store` is the one that torch gave for it."""
+        super().__init__(group, store)
+        self._thread = threading.local()
+        self._coalesced: list[dist.Work] | None = None
+        self._latest: deque[dist.Work] = deque(maxlen=_KEPT)
+
+    def _run(
+        self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options
+    ) -> dist.Work:
+        """Runs a collective, beside the caller if the options say so.
+
+        Args:
+            call: begins it, given `async_op` and `timeout`.
+            settle: makes the user's tensors of its result; called once.
+            options: torch's.
+        """
+        return self._counted(self._started(call, settle, options))
+
+    def _started(
+        self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options
+    ) -> dist.Work:
+        timeout = seconds(options.timeout)
+        if not options.asyncOp and not self._is_settling():
+            return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
+        running = cast("Work[T]", call(async_op=True, timeout=timeout))
+        settled = self._queue(lambda: list(settle(running.result())))
+        outcome: Outcome[list[Tensor]] = Outcome()
+        outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))
+        work = Pending(settled, outcome)
+        self._latest.append(work)
+        if not options.asyncOp:
+            work.wait()
+        return work
+
+    def _queue(self, function: Callable[[], T]) -> Work[T]:
+        return self.group.backend.start(function, f"the end of a collective of {self.group.name}", self.group.context)
+
+    def _complete(self, outcome: Outcome[list[Tensor]], work: Work[list[Tensor]]) -> None:
+        """Completes a future in the lane's thread, where its callbacks then run."""
+        was_settling = self._is_settling()
+        self._thread.settles = True
+        try:
+            outcome.settle(work.result)
+        finally:
+            self._thread.settles = was_settling
+
+    def _is_settling(self) -> bool:
+        """Whether this is a callback in the lane's thread: what was queued there comes before what it begins."""
+        return getattr(self._thread, "settles", False)
+
+    # Several operations at once
+
+    def _counted(self, work: dist.Work) -> dist.Work:
+        """Keeps an operation for `_end_coalescing`, if it comes after `_start_coalescing`, and returns it."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._coalesced = []
+        else:
+            self.group_for(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            elsewhere: dist.Work = self.group_for(device)._end_coalescing(device)
+            return elsewhere
+        works, self._coalesced = self._coalesced or [], None
+        return Coalesced(works)

@@ -1,0 +1,136 @@
+"""The secret of a job whose ranks are all on one host, in a file that only this user can read.
+
+Strategy. Whichever rank comes first makes the file; the others find it. It is written under another name and then
+linked to its own, which fails if there is one already: so nobody sees half a file, and all ranks get the same secret,
+without waiting for each other. A file that a killed job left behind is as secret as a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+
+from echelon.errors import LaunchError
+
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_SECRET_BYTES = 32
+_TEXT_BYTES = 2 * _SECRET_BYTES
+
+
+class SecretFile:
+    """The file of one job. Close it, or use it in a with block; that leaves the file."""
+
+    def __init__(self, job: str, environ: Mapping[str, str] = os.environ) -> None:
+        """Opens the folder: XDG_RUNTIME_DIR where that is this user's alone, else one in the temporary folder.
+
+        Args:
+            job: a name that all ranks of this job have and no other job.
+            environ: where XDG_RUNTIME_DIR is looked up.
+
+        Raises:
+            LaunchError: there is no folder that is this user's alone.
+        """
+        readable = re.sub(r"[^A-Za-z0-9._-]+", "-", job)[:64]
+        self._name = f"echelon-{readable}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+        self._folder = _open_folder(environ)
+
+    def secret(self) -> bytes:
+        """Returns the secret that is in the file; makes the file if there is none.
+
+        Raises:
+            LaunchError: what has that name is not a file of this user's alone with a secret in it.
+        """
+        while True:
+            with suppress(FileNotFoundError):
+                return self._read()
+            with suppress(FileExistsError):
+                self._make()
+
+    def remove(self) -> None:
+        """Removes the file, if it is still there."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=self._folder)
+
+    def close(self) -> None:
+        """Closes the folder."""
+        os.close(self._folder)
+
+    def __enter__(self) -> SecretFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> bytes:
+        try:
+            file = os.open(self._name, _OPEN_FILE, dir_fd=self._folder)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise self._refusal(f"cannot be read ({error.strerror})") from None
+        with os.fdopen(file, "rb") as opened:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or not _is_private(status):
+                raise self._refusal("is not a file that only this user can read")
+            text = opened.read(_TEXT_BYTES + 1)
+        if re.fullmatch(rb"[0-9a-f]{%d}" % _TEXT_BYTES, text) is None:
+            raise self._refusal("has no secret in it")
+        return text
+
+    def _make(self) -> None:
+        draft = f"{self._name}.{os.getpid()}.{secrets.token_hex(4)}"
+        try:
+            with os.fdopen(os.open(draft, _NEW_FILE, 0o600, dir_fd=self._folder), "w") as opened:
+                opened.write(secrets.token_hex(_SECRET_BYTES))
+            os.link(draft, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise self._refusal(f"cannot be made ({error.strerror})") from None
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=self._folder)
+
+    def _refusal(self, problem: str) -> LaunchError:
+        path = os.path.join(os.readlink(f"/proc/self/fd/{self._folder}"), self._name)
+        return LaunchError(f"{path} {problem}: remove it, or set ECHELON_SECRET to the same random text on every rank")
+
+
+def _open_folder(environ: Mapping[str, str]) -> int:
+    """Opens a folder that is this user's alone, the same for every process of this user that has these variables."""
+    given = environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(given):
+        with suppress(OSError):  # such as that of another session, which has ended
+            folder = os.open(given, _OPEN_FOLDER)
+            if _is_private(os.fstat(folder)):
+                return folder
+            os.close(folder)
+    path = os.path.join(tempfile.gettempdir(), f"echelon-{os.geteuid()}")
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        folder = os.open(path, _OPEN_FOLDER)
+    except OSError as error:
+        raise _folder_refusal(path, f"cannot be opened as a folder ({error.strerror})") from None
+    if not _is_private(os.fstat(folder)):
+        os.close(folder)
+        raise _folder_refusal(path, "is not a folder that only this user can enter")
+    return folder
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _folder_refusal(path: str, problem: str) -> LaunchError:
+    return LaunchError(
+        f"{path} {problem}: remove it, or set XDG_RUNTIME_DIR or ECHELON_SECRET to the same on every rank"
+    )

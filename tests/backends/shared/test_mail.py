@@ -1,0 +1,125 @@
+"""What ranks tell each other about their messages: records in a ring, parts of an arena."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.backends.shared import mail
+from echelon.backends.shared.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
+from echelon.errors import ProtocolError
+
+RING = 1024
+SIZES = st.integers(1, RING // mail.ALIGNMENT // 2).map(lambda units: units * mail.ALIGNMENT)
+
+
+@given(st.lists(st.one_of(SIZES, st.none())))
+def test_records_lie_one_behind_the_other_and_never_on_what_is_not_taken(steps):
+    """A number puts a record of that size, None takes one."""
+    records = taken = 0
+    there = deque()
+    for size in steps:
+        if size is None:
+            if there:
+                start, length, skip = there.popleft()
+                at = taken % RING
+                assert start == (0 if skip else at)
+                assert mail.read_prefix(mail.Prefix(length, 1).encode(), records - taken - skip, start, RING)
+                taken += skip + length
+            continue
+        place = mail.place_for(size, records, taken, RING)
+        used = sum(length + skip for _, length, skip in there)
+        if place is None:
+            at = records % RING
+            assert used + size + (RING - at if at + size > RING else 0) > RING
+            continue
+        assert place.start + size <= RING
+        assert all(place.start >= start + length or place.start + size <= start for start, length, _ in there)
+        there.append((place.start, size, place.skip))
+        records += place.skip + size
+    assert records - taken == sum(length + skip for _, length, skip in there)
+
+
+def test_every_size_fits_an_empty_ring_wherever_that_begins():
+    for at in range(0, RING, mail.ALIGNMENT):
+        assert mail.place_for(RING // 2, at, at, RING) is not None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "available", "at"),
+    [
+        (mail.Prefix(0, 0), 128, 0),
+        (mail.Prefix(100, 40), 128, 0),
+        (mail.Prefix(192, 40), 128, 0),
+        (mail.Prefix(128, 40), 128, RING - 64),
+        (mail.Prefix(128, 120), 128, 0),
+        (mail.Prefix(8192, 5000), 8192, 0),
+        (mail.Prefix(128, 40), RING + 64, 0),
+    ],
+)
+def test_what_cannot_be_a_record_is_refused(prefix, available, at):
+    with pytest.raises(ProtocolError, match="the peer does not speak this protocol"):
+        mail.read_prefix(prefix.encode(), available, at, RING)
+
+
+def test_pieces_go_where_others_were_drained_and_else_one_behind_the_other():
+    slots = mail.Slots(3)
+    assert [slots.next(drained) for drained in (-2, 0, 1, 1, 1, 2, 2, 4)] == [0, 1, 0, 2, None, 1, None, 0]
+
+
+@given(st.integers(1, 5), st.lists(st.integers(0, 3), max_size=40))
+def test_no_piece_is_written_over_one_that_is_not_drained(num_slots, drains):
+    slots, there, drained = mail.Slots(num_slots), [], 0
+    for count in drains:
+        while (slot := slots.next(drained)) is not None:
+            assert slot not in there[drained:]
+            there.append(slot)
+        assert len(there) - drained == num_slots
+        drained = min(drained + count, len(there))
+
+
+def test_sizes_keep_pieces_whole():
+    sizes = mail.SIZES
+    assert sizes.circle_bytes % sizes.piece_bytes == 0
+    assert sizes.piece_bytes % 16 == 0
+    assert sizes.whole_bytes <= MAX_PART_BYTES
+    assert mail.record_bytes(2000, sizes.inline_bytes) <= sizes.ring_bytes // 2
+
+
+@given(st.lists(st.one_of(st.integers(1, MAX_PART_BYTES), st.integers(-20, -1)), max_size=60))
+def test_parts_never_overlap_and_all_come_back(steps):
+    """A number above 0 takes so many bytes, one below gives a part back."""
+    arena = Arena(4 * MAX_PART_BYTES)
+    lent = []
+    for step in steps:
+        if step < 0:
+            if lent:
+                arena.give_back(*lent.pop(step % len(lent)))
+            continue
+        part = arena.take(step)
+        if part is None:
+            free = 4 * MAX_PART_BYTES - sum(size for _, size in lent)
+            assert free < 4 * MAX_PART_BYTES
+            continue
+        start, size = part
+        assert step <= size < 2 * max(step, MIN_PART_BYTES)
+        assert start % size == 0
+        assert 0 <= start <= 4 * MAX_PART_BYTES - size
+        assert all(start >= other + length or start + size <= other for other, length in lent)
+        lent.append(part)
+    for part in lent:
+        arena.give_back(*part)
+    assert [arena.take(MAX_PART_BYTES) for _ in range(4)] == [
+        (number * MAX_PART_BYTES, MAX_PART_BYTES) for number in range(4)
+    ]
+    assert arena.take(1) is None
+
+
+def test_what_was_given_back_is_given_out_first_and_wholes_are_named():
+    arena = Arena(2 * MAX_PART_BYTES)
+    first, second = arena.take(100_000), arena.take(100_000)
+    assert arena.give_back(*first) is None
+    assert arena.take(100_000) == first
+    assert arena.give_back(*first) is None
+    assert arena.give_back(*second) == 0

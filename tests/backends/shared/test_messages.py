@@ -1,0 +1,250 @@
+"""Messages between processes that share memory: large ones, many, those of ranks that leave or die."""
+
+import gc
+import mmap
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import echelon
+from echelon.backends.shared import inlet, mail
+from echelon.backends.tag import Tag
+from echelon.backends.tcp import TcpBackend
+from tests.backends.forked import run_forked
+from tests.backends.shared.ranks import shared_kib, values
+from tests.backends.shared.test_failures import kill_this_process, seconds_after
+
+MIB = 1 << 20
+USE_LINES = TcpBackend.use_lines
+LENGTHS = (0, 1, 4096, 4097, 70_000, MIB, 4 * MIB + 3, 6 * MIB)
+"""Numbers of float32: within a record, within a piece, in some, and (24 MiB) round in a circle."""
+
+
+def pass_to_and_fro(group):
+    """Each message goes there and back, received in this way and that, while as much goes the other way."""
+    peer = 1 - group.rank
+    for length in LENGTHS:
+        mine = values(group.rank, length)
+        for out in (None, torch.empty(length)):
+            sent = group.isend(mine, peer)
+            came = group.recv(peer, out=out)
+            assert torch.equal(came, values(peer, length)), f"{length}, out={out is not None}"
+            sent.wait()
+            assert torch.equal(group.sendrecv(came, peer, peer), mine), f"{length} back"
+    return group.backend.name
+
+
+def test_messages_of_every_size_arrive_both_ways_at_once():
+    assert set(run_forked(pass_to_and_fro, 2, backend="shm", timeout=40.0).values()) == {"shm"}
+
+
+def send_many(group):
+    """Sends more than rings and arenas hold before anybody receives, and in another order than it is received in."""
+    peer = 1 - group.rank
+    works = [group.isend(torch.full((length,), float(number)), peer, tag=number % 3) for number, length in sizes()]
+    for tag in (2, 0, 1):
+        for number, length in sizes():
+            if number % 3 == tag:
+                came = group.recv(peer, tag)
+                assert came.shape == (length,)
+                assert came.eq(number).all()
+    for work in works:
+        work.wait()
+    return True
+
+
+def sizes():
+    chance = random.Random(5)
+    return [(number, chance.choice((1, 3000, 10_000, 300_000))) for number in range(600)]
+
+
+def test_messages_are_kept_whatever_is_received_first():
+    assert list(run_forked(send_many, 2, backend="shm", timeout=60.0).values()) == [True] * 2
+
+
+def send_and_leave(group):
+    if group.rank == 0:
+        for length in (1, 100_000, 6 * MIB):
+            group.isend(torch.full((length,), 7.0), 1, tag=min(length, 2))
+        return "left"
+    with pytest.raises(echelon.PeerFailed, match="closed its group"):
+        group.recv(0, tag=99)
+    first = group.recv(0, tag=1)
+    second = group.recv(0, tag=2, out=torch.empty(100_000))
+    third = group.recv(0, tag=2)
+    return [first.sum().item(), second.sum().item(), third.sum().item()]
+
+
+def test_what_was_sent_before_a_rank_left_can_be_received():
+    assert run_forked(send_and_leave, 2, backend="shm")[1] == [7.0, 7.0 * 100_000, 7.0 * 6 * MIB]
+
+
+def use_lines_late(backend, lines, memory):
+    """As a rank does that gets a core only when the other one has sent all it has, and left."""
+    if backend.rank == 1:
+        with backend._progress.lock:
+            while backend._mailbox.failure(0, Tag()) is None:
+                backend._progress.step(1.0)
+    USE_LINES(backend, lines, memory)
+
+
+def test_what_was_sent_before_this_rank_looked_at_memory_can_be_received(monkeypatch):
+    monkeypatch.setattr(TcpBackend, "use_lines", use_lines_late)
+    assert run_forked(send_and_leave_at_once, 2, backend="shm")[1] == [7.0, 700_000.0]
+
+
+def send_and_leave_at_once(group):
+    if group.rank == 0:
+        for length in (1, 100_000):
+            group.isend(torch.full((length,), 7.0), 1)
+        return "left"
+    received = [group.recv(0).sum().item() for _ in range(2)]
+    with pytest.raises(echelon.PeerFailed, match="closed its group"):
+        group.recv(0)
+    return received
+
+
+def exchange_until_killed(group, victim, seconds, length, clock):
+    """Returns, on a survivor: who it says failed, and how many seconds after the death."""
+    if group.rank == victim:
+        threading.Timer(seconds, kill_this_process, [clock]).start()
+    size, rank = group.world_size, group.rank
+    try:
+        for number in range(1_000_000):
+            out = torch.empty(length) if number % 2 else None
+            came = group.sendrecv(torch.full((length,), float(number)), (rank + 1) % size, (rank - 1) % size, out=out)
+            assert came.eq(number).all(), "a message came in part"
+    except echelon.PeerFailed as error:
+        return error.rank, seconds_after(clock), str(error)
+    return None
+
+
+@pytest.mark.parametrize(("seed", "length"), list(enumerate([1, 50_000, 3 * MIB, 5 * MIB])))
+def test_a_rank_killed_at_any_moment_is_named_within_a_second(seed, length):
+    seconds = random.Random(seed).uniform(0.0, 0.1)
+    with mmap.mmap(-1, 8) as clock:
+        outcomes = run_forked(exchange_until_killed, 2, seed % 2, seconds, length, clock, backend="shm")
+    ((failed, after, message),) = outcomes.values()
+    assert failed == seed % 2, message
+    assert after < 1.0, f"{after:.2f} s: {message}"
+
+
+def keep_some(group):
+    """Returns how much shared memory this rank has mapped while it keeps received tensors, in KiB."""
+    if group.rank == 0:
+        for number in range(4):
+            group.send(torch.full((2 * MIB,), float(number)), 1)
+        group.recv(1)
+        return None
+    kept = [group.recv(0) for _ in range(4)]
+    assert [tensor[0].item() for tensor in kept] == [0.0, 1.0, 2.0, 3.0]
+    for tensor in kept:
+        tensor += 1
+    mapped = shared_kib()
+    part = kept[3][:10]
+    del tensor, kept
+    gc.collect()
+    assert part.eq(4.0).all()
+    group.send(torch.ones(1), 0)
+    return mapped
+
+
+def test_a_received_tensor_is_the_memory_that_it_was_written_to():
+    assert run_forked(keep_some, 2, backend="shm")[1] >= 4 * 8 * 1024
+
+
+def send_in_turns(group, times, length):
+    """Rank 1 keeps nothing, so the same memory serves all messages; returns how much of it there is at the end."""
+    peer = 1 - group.rank
+    for number in range(times):
+        if group.rank == 0:
+            group.send(torch.full((length,), float(number)), peer)
+        else:
+            assert group.recv(peer).eq(number).all()
+        group.barrier()
+    return shared_kib()
+
+
+def test_memory_of_messages_is_used_again():
+    once = run_forked(send_in_turns, 2, 2, MIB, backend="shm")
+    often = run_forked(send_in_turns, 2, 40, MIB, backend="shm")
+    assert all(often[rank] <= once[rank] + 1024 for rank in (0, 1)), (once, often)
+
+
+def receive_more_than_is_lent(group):
+    if group.rank == 0:
+        for number in range(6):
+            group.send(torch.full((MIB,), float(number)), 1)
+        return group.recv(1).item()
+    kept = [group.recv(0) for _ in range(6)]
+    assert [tensor[-1].item() for tensor in kept] == list(range(6))
+    group.send(torch.ones(1), 0)
+    return [tensor.sum().item() / MIB for tensor in kept]
+
+
+def test_beyond_a_limit_received_tensors_are_copies(monkeypatch):
+    monkeypatch.setattr(inlet, "_MAX_LENT_BYTES", 9 * MIB)
+    assert run_forked(receive_more_than_is_lent, 2, backend="shm") == {0: 1.0, 1: [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
+
+
+def drop_in_a_child(group):
+    """A forked child lets go of a received tensor; the parent's is as it was when the next message has come."""
+    if group.rank == 0:
+        group.send(torch.full((MIB,), 1.0), 1)
+        group.recv(1)
+        group.send(torch.full((MIB,), 2.0), 1)
+        return 0.0
+    tensor = group.recv(0)
+    pid = os.fork()
+    if pid == 0:
+        del tensor
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    group.send(torch.ones(1), 0)
+    assert group.recv(0).eq(2.0).all()
+    return tensor.sum().item()
+
+
+def test_a_forked_child_does_not_free_what_its_parent_has():
+    assert run_forked(drop_in_a_child, 2, backend="shm") == {0: 0.0, 1: float(MIB)}
+
+
+def write_nonsense(group):
+    if group.rank == 0:
+        post = group.backend._post
+        ring = post.ring(0, 1)
+        post.region.memory[ring : ring + mail.PREFIX_BYTES] = mail.Prefix(640, 600).encode()
+        post.words[post.news(0, 1) + mail.RECORDS] = 128
+        post.knock(1)
+        with pytest.raises(echelon.PeerFailed):
+            group.recv(1)
+        return None
+    with pytest.raises(echelon.PeerFailed, match="the peer does not speak this protocol"):
+        group.recv(0)
+    group.abort("it was sent nonsense")
+    return True
+
+
+def test_nonsense_is_refused_before_it_is_read():
+    assert run_forked(write_nonsense, 2, backend="shm")[1] is True
+
+
+def wait_idle(group):
+    """Returns what part of a core rank 1 uses while it waits for a message that comes a second later."""
+    group.barrier()
+    if group.rank == 0:
+        threading.Event().wait(1.0)
+        group.send(torch.ones(1), 1)
+        return 0.0
+    begin, used = time.monotonic(), time.process_time()
+    group.recv(0)
+    return (time.process_time() - used) / (time.monotonic() - begin)
+
+
+def test_a_rank_that_waits_uses_no_core():
+    assert run_forked(wait_idle, 2, backend="shm")[1] < 0.01

@@ -1,0 +1,319 @@
+"""Whatever way forward and backward are called: the right gradients, or an error on all ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import echelon
+from echelon import DDP, CollectiveMismatch
+from tests.data_parallel.models import (
+    TINY_MB,
+    Branches,
+    assert_all_equal,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+    single,
+)
+
+
+class Fragile(nn.Module):
+    """Raises once when asked to; has buffers or not."""
+
+    def __init__(self, has_buffers):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3, momentum=0.5) if has_buffers else nn.Identity()
+        self.fails = False
+
+    def forward(self, x):
+        if self.fails:
+            self.fails = False
+            raise ValueError("a bad sample")
+        return self.norm(self.layer(x))
+
+
+def fail_and_try_again(group, failing, has_buffers, average):
+    module = fill(Fragile(has_buffers))
+    model = DDP(module, group, average=average)
+    history = []
+    for step in range(3):
+        model.zero_grad()
+        module.fails = group.rank == failing and step == 1
+        try:
+            output = model(part(batch(step), group))
+        except ValueError:
+            output = model(part(batch(step), group))
+        loss_of(output).backward()
+        history.append(gradients(model))
+    return history
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("has_buffers", [False, True])
+@pytest.mark.parametrize("average", ["ranks", "samples"])
+def test_a_forward_that_fails_on_one_rank_can_be_tried_again(run, failing, has_buffers, average):
+    """It was counted twice, and waited for buffers that nobody sent while the others waited for gradients."""
+    expected = run(fail_and_try_again, 2, None, has_buffers, average)
+    ranks = run(fail_and_try_again, 2, failing, has_buffers, average)
+    for step in range(3):
+        assert_all_equal([history[step] for history in ranks], expected[0][step])
+
+
+def fail_and_give_up(group, has_buffers):
+    """Rank 1 has nothing to give in the second step, and says so."""
+    module = fill(Fragile(has_buffers))
+    model = DDP(module, group)
+    for step in range(3):
+        model.zero_grad()
+        module.fails = group.rank == 1 and step == 1
+        try:
+            loss_of(model(part(batch(step), group))).backward()
+        except ValueError:
+            model.sync_gradients()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_a_rank_whose_forward_failed_can_go_on_without_it(run, has_buffers):
+    ranks = run(fail_and_give_up, 2, has_buffers)
+    assert_all_equal(ranks, ranks[0])
+
+
+def train_in_evaluation_mode(group, average, counts):
+    """As fine-tuning with frozen statistics does; forwards that nobody differentiates are in between on one rank."""
+    model = DDP(nn.Sequential(fill(nn.Linear(4, 3)), nn.BatchNorm1d(3)), group, average=average).eval()
+    for step in range(2):
+        model.zero_grad()
+        if group.rank == 1:
+            model(batch(7))
+        loss_of(model(batch(step).split(counts)[group.rank])).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("average", "counts"), [("ranks", [6, 6]), ("samples", [6, 6]), ("samples", [10, 2])])
+def test_gradients_of_forwards_in_evaluation_mode(run, average, counts):
+    """They had no samples, so that all gradients became zero."""
+    expected = nn.Sequential(fill(nn.Linear(4, 3)), nn.BatchNorm1d(3)).eval()
+    assert_all_equal(run(train_in_evaluation_mode, 2, average, counts), single(expected, batch(1)))
+
+
+def evaluation_mode_on_one_rank(group, which, has_buffers):
+    model = DDP(fill(Fragile(has_buffers)), group)
+    try:
+        for step in range(3):
+            model.zero_grad()
+            model.train(not (group.rank == which and step == 1))
+            loss_of(model(part(batch(step), group))).backward()
+    except CollectiveMismatch as error:
+        return str(error)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_ranks_in_different_modes_are_told_if_there_are_buffers(run, which):
+    """One waited for gradients and the other for buffers."""
+    for told in run(evaluation_mode_on_one_rank, 2, which, True):
+        assert "broadcast(src=0)" in told
+        assert "all_reduce(mean)" in told
+    assert_all_equal(run(evaluation_mode_on_one_rank, 2, which, False), single(fill(Fragile(False)), batch(2)))
+
+
+def skip_whole_backwards(group, how):
+    """Rank 1 does something else in the second step; every rank takes part in as many steps."""
+    model = DDP(fill(Branches()), group)
+    try:
+        for step in range(4):
+            model.zero_grad()
+            loss = loss_of(model(part(batch(step), group), True))
+            if group.rank == 0 or step != 1:
+                loss.backward(retain_graph=True)
+            elif how == "twice":
+                loss.backward(retain_graph=True)
+                loss.backward()
+            elif how == "no parameter reached":
+                (loss.detach().requires_grad_() * 2).backward()
+            elif how == "two forwards":
+                (loss + loss_of(model(batch(5), False))).backward()
+    except echelon.EchelonError as error:
+        return step, type(error).__name__, str(error)
+    return "not told"
+
+
+@pytest.mark.parametrize("how", ["twice", "no parameter reached", "two forwards", "skipped"])
+def test_a_rank_on_another_branch_is_told_and_so_are_the_others(run, how):
+    for step, name, message in run(skip_whole_backwards, 2, how):
+        assert step <= 2
+        assert name == "CollectiveMismatch"
+        assert "a rank skipped a backward" in message
+
+
+def call_the_module(group, buffers):
+    module = nn.Sequential(fill(nn.Linear(4, 3)), nn.BatchNorm1d(3))
+    model = DDP(module, group, buffers=buffers)
+    for step in range(2):
+        model.zero_grad()
+        if step == 1:
+            module.append(fill(nn.Linear(3, 2), seed=group.rank))
+        module[1].running_mean.fill_(group.rank + 1.0)
+        loss_of(model.module(part(batch(step), group))).backward()
+    return gradients(model), module[1].running_mean.clone()
+
+
+@pytest.mark.parametrize(("buffers", "start"), [("broadcast", 1.0), ("average", 1.5)])
+def test_calling_the_module_takes_in_new_parameters_and_synchronises_buffers(run, buffers, start):
+    """The new layer's gradients stayed each rank's own."""
+    module = nn.Sequential(fill(nn.Linear(4, 3)), nn.BatchNorm1d(3), fill(nn.Linear(3, 2)))
+    for rank, (got, mean) in enumerate(ranks := run(call_the_module, 2, buffers)):
+        assert all(torch.equal(got[name], ranks[0][0][name]) for name in got)
+        assert got["2.weight"].norm() > 0
+        observed = module[0](batch(1).chunk(2)[rank]).mean(0)
+        torch.testing.assert_close(mean, 0.9 * start + 0.1 * observed.detach(), rtol=1e-5, atol=1e-5)
+
+
+def wrap_twice(group, what):
+    module = mlp()
+    first = DDP(module, group)
+    again = {"module": module, "wrapper": first, "part": module[2], "whole": nn.Sequential(module, nn.Linear(3, 3))}
+    with pytest.raises(echelon.UnsupportedOp, match=r"'.*weight' is reduced by another .* del the other"):
+        DDP(again[what], group)
+    del first, again
+    model = DDP(module, group)
+    loss_of(model(part(batch(), group))).backward()
+    return gradients(module)
+
+
+@pytest.mark.parametrize("what", ["module", "wrapper", "part", "whole"])
+def test_a_module_is_wrapped_once_at_a_time(run, what):
+    """Each wrapper would read gradients that the other is reducing."""
+    assert_all_equal(run(wrap_twice, 2, what), single(mlp(), batch()))
+
+
+def wrap_anew(group):
+    """After a failure, as its error says; the old wrapper still lives."""
+    module = mlp()
+    model = DDP(module, group)
+    failing = module[0].weight.register_hook(lambda _: 1 / 0 if group.rank == 1 else None)
+    with pytest.raises((ZeroDivisionError, echelon.PeerFailed)):
+        loss_of(model(part(batch(), group))).backward()
+    failing.remove()
+    with pytest.raises(echelon.Closed, match="wrap the model anew"):
+        loss_of(model(part(batch(), group))).backward()
+    model = DDP(module, group)
+    model.zero_grad()
+    loss_of(model(part(batch(), group))).backward()
+    return gradients(module)
+
+
+def test_after_a_failure_the_module_can_be_wrapped_anew(run):
+    assert_all_equal(run(wrap_anew, 2), single(mlp(), batch()))
+
+
+class CheckpointedBranches(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.idle = nn.Linear(4, 4)
+
+    def forward(self, x, used):
+        for index in used:
+            layer = self.layers[index]
+            x = torch.tanh(
+                layer(x) if self.use_reentrant is None else checkpoint(layer, x, use_reentrant=self.use_reentrant)
+            )
+        return x
+
+
+USED = {0: (0, 2), 1: (2, 1)}
+"""Which layers each rank uses: one both, two one rank each."""
+
+
+def checkpointed_with_unused(group, use_reentrant, accumulates):
+    model = DDP(fill(CheckpointedBranches(use_reentrant)), group, bucket_mb=TINY_MB)
+    for _ in range(2):
+        model.zero_grad()
+        if accumulates:
+            with model.no_sync():
+                loss_of(model(part(batch(1), group).requires_grad_(), (1,))).backward()
+        loss_of(model(part(batch(), group).requires_grad_(), USED[group.rank])).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_checkpoints_with_unused_parameters(run, use_reentrant, accumulates):
+    expected = fill(CheckpointedBranches(None))
+    for rank, inputs in enumerate(batch().chunk(2)):
+        (loss_of(expected(inputs, USED[rank])) / 2).backward()
+        if accumulates:
+            (loss_of(expected(batch(1).chunk(2)[rank], (1,))) / 2).backward()
+    assert_all_equal(run(checkpointed_with_unused, 2, use_reentrant, accumulates), gradients(expected))
+
+
+def checkpoint_of_everything(group, use_reentrant):
+    """The wrapper itself is what is checkpointed, so its forward runs again inside of backward."""
+    module = nn.Sequential(fill(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    model = DDP(module, group, average="samples")
+    for step in range(2):
+        model.zero_grad()
+        inputs = part(batch(step), group).requires_grad_()
+        loss_of(checkpoint(model, inputs, use_reentrant=use_reentrant)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_of_the_whole_model(run, use_reentrant):
+    expected = nn.Sequential(fill(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    for inputs in batch(1).chunk(2):
+        (loss_of(expected(inputs)) / 2).backward()
+    assert_all_equal(run(checkpoint_of_everything, 2, use_reentrant), gradients(expected))
+
+
+def no_samples(group):
+    model = DDP(mlp(), group, average="samples")
+    with pytest.raises(echelon.UnsupportedOp, match="no rank has any: samples are the rows of the first tensor"):
+        loss_of(model.module[4](model.module[:4](part(batch(), group)))).backward()
+    return True
+
+
+def test_weights_by_samples_need_samples(run):
+    """All gradients became zero."""
+    assert run(no_samples, 2) == [True, True]
+
+
+def micro_batches(group, counts, in_no_sync):
+    model = DDP(mlp(), group, average="samples")
+    for step in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            losses = [loss_of(model(batch(step).split(counts)[group.rank])) for _ in range(2 * in_no_sync)]
+            for loss in losses[:2]:
+                loss.backward()
+        loss_of(model(batch(step).split(counts)[group.rank])).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("in_no_sync", [0, 1])
+def test_samples_of_accumulated_batches_count(run, in_no_sync):
+    expected = single(mlp(), batch(1), 1 + 2 * in_no_sync)
+    assert_all_equal(run(micro_batches, 3, [7, 4, 1], in_no_sync), expected)
+
+
+def two_subgroups(group):
+    mine = [group.subgroup(ranks) for ranks in ([0, 2], [1, 3])][group.rank % 2]
+    model = DDP(mlp(seed=group.rank), mine, bucket_mb=TINY_MB, average="samples")
+    for step in range(2):
+        model.zero_grad()
+        loss_of(model(batch(step + group.rank % 2).split([8, 4])[mine.rank])).backward()
+    return gradients(model)
+
+
+def test_models_of_two_subgroups_train_beside_each_other(run):
+    ranks = run(two_subgroups, 4)
+    for first in (0, 1):
+        assert_all_equal(ranks[first::2], single(mlp(seed=first), batch(1 + first)))

@@ -1,0 +1,141 @@
+"""Ranks with fewer batches than others."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon import DDP, CollectiveMismatch, SyncBatchNorm
+from echelon.data_parallel.hooks import AccumulateIn, CompressTo, LocalSGD
+from echelon.data_parallel.powersgd import PowerSGD
+from tests.data_parallel.models import TINY_MB, assert_all_equal, batch, fill, gradients, loss_of, mlp, single
+
+
+def train_uneven(group, num_batches, mode, average):
+    module = nn.Sequential(fill(nn.Linear(4, 3)), nn.BatchNorm1d(3, momentum=0.5))
+    model = DDP(module, group, bucket_mb=TINY_MB, buffers=mode, average=average)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(num_batches[group.rank]):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model(batch(step + 10)[:4])).backward()
+            loss_of(model(batch(step)[group.rank : group.rank + 4])).backward()
+            optimizer.step()
+    group.barrier()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("num_batches", [[3, 1, 0], [0, 2, 2], [2, 2], [0, 0]])
+@pytest.mark.parametrize("mode", ["broadcast", "local"])
+def test_ranks_with_fewer_batches_join(run, num_batches, mode):
+    ranks = run(train_uneven, len(num_batches), num_batches, mode, "ranks")
+    for state in ranks:
+        assert all(torch.equal(state[name], ranks[0][name]) for name in state)
+    moved = not torch.equal(ranks[0]["0.weight"], fill(nn.Linear(4, 3)).weight)
+    assert moved == (max(num_batches) > 0)
+
+
+def last_step(group, num_batches, average):
+    model = DDP(mlp(), group, average=average)
+    with model.join():
+        for step in range(num_batches[group.rank]):
+            model.zero_grad()
+            loss_of(model(batch(step))).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("average", "share"), [("ranks", 1 / 3), ("samples", 1.0)])
+def test_ranks_that_have_left_count_as_zeros_or_not_at_all(run, average, share):
+    expected = {name: gradient * share for name, gradient in single(mlp(), batch(1)).items()}
+    assert_all_equal(run(last_step, 3, [1, 2, 0], average), expected)
+
+
+def uneven_forwards(group):
+    model = DDP(mlp(), group)
+    with model.join():
+        loss = loss_of(model(batch()))
+        if group.rank == 0:
+            loss = loss + loss_of(model(batch(1)))
+        loss.backward()
+
+
+def test_different_numbers_of_forwards_are_told_while_joining(run):
+    with pytest.raises(CollectiveMismatch, match="rank 0 forward, rank 1 reduction"):
+        run(uneven_forwards, 2)
+
+
+JOINING = {
+    "float16": lambda: CompressTo(torch.float16),
+    "powersgd": lambda: PowerSGD(rank=1),
+    "local": lambda: LocalSGD(2),
+    "float32": lambda: AccumulateIn(torch.float32),
+}
+
+
+def join_with_a_hook(group, name, average):
+    dtype = torch.bfloat16 if name == "float32" else torch.float32
+    model = DDP(mlp().to(dtype), group, average=average, hook=JOINING[name]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(5 - 2 * group.rank):
+            optimizer.zero_grad()
+            loss_of(model(batch(step).to(dtype).split([7, 4, 1])[group.rank])).backward()
+            optimizer.step()
+    return {key: value.detach().float() for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", JOINING)
+@pytest.mark.parametrize("average", ["ranks", "samples"])
+def test_ranks_join_with_hooks(run, name, average):
+    ranks = run(join_with_a_hook, 3, name, average)
+    for got in ranks:
+        for key, value in mlp().named_parameters():
+            assert torch.equal(got[key], ranks[0][key])
+            assert not torch.allclose(got[key], value, rtol=0.01, atol=1e-3)
+
+
+def last_local_steps(group, average, counts):
+    model = DDP(mlp(), group, average=average, hook=LocalSGD(10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(2 - group.rank):
+            optimizer.zero_grad()
+            loss_of(model(batch(step).split(counts)[group.rank])).backward()
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("average", "counts", "shares"), [("ranks", [9, 3], (1 / 2, 1 / 2)), ("samples", [9, 3], (18 / 21, 3 / 21))]
+)
+def test_the_last_local_steps_of_all_ranks_count(run, average, counts, shares):
+    """Those of all but one rank were lost at the end."""
+    expected = {name: torch.zeros_like(value) for name, value in mlp().named_parameters()}
+    for rank, share in enumerate(shares):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2 - rank):
+            optimizer.zero_grad()
+            loss_of(model(batch(step).split(counts)[rank])).backward()
+            optimizer.step()
+        for name, value in model.named_parameters():
+            expected[name] += share * value.detach()
+    assert_all_equal(run(last_local_steps, 2, average, counts), expected)
+
+
+def join_with_collectives_inside(group, training):
+    module = SyncBatchNorm.convert(nn.Sequential(fill(nn.Linear(4, 3)), nn.BatchNorm1d(3)), group)
+    model = DDP(module, group).train(training)
+    with model.join():
+        for step in range(2 - group.rank):
+            loss_of(model(batch(step))).backward()
+    return gradients(model)
+
+
+def test_a_model_that_calls_collectives_cannot_be_joined(run):
+    """Those with batches waited for those without, for ever."""
+    with pytest.raises(echelon.UnsupportedOp, match=r"'1' is a SyncBatchNorm, .* give ranks without samples empty"):
+        run(join_with_collectives_inside, 2, True)
+    ranks = run(join_with_collectives_inside, 2, False)
+    assert_all_equal(ranks, ranks[0])

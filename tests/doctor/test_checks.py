@@ -1,0 +1,118 @@
+"""Every check, with facts under which it passes and facts under which it does not."""
+
+import pytest
+
+from echelon.backends.interfaces import Interface
+from echelon.doctor import engine, host, network
+from echelon.doctor.finding import Finding, Status
+
+LO = Interface("lo", ("127.0.0.1", "::1"), 65536, True, True)
+ETH = Interface("eth0", ("10.0.0.2", "fd00::2"), 1500, True, False)
+DOWN = Interface("eth1", (), 1500, False, False)
+THIN = Interface("tun0", ("10.9.0.2",), 576, True, False)
+GOOD_LOOPBACK = {"127.0.0.1": "", "::1": ""}
+
+CASES = [
+    (network.check_loopback, [GOOD_LOOPBACK], {}, "ok", "127.0.0.1 and ::1"),
+    (network.check_loopback, [GOOD_LOOPBACK | {"::1": "Cannot assign"}], {}, "ok", "no IPv6 (Cannot assign)"),
+    (network.check_loopback, [GOOD_LOOPBACK | {"127.0.0.1": "down"}], {}, "error", "ip link set lo up"),
+    (
+        network.check_interfaces,
+        [[LO, ETH], {}, ["10.0.0.2"]],
+        {},
+        "ok",
+        "eth0 10.0.0.2, fd00::2. Between hosts: the one",
+    ),
+    (network.check_interfaces, [[LO, ETH], {"ECHELON_INTERFACE": "eth0"}, []], {}, "ok", "eth0, as ECHELON_INTERFACE"),
+    (network.check_interfaces, [[LO, DOWN], {"ECHELON_INTERFACE": "eth1"}, []], {}, "error", "(none)"),
+    (network.check_interfaces, [[LO, ETH], {"ECHELON_INTERFACE": "ib0"}, []], {}, "error", "has an address (eth0)"),
+    (network.check_interfaces, [[LO, DOWN], {}, []], {}, "warning", "only loopback"),
+    (network.check_interfaces, [[LO, ETH], {}, []], {}, "warning", "no default route"),
+    (network.check_interfaces, [[LO, ETH], {"GLOO_SOCKET_IFNAME": "eth0"}, ["10.0.0.2"]], {}, "warning", "for torch's"),
+    (network.check_host_name, ["vm", ["10.0.0.2"]], {}, "ok", "vm is 10.0.0.2"),
+    (network.check_host_name, ["vm", ["127.0.1.1"]], {}, "ok", "here: loopback"),
+    (network.check_host_name, ["vm", []], {}, "warning", "/etc/hosts"),
+    (network.check_mtu, [[LO, ETH]], {}, "ok", "eth0 1500"),
+    (network.check_mtu, [[LO, ETH, THIN]], {}, "warning", "ip link set tun0 mtu 1500"),
+    (network.check_listening, [""], {}, "ok", "can be listened on"),
+    (network.check_listening, ["Permission denied"], {}, "error", "Permission denied"),
+    (network.check_port_range, [32768, 60999], {}, "ok", "32768 to 60999"),
+    (network.check_port_range, [1024, 65535], {}, "warning", "net.ipv4.ip_local_port_range"),
+    (network.check_port_range, [10000, 20000], {}, "warning", "20000 to 29999"),
+    (network.check_master_address, ["", []], {}, "ok", "not set"),
+    (network.check_master_address, ["10.0.0.1", ["10.0.0.1"]], {}, "ok", "10.0.0.1"),
+    (network.check_master_address, ["node1", ["10.0.0.1"]], {}, "ok", "node1 is 10.0.0.1"),
+    (network.check_master_address, ["nod1", []], {}, "error", "nod1 is unknown here"),
+    (network.check_master_port, ["10.0.0.1", "29500", ""], {}, "ok", "29500 is free here"),
+    (network.check_master_port, ["10.0.0.1", "", ""], {}, "ok", "not set"),
+    (network.check_master_port, ["10.0.0.1", "29500", "in use"], {}, "error", "10.0.0.1 port 29500: in use"),
+    (host.check_shared_memory, [""], {"is_wanted": True}, "ok", "share memory"),
+    (host.check_shared_memory, ["no memfd"], {"is_wanted": False}, "warning", "TCP"),
+    (host.check_shared_memory, ["no memfd"], {"is_wanted": True}, "error", "unset ECHELON_BACKEND=shm"),
+    (host.check_secret_file, [""], {}, "ok", "in a file"),
+    (host.check_secret_file, ["/tmp/x is no folder: remove it"], {}, "error", "remove it"),
+    (host.check_pidfd, [""], {}, "ok", "noticed at once"),
+    (host.check_pidfd, ["Function not implemented"], {}, "error", "Linux 5.3"),
+    (host.check_open_files, [1024, 4096], {}, "ok", "1024, can be raised to 4096"),
+    (host.check_open_files, [-1, -1], {}, "ok", "unlimited"),
+    (host.check_open_files, [256, -1], {}, "warning", "ulimit -n 1024"),
+    (host.check_open_files, [256, 512], {}, "warning", "ulimit -n 512"),
+    (host.check_open_files, [32, 4096], {}, "error", "ulimit -n 4096"),
+    (host.check_locked_memory, [8 << 20], {"has_gpu": False}, "ok", "matters only for GPUs"),
+    (host.check_locked_memory, [-1], {"has_gpu": True}, "ok", "unlimited"),
+    (host.check_locked_memory, [8 << 20], {"has_gpu": True}, "warning", "ulimit -l unlimited"),
+    (host.check_clock, [], {"is_synchronised": True, "year": 2026}, "ok", "synchronised"),
+    (host.check_clock, [], {"is_synchronised": None, "year": 2026}, "ok", "does not say"),
+    (host.check_clock, [], {"is_synchronised": False, "year": 2026}, "warning", "chrony"),
+    (host.check_clock, [], {"is_synchronised": True, "year": 1970}, "error", "it is 1970 here"),
+    (engine.check_torch, ["2.13.0+cpu"], {"has_distributed": True}, "ok", "2.13.0"),
+    (engine.check_torch, ["3.0.0"], {"has_distributed": True}, "ok", "3.0.0"),
+    (engine.check_torch, ["2.9.1"], {"has_distributed": True}, "error", "torch>=2.11"),
+    (engine.check_torch, ["2.13.0"], {"has_distributed": False}, "error", "without torch.distributed"),
+    (engine.check_threads, [2, 2, 1], {}, "ok", "2 a rank, 2 cores"),
+    (engine.check_threads, [1, 2, 4], {}, "ok", "1 a rank"),
+    (engine.check_threads, [8, 8, 4], {}, "warning", "OMP_NUM_THREADS=2"),
+    (engine.check_threads, [4, 2, 1], {}, "warning", "OMP_NUM_THREADS=2"),
+    (engine.check_gpu, [None, [], ""], {"has_driver": False}, "ok", "none"),
+    (engine.check_gpu, ["13.0", ["H100"], ""], {"has_driver": True}, "ok", "H100 (CUDA 13.0)"),
+    (engine.check_gpu, [None, [], ""], {"has_driver": True}, "warning", "without CUDA"),
+    (engine.check_gpu, ["13.0", [], ""], {"has_driver": True}, "warning", "CUDA_VISIBLE_DEVICES"),
+    (
+        engine.check_gpu,
+        ["13.0", ["H100"], "an illegal access"],
+        {"has_driver": True},
+        "error",
+        "H100: an illegal access",
+    ),
+    (engine.check_nccl, [None, 0], {"is_wanted": False}, "ok", "no GPU"),
+    (engine.check_nccl, ["2.27.5", 1], {"is_wanted": True}, "ok", "2.27.5"),
+    (engine.check_nccl, [None, 1], {"is_wanted": False}, "warning", "ECHELON_ENABLE_GPU_FALLBACK"),
+    (engine.check_nccl, [None, 0], {"is_wanted": True}, "error", "without it"),
+    (engine.check_nccl, ["2.27.5", 0], {"is_wanted": True}, "error", "no GPU for it"),
+]
+
+
+@pytest.mark.parametrize(("check", "facts", "options", "status", "said"), CASES)
+def test_a_check(check, facts, options, status, said):
+    finding = check(*facts, **options)
+    assert finding.status == status
+    assert said in f"{finding.found}\n{finding.fix}"
+    assert "\n" not in finding.found + finding.fix
+
+
+def test_every_check_is_seen_to_pass_and_to_fail():
+    checks = {
+        function
+        for module in (network, host, engine)
+        for name, function in vars(module).items()
+        if name.startswith("check_")
+    }
+    for check in checks:
+        seen = {status for function, _, _, status, _ in CASES if function is check}
+        assert "ok" in seen, check
+        assert seen & {"warning", "error"}, check
+
+
+def test_what_is_wrong_always_comes_with_what_to_do():
+    with pytest.raises(AssertionError):
+        Finding("x", Status.ERROR, "broken")

@@ -1,0 +1,243 @@
+"""Every call of torch.distributed gives what it gives over Gloo, or where Gloo has none of it, what arithmetic says."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+N = 2
+
+
+def tensor_of(rank, shape=(3, 4), dtype=torch.float32):
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 7 + 2 * rank + 1).to(dtype).reshape(shape)
+
+
+def reductions(rank):
+    results = {}
+    for op in ("SUM", "PRODUCT", "MIN", "MAX", "AVG"):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64):
+            if op == "AVG" and not dtype.is_floating_point:
+                continue
+            tensor = tensor_of(rank, dtype=dtype)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+            results[op, dtype] = tensor
+    for op in ("BAND", "BOR", "BXOR"):
+        tensor = tensor_of(rank, dtype=torch.int32)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+        results[op] = tensor
+    return results
+
+
+def moved(rank):
+    """Makes every call that moves tensors, of odd strides too, and returns all that came."""
+    mine, n = tensor_of(rank), dist.get_world_size()
+    across = tensor_of(rank).t()
+    got = {"broadcast": mine.clone(), "broadcast across": across.clone().t().contiguous().t()}
+    dist.broadcast(got["broadcast"], 1)
+    dist.broadcast(got["broadcast across"], 0)
+    got["all_gather"] = [torch.empty(3, 4) for _ in range(n)]
+    dist.all_gather(got["all_gather"], mine)
+    got["all_gather_single"] = torch.empty(3 * n, 4)
+    dist.all_gather_single(got["all_gather_single"], mine)
+    got["gather"] = [torch.empty(3, 4) for _ in range(n)] if rank == 1 else None
+    dist.gather(mine, got["gather"], dst=1)
+    got["scatter"] = torch.empty(3, 4)
+    dist.scatter(got["scatter"], [mine + i for i in range(n)] if rank == 0 else None, src=0)
+    got["reduce"] = mine.clone()
+    dist.reduce(got["reduce"], 0)
+    if rank != 0:
+        del got["reduce"]
+    got["reduce_scatter"] = torch.empty(3, 4)
+    dist.reduce_scatter(got["reduce_scatter"], [mine * i for i in range(n)])
+    got["reduce_scatter_single"] = torch.empty(2, 2)
+    dist.reduce_scatter_single(got["reduce_scatter_single"], tensor_of(rank, (2 * n, 2)))
+    got["all_to_all"] = [torch.empty(3, 4) for _ in range(n)]
+    dist.all_to_all(got["all_to_all"], [mine + 10 * i for i in range(n)])
+    got["all_to_all_single"] = torch.empty(4, n)
+    dist.all_to_all_single(got["all_to_all_single"], tensor_of(rank, (4, n)))
+    rows, other = ([3, 1], [3, 2]) if rank == 0 else ([2, 4], [1, 4])
+    got["all_to_all_single, uneven"] = torch.empty(sum(other), 2)
+    dist.all_to_all_single(got["all_to_all_single, uneven"], tensor_of(rank, (sum(rows), 2)), other, rows)
+    got["shapes differ"] = torch.arange(6.0).reshape(2, 3) if rank == 0 else torch.zeros(6)
+    dist.broadcast(got["shapes differ"], 0)
+    got["objects"] = [None] * n
+    dist.all_gather_object(got["objects"], {"rank": rank})
+    got["truths"] = torch.tensor([rank == 0, False, True])
+    dist.all_reduce(got["truths"], dist.ReduceOp.MAX)
+    return got
+
+
+def flatten(results):
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in results.items()}
+
+
+@pytest.mark.parametrize("function", [reductions, moved])
+def test_results_are_those_of_gloo(in_world, function):
+    ours, theirs = in_world(N, function), in_world(N, function, backend="gloo")
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.keys() == expected.keys()
+        for key in mine:
+            torch.testing.assert_close(mine[key], expected[key], rtol=0, atol=0, msg=str(key))
+
+
+def beyond_gloo(rank):
+    scaled = torch.ones(3) * (rank + 1)
+    dist.all_reduce(scaled, dist.ReduceOp.PREMUL_SUM(0.5))
+    uneven = [torch.empty(size) for size in (1, 3)]
+    dist.all_gather(uneven, torch.full((1 if rank == 0 else 3,), float(rank)))
+    parts = torch.empty(1 if rank == 0 else 2)
+    dist.reduce_scatter(parts, [torch.ones(1), torch.full((2,), 2.0)])
+    mean = torch.tensor([rank, 2 + rank, -2 - rank])
+    dist.all_reduce(mean, dist.ReduceOp.AVG)  # as NCCL's: rounded towards zero
+    return scaled.tolist(), [tensor.tolist() for tensor in uneven], parts.tolist(), mean.tolist()
+
+
+def test_what_gloo_cannot_do(in_world):
+    scaled, uneven = [1.5] * 3, [[0.0], [1.0] * 3]
+    mean = [0, 2, -2]
+    assert in_world(N, beyond_gloo) == [(scaled, uneven, [2.0], mean), (scaled, uneven, [4.0, 4.0], mean)]
+
+
+def in_place(rank, size):
+    """Makes the calls whose input is a part of their output, or the other way round, as FSDP does."""
+    gathered = torch.zeros(2 * size)
+    gathered[rank * size : (rank + 1) * size] = rank + 1
+    dist.all_gather_single(gathered, gathered[rank * size : (rank + 1) * size])
+    scattered = torch.arange(2.0 * size)
+    own = scattered[rank * size : (rank + 1) * size]
+    dist.reduce_scatter_single(own, scattered)
+    parts = list(torch.full((2, size), rank + 1.0))
+    dist.all_gather(parts, parts[rank])
+    return gathered, own, torch.stack(parts)
+
+
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_input_and_output_may_be_one(in_world, size):
+    for rank, (gathered, own, parts) in enumerate(in_world(N, in_place, size)):
+        assert torch.equal(gathered, torch.tensor([1.0, 2.0]).repeat_interleave(size))
+        assert torch.equal(own, 2 * torch.arange(2.0 * size)[rank * size : (rank + 1) * size])
+        assert torch.equal(parts, torch.tensor([[1.0], [2.0]]).expand(2, size))
+
+
+def coalesced(rank):
+    sums = [torch.full((size,), float(rank + 1)) for size in (2, 3)]
+    with dist.distributed_c10d._coalescing_manager():
+        for tensor in sums:
+            dist.all_reduce(tensor)
+    gathered = [torch.empty(2 * size) for size in (2, 3)]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        for out, tensor in zip(gathered, sums, strict=True):
+            dist.all_gather_single(out, tensor + rank)
+    manager.wait()
+    scattered = [torch.empty(1), torch.empty(2)]
+    with dist.distributed_c10d._coalescing_manager():
+        for out, size in zip(scattered, (2, 4), strict=True):
+            dist.reduce_scatter_single(out, torch.arange(float(size)))
+    old_style = torch.full((2,), float(rank))
+    with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.broadcast(old_style, 1, async_op=True)
+    manager.wait()
+    return [[tensor.tolist() for tensor in found] for found in (sums, gathered, scattered, [old_style])]
+
+
+def test_coalesced_calls(in_world):
+    sums, gathered = [[3.0] * 2, [3.0] * 3], [[3.0] * 2 + [4.0] * 2, [3.0] * 3 + [4.0] * 3]
+    own = [[[0.0], [0.0, 2.0]], [[2.0], [4.0, 6.0]]]
+    assert in_world(N, coalesced) == [[sums, gathered, own[rank], [[1.0] * 2]] for rank in range(N)]
+
+
+def sparse(rank):
+    places, values = torch.tensor([[0, 2 + rank]]), torch.tensor([1.0, 2.0 + rank])
+    tensor = torch.sparse_coo_tensor(places, values, (4,), check_invariants=True)
+    dist.all_reduce(tensor)
+    return tensor.to_dense().tolist()
+
+
+def test_sparse_tensors_are_summed(in_world):
+    assert in_world(N, sparse) == [[2.0, 0.0, 2.0, 3.0]] * N
+
+
+FUNCTIONAL = (
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_into_tensor_out",
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+    "all_reduce_coalesced_",
+    "all_to_all_single",
+    "batch_p2p_ops",
+    "broadcast",
+    "broadcast_",
+    "irecv",
+    "isend",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_out",
+    "wait_tensor",
+)
+
+
+def test_all_functional_collectives_are_known():
+    """In a process of its own: what others have imported may have registered more."""
+    program = "import torch, torch.distributed; print(*torch._C._dispatch_get_all_op_names(), sep='\\n')"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    known = [each.partition("::") for each in printed.stdout.splitlines()]
+    assert tuple(sorted(name for space, _, name in known if space == "_c10d_functional")) == FUNCTIONAL
+
+
+def functional(rank):
+    """Calls every functional collective, and returns what each gives."""
+    name, peer, own = dist.group.WORLD.group_name, 1 - rank, rank + 1.0
+    operators = torch.ops._c10d_functional
+    two = lambda: torch.full((2,), own)  # noqa: E731
+    swapped = operators.isend if rank == 0 else operators.irecv
+    calls = {
+        "all_reduce": operators.all_reduce(two(), "sum", name),
+        "all_reduce_": operators.all_reduce_(two(), "avg", name),
+        "all_reduce_coalesced": operators.all_reduce_coalesced([two(), two()], "max", name),
+        "all_reduce_coalesced_": operators.all_reduce_coalesced_([two()], "min", name),
+        "all_gather_into_tensor": operators.all_gather_into_tensor(two(), 2, name),
+        "all_gather_into_tensor_coalesced": operators.all_gather_into_tensor_coalesced([two()], 2, name),
+        "all_gather_into_tensor_out": operators.all_gather_into_tensor_out(two(), 2, name, out=torch.empty(4)),
+        "reduce_scatter_tensor": operators.reduce_scatter_tensor(two(), "sum", 2, name),
+        "reduce_scatter_tensor_coalesced": operators.reduce_scatter_tensor_coalesced([two()], "sum", 2, name),
+        "reduce_scatter_tensor_out": operators.reduce_scatter_tensor_out(two(), "sum", 2, name, out=torch.empty(1)),
+        "all_to_all_single": operators.all_to_all_single(two(), [1, 1], [1, 1], name),
+        "broadcast": operators.broadcast(two(), 1, name),
+        "broadcast_": operators.broadcast_(two(), 0, name),
+        "isend, irecv": swapped(two(), peer, 0, name),
+        "batch_p2p_ops": operators.batch_p2p_ops(
+            ["irecv", "isend"], [peer, peer], [0, 0], [torch.empty(2), two()], name
+        )[0],
+    }
+    wait = operators.wait_tensor
+    return {
+        call: [wait(tensor).tolist() for tensor in result] if isinstance(result, list) else wait(result).tolist()
+        for call, result in calls.items()
+    }
+
+
+def test_functional_collectives_come_through_python(in_world):
+    both = [1.0, 1.0, 2.0, 2.0]
+    same = {
+        "all_reduce": [3.0, 3.0],
+        "all_reduce_": [1.5, 1.5],
+        "all_reduce_coalesced": [[2.0, 2.0], [2.0, 2.0]],
+        "all_reduce_coalesced_": [[1.0, 1.0]],
+        "all_gather_into_tensor": both,
+        "all_gather_into_tensor_coalesced": [both],
+        "all_gather_into_tensor_out": both,
+        "reduce_scatter_tensor": [3.0],
+        "reduce_scatter_tensor_coalesced": [[3.0]],
+        "reduce_scatter_tensor_out": [3.0],
+        "all_to_all_single": [1.0, 2.0],
+        "broadcast": [2.0, 2.0],
+        "broadcast_": [1.0, 1.0],
+    }
+    first, second = in_world(N, functional)
+    assert first == same | {"isend, irecv": [], "batch_p2p_ops": [2.0, 2.0]}
+    assert second == same | {"isend, irecv": [1.0, 1.0], "batch_p2p_ops": [1.0, 1.0]}

@@ -1,0 +1,268 @@
+"""Groups, messages, Work and failures, as torch's users see them."""
+
+import os
+import signal
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.errors import LaunchError, PeerFailed, Timeout, UnsupportedOp
+from tests.interop.worlds import begin
+
+N = 2
+
+
+def messages(rank):
+    other, got = 1 - rank, torch.zeros(2, 3)
+    if rank == 0:
+        dist.send(torch.arange(6.0), other, tag=7)  # as many elements, of another shape
+        dist.send(torch.ones(2, 3), other)
+    else:
+        early = torch.zeros(2, 3)
+        assert dist.recv(early, src=0) == 0
+        assert dist.recv(got, tag=7) == 0  # from any rank
+        assert early.sum() == 6
+    across = torch.zeros(3, 2).t()
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, across, other), dist.P2POp(dist.isend, torch.full((2, 3), rank + 1.0), other)]
+    )
+    for work in works:
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+    future = dist.irecv(torch.zeros(1), other).get_future()
+    dist.isend(torch.full((1,), rank + 1.0), other).wait()
+    return got.flatten().tolist(), across.flatten().tolist(), future.wait()[0].item()
+
+
+def test_messages(in_world):
+    first, second = in_world(N, messages)
+    assert first == ([0.0] * 6, [2.0] * 6, 2.0)
+    assert second == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 6, 1.0)
+
+
+def groups(rank):
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 1], [2])]
+    results = []
+    for group in pairs:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            tensor = torch.full((2,), rank + 1.0)
+            dist.all_reduce(tensor, group=group)
+            results.append(tensor.tolist())
+    if rank > 0:
+        local = dist.new_group([1, 2], use_local_synchronization=True)
+        tensor = torch.tensor([float(rank)])
+        dist.broadcast(tensor, 2, group=local)
+        results.append(tensor.tolist())
+        dist.destroy_process_group(local)
+    dist.barrier()
+    return results
+
+
+def test_groups_have_contexts_of_their_own(in_world):
+    assert in_world(3, groups) == [[[3.0] * 2], [[3.0] * 2, [5.0] * 2, [2.0]], [[5.0] * 2, [3.0] * 2, [2.0]]]
+
+
+def beside_gloo(rank):
+    group = dist.new_group(backend="echelon")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor)
+    return tensor.tolist(), dist.get_backend(group)
+
+
+def test_a_group_of_a_world_over_gloo(in_world):
+    assert in_world(N, beside_gloo, backend="gloo") == [([4.0] * 2, "echelon")] * N
+
+
+class Spy(dist.ProcessGroup):
+    """Stands for NCCL: carries tensors on the meta device, and says what it was called for."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.calls = []
+
+    def setGroupName(self, name):
+        self.name = name
+
+    def getGroupName(self):
+        return self.name
+
+    def allreduce(self, tensors, opts):
+        self.calls.append(("allreduce", tensors[0].device.type, self.size()))
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+def other_devices(rank):
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    with pytest.raises(UnsupportedOp, match="name a backend for the others"):
+        dist.all_reduce(torch.ones(2, device="meta"))
+    assert dist.group.WORLD._device_types == [torch.device("cpu")]
+    return tensor.tolist()
+
+
+def test_a_tensor_of_another_device_is_refused(in_world):
+    assert in_world(N, other_devices) == [[2.0, 2.0]] * N
+
+
+def both_devices(rank):
+    world = dist.group.WORLD
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.all_reduce(torch.ones(2, device="meta"))
+    dist.all_reduce(torch.ones(2, device="meta"))
+    spy = world.group_for(torch.device("meta"))
+    return tensor.tolist(), spy.calls, [str(device) for device in world._device_types]
+
+
+def make_spy(_store, rank, size, _timeout):
+    return Spy(rank, size)
+
+
+def with_spy(group, path):
+    dist.Backend.register_backend("spy", make_spy, devices=["meta"])
+    begin(group, path, "cpu:echelon,meta:spy")
+    try:
+        return both_devices(group.rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_backend_for_each_kind_of_device(pool, tmp_path):
+    expected = [2.0, 2.0], [("allreduce", "meta", N)] * 2, ["cpu", "meta"]
+    for tensor, calls, devices in pool.run(with_spy, N, str(tmp_path / "store")):
+        assert (tensor, calls[:2], devices) == expected
+
+
+def futures(rank):
+    """Callbacks begin operations, wait for them, and have values; nothing waits for itself."""
+    tensor = torch.ones(2)
+    work, has_queued = dist.all_reduce(tensor, async_op=True), threading.Event()
+
+    def again(future):
+        assert has_queued.wait(10)  # ranks make their calls in one order
+        (total,) = future.value()
+        dist.all_reduce(total)  # blocking, behind whatever is queued
+        return dist.all_reduce(total, async_op=True).get_future().then(lambda future: future.value()[0] + 1).wait()
+
+    behind = work.get_future().then(again)
+    later = dist.all_reduce(torch.ones(1), async_op=True)
+    has_queued.set()
+    later.wait()
+    return behind.wait().tolist(), work.result()[0] is tensor, work.exception()
+
+
+def test_futures_of_collectives(in_world):
+    assert in_world(N, futures) == [([9.0, 9.0], True, None)] * N
+
+
+def times_out(rank):
+    if rank == 0:
+        with pytest.raises(Timeout, match="receive from rank 1"):
+            dist.irecv(torch.zeros(1), 1).wait(timedelta(milliseconds=100))
+    dist.barrier()
+    return True
+
+
+def test_a_wait_with_a_timeout(in_world):
+    assert in_world(N, times_out) == [True] * N
+
+
+def train(rank):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        inputs = torch.randn(8, 6, generator=generator)
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_ddp_of_torch_trains_as_over_gloo(in_world):
+    ours, theirs = in_world(N, train), in_world(N, train, backend="gloo")
+    assert torch.equal(ours[0], ours[1])
+    torch.testing.assert_close(ours[0], theirs[0])
+
+
+def uneven(rank, divide_by_initial_world_size):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+        for _ in range(2 + rank):
+            model.zero_grad()
+            model(torch.full((1, 3), rank + 1.0)).sum().backward()
+    return model.module.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize(("divides", "last"), [(True, 1.0), (False, 2.0)])
+def test_ddp_of_torch_joins_uneven_inputs(in_world, divides, last):
+    assert in_world(N, uneven, divides)[1] == [last] * 3
+
+
+def compress(rank, compresses):
+    """Returns a gradient of rank 1, which PowerSGD compresses without a loss; its hook waits in callbacks."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(32, 32))
+    if compresses:
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.full((2, 32), rank + 1.0)).sum().backward()
+    return model.module.weight.grad
+
+
+def test_a_hook_of_torchs_ddp_waits_in_callbacks(in_world):
+    for gradient, expected in zip(in_world(N, compress, True), in_world(N, compress, False), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def train_until_killed(rank, path):
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(1000):
+        if step == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except RuntimeError as error:  # torch's C++ keeps only the text of an error that comes by a future
+            with pytest.raises(PeerFailed, match="rank 1 failed"):
+                dist.all_reduce(torch.ones(1))
+            with open(path, "w") as file:
+                file.write(str(error))
+            raise
+
+
+def test_a_rank_that_is_killed_is_named(in_world, tmp_path):
+    with pytest.raises(PeerFailed, match="rank 1"):
+        in_world(N, train_until_killed, str(tmp_path / "told"))
+    told = (tmp_path / "told").read_text()
+    assert "PeerFailed: rank 1 failed" in told
+    assert "all_reduce(sum) of float32[20]" in told
+
+
+def with_another_engine(group, path):
+    os.environ["ECHELON_BACKEND"] = "gloo"
+    try:
+        begin(group, path)
+    finally:
+        del os.environ["ECHELON_BACKEND"]
+        begin(group, path + " again")  # and its end: torch has counted the one that failed, and names the next by that
+        dist.destroy_process_group()
+
+
+def test_an_engine_of_torch_below_itself_is_refused(pool, tmp_path):
+    with pytest.raises(LaunchError, match="ECHELON_BACKEND=gloo under torch"):
+        pool.run(with_another_engine, 1, str(tmp_path / "store"))

@@ -1,0 +1,27 @@
+"""Runs functions as ranks of a default group of torch.distributed."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+import echelon.interop.torch_distributed  # noqa: F401 # registers the backend
+
+
+def begin(group, path, backend="echelon", timeout=20.0):
+    """Makes torch's default group of the ranks of `group`; a file stands in for torch's store."""
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(path, group.world_size),
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def as_default_group(group, path, backend, function, *arguments):
+    """Returns what `function(rank, *arguments)` does while the default group is there."""
+    begin(group, path, backend)
+    try:
+        return function(group.rank, *arguments)
+    finally:
+        dist.destroy_process_group()
