@@ -3,6 +3,7 @@
 A RankPool replaces a rank that was killed by one that imports torch, which takes seconds; these have it already.
 """
 
+import gc
 import json
 import os
 import select
@@ -70,6 +71,7 @@ def _fork_to(function):
         os.close(writing)
         return pid, reading
     try:
+        gc.freeze()  # what is garbage of the parent's, an engine of Gloo say, joins threads that are not here
         torch.set_num_threads(1)  # the threads of OpenMP stayed in the parent
         text = json.dumps({"result": function()})
     except BaseException:

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -250,6 +250,17 @@ class TcpBackend(Backend):
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks until `work` is completed; returns False if `timeout` seconds (None: for ever) pass first."""
         return self._progress.drive(work, timeout)
+
+    def when_ended(self, work: Work[Any], callback: Callable[[], None]) -> None:
+        """Calls `callback` when a Work of this backend ends, in whatever thread; it must neither wait nor send."""
+        with self._progress.lock:
+            work.on_completion(callback)
+
+    def end(self, complete: Callable[[], object]) -> None:
+        """Calls what completes a Work that this backend drives, and wakes whoever waits for it."""
+        with self._progress.lock:
+            complete()
+            self._progress.wake()
 
     def glance(self) -> None:
         """Takes in what has arrived, for a thread that waits for something else; waits for nothing."""

@@ -4,6 +4,9 @@ Strategy. Most messages are with the operating system as soon as they are sent, 
 thread that waits for it; so that thread attends to all it starts, and none in the background is woken for it, which
 takes longer than a small message. A message that does not leave at once must not wait for this thread, which computes:
 until it has left, the background is called.
+
+A tensor of a device has left, for the CPU, when it is queued. The device's own stream waits for it at the end of the
+step only: what is computed meanwhile does not touch it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class Outbox:
         """
         self._group = group
         self._under_way: list[Work[None]] = []
+        self._left: list[Work[None]] = []
         self._attendance: ExitStack | None = None
 
     def __enter__(self) -> Outbox:
@@ -50,10 +54,12 @@ class Outbox:
         """
         under_way = []
         for work in self._under_way:
-            if work.is_completed():
-                work.result()
-            else:
+            if not work.is_completed():
                 under_way.append(work)
+            elif error := work.exception():
+                raise error
+            else:
+                self._left.append(work)
         self._under_way = under_way
         if under_way:
             self._leave()
@@ -66,8 +72,9 @@ class Outbox:
         Raises:
             PeerFailed, Timeout: a send that failed, or does not leave.
         """
-        for work in self._under_way:
+        for work in (*self._left, *self._under_way):
             work.wait(self._group.timeout)
+        self._left.clear()
         self._under_way.clear()
 
     def _attend(self) -> None:

@@ -1,4 +1,4 @@
-"""Collectives by torch.distributed, and everything else over TCP.
+"""Collectives by torch.distributed, messages of tensors on a GPU too, and everything else over TCP.
 
 Strategy. A `TcpBackend` connects all ranks: it finds and proves them, carries messages, and tells who died, left or
 gave up. Over it, or over the memory that ranks of one host share, they agree on each collective before an engine
@@ -15,8 +15,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -28,15 +29,19 @@ from echelon.backends.aside import Aside, StreamAside
 from echelon.backends.base import Backend
 from echelon.backends.carried import Carried
 from echelon.backends.native import Call, NativeCollectives
+from echelon.backends.operators import Combine
 from echelon.backends.shared.backend import share
 from echelon.backends.tag import Tag
 from echelon.backends.tcp import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
+from echelon.backends.torch_distributed.channels import Route
 from echelon.backends.torch_distributed.collectives import TorchCollectives
-from echelon.backends.torch_distributed.engine import Engine, EngineFailed
+from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look
 from echelon.backends.torch_distributed.engines import is_timed
-from echelon.backends.torch_distributed.names import ENGINES
-from echelon.errors import ConnectError, PeerFailed, Timeout
+from echelon.backends.torch_distributed.messages import EngineMessages
+from echelon.backends.torch_distributed.names import ENGINES, MESSAGES
+from echelon.backends.work import Received, Work
+from echelon.errors import ConnectError, EchelonError, PeerFailed, Timeout
 
 _SEQUENCE = (1 << 64) - 2
 """Of the message that says where the store is."""
@@ -48,7 +53,10 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class TorchBackend(Carried):
-    """Does collectives by an engine of torch.distributed, and moves CPU tensors between two ranks over TCP."""
+    """Does collectives by an engine of torch.distributed, and moves CPU tensors between two ranks over TCP.
+
+    Tensors of a GPU go from rank to rank by the engine, if it takes any.
+    """
 
     def __init__(self, tcp: TcpBackend, notes: Backend, name: str, store: Store) -> None:
         """Takes over a backend that is connected; `engage` makes the rest.
@@ -66,6 +74,8 @@ class TorchBackend(Carried):
         self._collectives: weakref.WeakSet[TorchCollectives] = weakref.WeakSet()
         self._streams: dict[int, torch.Stream] = {}
         self.devices = frozenset(ENGINES[name])
+        self.message_devices = MESSAGES.get(name, frozenset()) | {"cpu"}
+        self._messages = EngineMessages(tcp, self, MESSAGES[name]) if name in MESSAGES else None
 
     @property
     def name(self) -> str:  # noqa: D102
@@ -74,6 +84,40 @@ class TorchBackend(Carried):
     def __repr__(self) -> str:
         state = ", closed" if self._tcp.is_closed else ""
         return f"<TorchBackend: rank {self.rank} of {self.world_size} over {self._name}{state}>"
+
+    # Messages
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
+        if self._messages is None:
+            return super().isend(tensor, dst, tag, note=note)
+        return self._messages.isend(tensor, dst, self.checked_send(tensor, dst, tag), note)
+
+    def irecv(  # noqa: D102
+        self,
+        src: int,
+        tag: int | Tag = 0,
+        *,
+        out: torch.Tensor | None = None,
+        note: str | None = "",
+        must_fit: bool = True,
+        combine: Combine | None = None,
+    ) -> Work[torch.Tensor]:
+        if self._messages is None:
+            return super().irecv(src, tag, out=out, note=note, must_fit=must_fit, combine=combine)
+        return self._messages.irecv(src, self.checked_receive(src, tag, out), out, note, must_fit, combine)
+
+    def irecv_any(  # noqa: D102
+        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
+    ) -> Work[Received]:
+        if self._messages is None:
+            return super().irecv_any(sources, tag, note=note)
+        return self._messages.irecv_any(sources, self.checked_receive_any(sources, tag), note)
+
+    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
+        if self._messages is None:
+            super().cancel(work)
+        else:
+            self._messages.cancel(work)
 
     # Collectives
 
@@ -103,7 +147,7 @@ class TorchBackend(Carried):
         if error := self._tcp.revoked(context):
             raise error
 
-    def look_around(self, call: Call, context: int, ranks: Sequence[int]) -> None:
+    def look_around(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
         """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
         self._tcp.glance()
         self.check(context)
@@ -112,31 +156,54 @@ class TorchBackend(Carried):
             # One that has closed its group has done its part of an operation that all had agreed on.
             if isinstance(error, PeerFailed) and not error.has_closed:
                 raise error
-        if self.now() >= call.deadline:
+        if self.now() >= deadline:
             raise Timeout(f"{self._name}: its time is up")
 
     def explain(self, failure: EngineFailed, call: Call, context: int, ranks: Sequence[int]) -> NoReturn:
         """Raises the failure of a rank that an engine's failure follows from, else what the engine says."""
+        raise self._cause(
+            failure, partial(self.look_around, call.deadline, context, ranks), context, ranks
+        ) from failure
+
+    def fail_channel(self, failure: EngineFailed, look: Look, route: Route) -> EchelonError:
+        """Returns the failure of a rank that an engine's failure follows from, else what the engine says."""
+        try:
+            return self._cause(failure, look, 0, [rank for rank in route[1:] if rank != self.rank])
+        except EchelonError as error:
+            return error
+
+    def _cause(self, failure: EngineFailed, look: Look, context: int, ranks: Sequence[int]) -> EchelonError:
         until = self.now() + _NEWS_SECONDS
         while self.now() < until:
-            self.look_around(call, context, ranks)
+            look()
             time.sleep(_LOOK_SECONDS)
         left = (error for rank in ranks if (error := self._tcp.failure(rank, context)))
-        raise next(left, PeerFailed(self.rank, f"{self._name} failed: {failure}")) from failure
+        return next(left, PeerFailed(self.rank, f"{self._name} failed: {failure}"))
 
     def open(self, context: int, ranks: Sequence[int], call: Call) -> Engine:
         """Returns a new engine for a group; all its ranks call it, when they have agreed on their first operation."""
-        rank, seconds = list(ranks).index(self.rank), timedelta(seconds=max(1.0, call.deadline - self.now()))
+        look = partial(self.look_around, call.deadline, context, ranks)
+        return self._open(f"{context:x}", ENGINES[self._name], ranks, call.deadline - self.now(), look)
+
+    def open_channel(self, route: Route, look: Look) -> Engine:
+        """Returns a new engine for two ranks, the sender first; both call it."""
+        engines = {kind: ENGINES[self._name][kind] for kind in MESSAGES[self._name]}
+        return self._open("{:x}/{}to{}".format(*route), engines, route[1:], self.timeout, look)
+
+    def _open(
+        self, prefix: str, engines: Mapping[str, str], ranks: Sequence[int], seconds: float, look: Look
+    ) -> Engine:
+        rank, patience = list(ranks).index(self.rank), timedelta(seconds=max(1.0, seconds))
         members = self._tcp.members
         host = members[self.rank].host if members and _INTERFACE not in os.environ else ""
         # A connection of its own: who waits at one keeps other threads, which make other groups, from using it.
-        store = PrefixStore(f"{context:x}", self._store.clone())  # type: ignore[attr-defined] # not in its stub
+        store = PrefixStore(prefix, self._store.clone())  # type: ignore[attr-defined] # not in its stub
         made: list[dist.ProcessGroup] = []
         problems: list[Exception] = []
 
         def make() -> None:
             try:
-                made.append(make_process_group(ENGINES[self._name], store, rank, len(ranks), seconds, host))
+                made.append(make_process_group(engines, store, rank, len(ranks), patience, host))
             except Exception as error:  # what torch raises here is not documented
                 problems.append(error)
 
@@ -145,7 +212,7 @@ class TorchBackend(Carried):
         thread.start()
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
-            self.look_around(call, context, ranks)
+            look()
         if problems:
             raise EngineFailed(f"no connections: {problems[0]}") from problems[0]
         return Engine(made[0], rank, len(ranks), is_timed=is_timed(self._name))
@@ -157,12 +224,18 @@ class TorchBackend(Carried):
         self._take_apart()
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
+        if self._messages is not None and not self._tcp.is_closed:
+            self._messages.finish(self.timeout if timeout is None else timeout)
+            for stream in self._streams.values():
+                stream.synchronize()
         self._notes.close(timeout)
         self._take_apart()
 
     def _take_apart(self) -> None:
         for collectives in list(self._collectives):
             collectives.close()
+        if self._messages is not None:
+            self._messages.close()
 
 
 def engage(tcp: TcpBackend, name: str, timeout: float) -> TorchBackend:

@@ -52,7 +52,7 @@ class Host(Protocol):
         """Raises why the group cannot begin an operation."""
         ...
 
-    def look_around(self, call: Call, context: int, ranks: Sequence[int]) -> None:
+    def look_around(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
         """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
         ...
 
@@ -155,7 +155,7 @@ class TorchCollectives(NativeCollectives):
             try:
                 engine = self._engine = self._engine or self._host.open(self._context, self._ranks, call)
                 seconds = call.deadline - self._host.now()
-                with engine.limited(seconds, lambda: self._host.look_around(call, self._context, self._ranks)):
+                with engine.limited(seconds, lambda: self._host.look_around(call.deadline, self._context, self._ranks)):
                     return act(engine, told)
             except EngineFailed as failure:
                 _forget_operation(failure)
@@ -166,7 +166,7 @@ class TorchCollectives(NativeCollectives):
     def _in_turn(self, call: Call, act: Callable[[], T]) -> T:
         number = call.sequence
         if not self._turnstile.is_open_to(number):
-            self._turnstile.enter(number, lambda: self._host.look_around(call, self._context, self._ranks))
+            self._turnstile.enter(number, lambda: self._host.look_around(call.deadline, self._context, self._ranks))
         try:
             self._host.check(self._context)
             if self._interrupted is not None:

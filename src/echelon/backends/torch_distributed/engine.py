@@ -101,6 +101,37 @@ class Engine:
         for place, part in zip(gets, torch.split(came, sizes), strict=True):
             place.copy_(part)
 
+    def send(self, data: torch.Tensor, dst: int) -> None:
+        """Sends a tensor to rank `dst`."""
+        self._pass(lambda: dist.isend(data, group=self._group, group_dst=dst), data)
+
+    def receive(self, data: torch.Tensor, src: int) -> None:
+        """Overwrites a tensor with the next that rank `src` sends, which is of its size."""
+        self._pass(lambda: dist.irecv(data, group=self._group, group_src=src), data)
+
+    def _pass(self, begin: Callable[[], dist.Work | None], tensor: torch.Tensor) -> None:
+        """Moves one message. What is not on a device is waited for in a thread: Gloo's pairs end with a wait's time."""
+        if tensor.device.type != "cpu":
+            self._run(begin, tensor)
+            return
+        problems: list[RuntimeError] = []
+
+        def move() -> None:
+            try:
+                work = begin()
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=move, name="echelon message", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK.total_seconds())
+            self._look()
+        if problems:
+            raise EngineFailed(str(problems[0]).partition("\n")[0]) from problems[0]
+
     def _run(self, begin: Callable[[], dist.Work | None], tensor: torch.Tensor) -> None:
         try:
             work = begin()

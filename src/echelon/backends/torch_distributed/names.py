@@ -11,3 +11,6 @@ ENGINES: Mapping[str, Mapping[str, str]] = {
     "ucc": {"cpu": "ucc", "cuda": "ucc"},
 }
 """For each name of a backend: the engine that moves the tensors of a device type."""
+
+MESSAGES: Mapping[str, frozenset[str]] = {"nccl": frozenset({"cuda"}), "ucc": frozenset({"cuda"})}
+"""For each name of a backend: the device types whose tensors its engine moves between two ranks. Others go over TCP."""
