@@ -120,6 +120,10 @@ class Memory(Protocol):
         """Takes what is written by now for seen; to be called before the lines take it in."""
         ...
 
+    def look_again(self) -> None:
+        """Takes back `look`: not all was taken in."""
+        ...
+
     def fall_asleep(self) -> bool:
         """Says to the peers that this rank sleeps; returns whether it may, because there is no news."""
         ...

@@ -14,7 +14,6 @@ latest: within the limit, no order of sends and receives can block.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -28,7 +27,9 @@ from echelon.backends.arrivals import MailboxArrivals
 from echelon.backends.connection import Connection
 from echelon.backends.delivery import Delivery, Receive
 from echelon.backends.inquiries import Inquiry
+from echelon.backends.limit import Limit
 from echelon.backends.line import Head, Line, Memory
+from echelon.backends.lines import Lines
 from echelon.backends.matching import Mailbox
 from echelon.backends.members import Member
 from echelon.backends.memory import bytes_of
@@ -39,8 +40,6 @@ from echelon.backends.tag import Tag
 from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, EchelonError, Failure, PeerFailed, ProtocolError
 from echelon.flights import FlightRecorder
-
-logger = logging.getLogger("echelon")
 
 MAX_UNCLAIMED_BYTES = 1 << 30
 """How much of a peer's messages is kept before they are asked for, beyond one message of any size."""
@@ -66,12 +65,10 @@ class Peers:
         recorder: FlightRecorder,
         max_unclaimed_bytes: int,
     ) -> None:
-        self._max_unclaimed_bytes = max_unclaimed_bytes
+        self._limit = Limit(mailbox, max_unclaimed_bytes)
         self._held: dict[int, int] = {}
         """Ranks from which nothing is read, because their next message has no place, and the number of that hold."""
         self._num_holds = 0
-        self._over_limit: set[int] = set()
-        """Those of them whose next message must wait until others are claimed."""
         self._poller = poller
         self._progress = progress
         self._mailbox = mailbox
@@ -80,9 +77,9 @@ class Peers:
         self.last_notes: dict[int, str] = {}
         """Of each rank, the note of its last message of a collective."""
         self._connections: dict[int, Connection] = {}
-        self._lines: dict[int, Line] = {}
-        """What messages take instead of a connection, where they do."""
         self._arrivals: dict[int, MailboxArrivals] = {}
+        self._lines = Lines(self._arrivals, self._limit, self.fail)
+        """What messages take instead of a connection, where they do."""
         self._writing: set[int] = set()
         """Ranks whose socket is full: the epoll watches for room."""
         self._pidfds: dict[int, int] = {}
@@ -123,9 +120,9 @@ class Peers:
 
         A rank that came to this earlier may have sent, and left, already: what it wrote comes before its goodbye.
         """
-        self._lines.update(lines)
-        self._poller.watch_memory(memory, self.take_in)
-        self.take_in()
+        self._lines.use(lines, memory)
+        self._poller.watch_memory(memory, self._lines.take_in)
+        self._lines.take_in()
         for rank in [rank for rank in lines if rank not in self._connections]:
             self.fail(rank, PeerFailed(rank, "it is gone"))  # as it was told before: the first cause stays
 
@@ -133,8 +130,7 @@ class Peers:
 
     def send(self, rank: int, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
         """Queues a message and writes at once what there is room for. The peer must not have failed."""
-        if line := self._lines.get(rank):
-            line.send(head, tensor, tag, work)
+        if self._lines.send(rank, head, tensor, tag, work):
             return
         connection = self._connections[rank]
         connection.enqueue(head, bytes_of(tensor), tag, work)
@@ -185,17 +181,14 @@ class Peers:
 
     def deliveries(self) -> list[Delivery]:
         """Returns the messages whose payload is arriving, or is held."""
-        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.values()]
+        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.all()]
         return [end.delivery for end in ends if end.delivery is not None]
 
     def on_post(self, receive: Receive) -> None:
         """Reads on where that was put off, as far as it concerns a receive that was posted."""
-        for rank in (receive.src, *receive.sources):
-            line = self._lines.get(rank)
-            if line is not None and (rank in self._over_limit or line.delivery is not None):
-                self._take_in_line(rank, line)
+        self._lines.on_post(receive)
         for rank in [rank for rank in self._held if rank == receive.src or rank in receive.sources]:
-            if rank in self._over_limit or not receive.work.is_completed():
+            if rank in self._limit.reached_by or not receive.work.is_completed():
                 self._take_in(rank)
 
     def _on_socket(self, connection: Connection, events: int) -> None:
@@ -238,7 +231,7 @@ class Peers:
     def _read_on(self, connection: Connection) -> None:
         rank = connection.rank
         self._held.pop(rank, None)
-        self._over_limit.discard(rank)
+        self._limit.reached_by.discard(rank)
         if rank in self._connections:
             self._watch(connection)
             self._read(connection)
@@ -247,56 +240,8 @@ class Peers:
         """Finds a place for the message that is held, unless the limit is reached."""
         delivery = self._connections[rank].delivery
         assert delivery is not None
-        if not self._is_over_limit(delivery):
+        if not self._limit.keeps_out(rank, delivery.memory_bytes):
             delivery.place()
-        else:
-            self._warn_of_limit(rank)
-
-    def _warn_of_limit(self, rank: int) -> None:
-        if rank in self._over_limit:
-            return
-        self._over_limit.add(rank)
-        logger.warning(
-            "rank %d has sent %d bytes that nobody here has received: nothing more is read from it until some are; "
-            "receive its messages in the order they are sent, or raise max_unclaimed_bytes (%d)",
-            rank,
-            self._mailbox.unclaimed_bytes(rank),
-            self._max_unclaimed_bytes,
-        )
-
-    def _is_over_limit(self, delivery: Delivery) -> bool:
-        """Says whether there is no memory for a message, leaving aside what it takes itself."""
-        others = self._mailbox.unclaimed_bytes(delivery.src) - delivery.memory_bytes
-        return others > self._max_unclaimed_bytes
-
-    def take_in(self) -> None:
-        """Takes in what has been written on lines, and writes on them what there is room for now."""
-        for rank, line in list(self._lines.items()):
-            if line.wants_to_write:
-                line.flush()
-            self._take_in_line(rank, line)
-
-    def _take_in_line(self, rank: int, line: Line) -> None:
-        arrivals = self._arrivals[rank]
-        try:
-            while not self._is_line_held(rank, line) and line.take_in(arrivals):
-                pass
-        except EchelonError as error:
-            self.fail(rank, PeerFailed(rank, str(error)))
-
-    def _is_line_held(self, rank: int, line: Line) -> bool:
-        """Says whether nothing is taken in for the time being; finds a place for a message that needs one."""
-        delivery = line.delivery
-        if delivery is None and self._mailbox.unclaimed_bytes(rank) == 0 and rank not in self._over_limit:
-            return False
-        own = delivery.memory_bytes if delivery is not None and not delivery.is_placed else 0
-        if self._mailbox.unclaimed_bytes(rank) - own > self._max_unclaimed_bytes:
-            self._warn_of_limit(rank)
-            return delivery is None or not delivery.is_placed
-        self._over_limit.discard(rank)
-        if own and delivery is not None and not delivery.comes_whole:
-            delivery.place()
-        return False
 
     def _on_frame(self, rank: int, frame: wire.Frame) -> Delivery | None:
         if frame.kind == wire.FrameKind.DATA:
@@ -305,7 +250,7 @@ class Peers:
             if (
                 not delivery.is_placed
                 and (is_small or self._mailbox.awaits(rank))
-                and not self._is_over_limit(delivery)
+                and not self._limit.keeps_out(rank, delivery.memory_bytes)
             ):
                 delivery.place()
             return delivery
@@ -313,7 +258,7 @@ class Peers:
         return None
 
     def _on_goodbye(self, rank: int, frame: wire.Frame) -> None:
-        self._take_in_last(rank)
+        self._lines.take_in_last(rank)
         self._mailbox.fail_peer(rank, PeerFailed(rank, frame.note, has_closed=True))
 
     def _on_failed(self, rank: int, frame: wire.Frame) -> None:
@@ -321,13 +266,8 @@ class Peers:
         if frame.context:
             self.revoke(frame.context, failure)
         else:
-            self._take_in_last(rank)
+            self._lines.take_in_last(rank)
             self._mailbox.fail_peer(rank, failure)
-
-    def _take_in_last(self, rank: int) -> None:
-        """Takes in what a rank has written on its line before it told its end."""
-        if line := self._lines.get(rank):
-            self._take_in_line(rank, line)
 
     def _on_mismatch(self, _: int, frame: wire.Frame) -> None:
         self.revoke(frame.context, CollectiveMismatch(frame.note))
@@ -350,9 +290,7 @@ class Peers:
 
     def fail(self, rank: int, error: PeerFailed) -> None:
         """Ends everything with a peer; the first cause stays."""
-        line = self._lines.pop(rank, None)
-        if line is not None:
-            self._take_in_line(rank, line)  # what it wrote before is there
+        line = self._lines.end(rank)  # what it wrote before is there
         cause = self._mailbox.fail_peer(rank, error)
         if line is not None:
             line.fail(cause)
@@ -360,11 +298,11 @@ class Peers:
             self._poller.forget(connection.sock.fileno())
             self._writing.discard(rank)
             self._held.pop(rank, None)
-            self._over_limit.discard(rank)
             connection.fail(cause)
         if (pidfd := self._pidfds.pop(rank, None)) is not None:
             self._poller.forget(pidfd)
             os.close(pidfd)
+        self._limit.reached_by.discard(rank)
         for inquiry in self._inquiries:
             inquiry.drop(rank)
         self._progress.wake()
@@ -372,9 +310,10 @@ class Peers:
     def revoke(self, context: int, failure: Failure) -> Failure:
         """Ends what is under way for the collectives of a context; returns the first cause ever given."""
         first = self._mailbox.fail_context(context, failure, self.deliveries())
-        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.values()]
+        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.all()]
         for end in ends:
             end.abandon(context, first)
+        self._lines.take_in()  # what was dropped may have kept others out
         self._progress.wake()
         return first
 
@@ -403,8 +342,13 @@ class Peers:
         """Says whether anything is under way that needs driving."""
         if self._mailbox.num_posted or self._writing:
             return True
-        is_writing = any(line.wants_to_write for line in self._lines.values())
-        return is_writing or any(delivery.is_placed for delivery in self.deliveries())
+        for line in self._lines.all():
+            if line.wants_to_write or ((delivery := line.delivery) is not None and delivery.is_placed):
+                return True
+        for connection in list(self._connections.values()):
+            if (delivery := connection.delivery) is not None and delivery.is_placed:
+                return True
+        return False
 
     def unsent(self) -> list[int]:
         """Returns the ranks that are still to get something which the kernel has not taken."""
@@ -413,7 +357,7 @@ class Peers:
 
     def unwritten(self) -> list[int]:
         """Returns the ranks whose lines have no room for all that is to be sent to them."""
-        return [rank for rank, line in self._lines.items() if line.owes]
+        return self._lines.owing()
 
     def has_unconfirmed(self) -> bool:
         """Says whether any bytes are queued, or in the kernel without the confirmation of a peer's kernel."""
@@ -423,7 +367,7 @@ class Peers:
 
     def close(self, error: EchelonError) -> None:
         """Closes all sockets; what is under way ends with `error`."""
-        for line in self._lines.values():
+        for line in self._lines.all():
             line.fail(error)
         self._lines.clear()
         for connection in self._connections.values():

@@ -236,3 +236,24 @@ def play(turns, ranks, seed):
 @pytest.mark.parametrize("batch", range(4))
 def test_in_every_order_of_loads_and_stores_messages_arrive_as_they_were_sent(two_ranks, batch):
     assert sum(play(*two_ranks(seed), seed) for seed in range(batch * 20, batch * 20 + 20)), "no rank ever slept"
+
+
+def test_no_doorbell_is_closed_while_it_rings(two_ranks, monkeypatch):
+    """Its number may be another file's a moment later."""
+    turns, (own, other) = two_ranks(0)
+    turns.maybe_pass = lambda: None
+    assert other.post.fall_asleep()
+    closing = threading.Thread(target=own.post.close)
+    rung = []
+
+    def ring(fd, value):
+        closing.start()
+        closing.join(0.05)
+        os.fstat(fd)
+        rung.append((closing.is_alive(), value))
+
+    monkeypatch.setattr(os, "eventfd_write", ring)
+    own.post.knock(1)
+    closing.join()
+    own.post.knock(1)
+    assert rung == [(True, 1)]

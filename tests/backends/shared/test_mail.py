@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon.backends.pieces import PIECE_BYTES
 from echelon.backends.shared import mail
 from echelon.backends.shared.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.errors import ProtocolError
@@ -79,8 +80,16 @@ def test_no_piece_is_written_over_one_that_is_not_drained(num_slots, drains):
         drained = min(drained + count, len(there))
 
 
+def test_more_pieces_drained_than_written_are_refused():
+    slots = mail.Slots(3)
+    slots.next(-1)
+    with pytest.raises(ProtocolError, match="2 of 1 pieces drained"):
+        slots.next(2)
+
+
 def test_sizes_keep_pieces_whole():
     sizes = mail.SIZES
+    assert PIECE_BYTES % sizes.piece_bytes == 0
     assert sizes.circle_bytes % sizes.piece_bytes == 0
     assert sizes.piece_bytes % 16 == 0
     assert sizes.whole_bytes <= MAX_PART_BYTES

@@ -83,6 +83,44 @@ def test_what_was_sent_before_a_rank_left_can_be_received():
     assert run_forked(send_and_leave, 2, backend="shm")[1] == [7.0, 7.0 * 100_000, 7.0 * 6 * MIB]
 
 
+def send_more_than_is_kept_and_leave(group):
+    """Rank 1 keeps less than it is sent, until it hears that no more will come."""
+    count = 20
+    if group.rank == 0:
+        group.recv(1)
+        for number in range(count):
+            group.send(torch.full((1000,), float(number)), 1)
+        return None
+    group.backend._tcp._peers._limit._max_bytes = 5000
+    group.send(torch.ones(1), 0)
+    with pytest.raises(echelon.PeerFailed, match="closed its group"):
+        group.recv(0, tag=99)
+    return [group.recv(0)[0].item() for _ in range(count)]
+
+
+def test_what_was_not_taken_in_before_a_rank_left_can_be_received():
+    assert run_forked(send_more_than_is_kept_and_leave, 2, backend="shm")[1] == list(range(20))
+
+
+def close_with_something_unsent(group):
+    """Rank 1 takes in nothing after the first message, so rank 0 cannot write all of one that goes round in a circle."""
+    group.backend._tcp._peers._limit._max_bytes = 0
+    group.barrier()
+    if group.rank == 0:
+        group.send(torch.ones(1), 1)
+        group.isend(torch.ones(6 * MIB), 1)
+        with pytest.raises(echelon.Timeout, match="did not take all"):
+            group.backend.close(0.05)
+    else:
+        with pytest.raises(echelon.PeerFailed):
+            group.recv(0, tag=99)
+    return group.backend.segment.fd, group.backend._post._doorbells
+
+
+def test_closing_frees_everything_even_if_not_all_was_sent():
+    assert run_forked(close_with_something_unsent, 2, backend="shm")[0] == [-1, []]
+
+
 def use_lines_late(backend, lines, memory):
     """As a rank does that gets a core only when the other one has sent all it has, and left."""
     if backend.rank == 1:
@@ -232,6 +270,26 @@ def write_nonsense(group):
 
 def test_nonsense_is_refused_before_it_is_read():
     assert run_forked(write_nonsense, 2, backend="shm")[1] is True
+
+
+def say_that_more_was_read_than_is_written(group):
+    """What the reader of a message says of it is nonsense: the sender takes it for dead, and goes on."""
+    if group.rank == 1:
+        post = group.backend._post
+        post.words[post.answers(0, 1) + mail.DRAINED] = 1000
+        group.send(torch.ones(1), 0)
+        with pytest.raises(echelon.PeerFailed):
+            group.recv(0, tag=99)
+        return None
+    group.recv(1)
+    with pytest.raises(echelon.PeerFailed, match="the peer does not speak this protocol"):
+        group.isend(torch.ones(MIB), 1).wait()
+    group.abort("it was told nonsense")
+    return True
+
+
+def test_nonsense_about_what_was_read_is_refused():
+    assert run_forked(say_that_more_was_read_than_is_written, 2, backend="shm")[0] is True
 
 
 def wait_idle(group):

@@ -106,11 +106,15 @@ class SharedMemoryBackend(Carried):
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         super().abort(reason, origin)
-        self._post.close()
-        self.segment.close()
+        self._let_go()
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
-        super().close(timeout)
+        try:
+            super().close(timeout)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         self._post.close()
         self.segment.close()
 

@@ -3,7 +3,9 @@
 Strategy. A rank writes only into its own room. It announces an operation by writing note and words there, and then its
 tick; every step of the operation is another tick. Loads and stores keep their order on x86-64, so who sees a tick sees
 all that was written before it. What is announced stands until the operation after the next, when every peer has left
-this one; so a note that is the same as two operations ago need not be written again. One thread at a time uses a board.
+this one; so a note that is the same as two operations ago need not be written again. A rank that gives an operation up
+withdraws its announcement before it tells anybody: a peer that finds it so waits until it is told why. One thread at a
+time uses a board.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ LookAround = Callable[["Board", int, Callable[[], bool], Call], None]
 come, and in which operation. Raises to end the wait."""
 
 _LOW_BITS = 0xFFFFFFFF
+_WITHDRAWN = 0
+"""What tells no operation from others: their numbers begin at 1."""
 
 
 class _Peer(NamedTuple):
@@ -98,6 +102,10 @@ class Board:
             self._words[index] = word
         self._announced = self._ticks
 
+    def withdraw(self, call: Call) -> None:
+        """Takes back what was announced for an operation that this rank gives up."""
+        self._words[self._rooms[call.sequence & 1][self.rank].mark] = _WITHDRAWN
+
     def tick(self) -> None:
         """Lets the peers see all that was written so far, and wakes those that sleep."""
         self._ticks += 1
@@ -123,7 +131,7 @@ class Board:
             if words[peer.tick] < level:
                 self._wait(peer, level, call)
             if words[peer.mark] != mark or memory[peer.note : peer.note + len(text)] != text:
-                raise self._mismatch(peer)
+                raise self._disagreement(peer, call)
 
     def wait_for_all(self, count: int, call: Call) -> None:
         """Returns when all peers have done `count` ticks of this operation after that of the announcement."""
@@ -154,27 +162,38 @@ class Board:
     def disagreement(self) -> CollectiveMismatch | None:
         """Returns how a peer that has announced its operation already disagrees with this rank, if one does."""
         for peer in self._others[self._number]:
-            if self._words[peer.tick] > self._announced and not self._agrees(peer):
+            if self._has_come(peer) and not self._agrees(peer):
                 return self._mismatch(peer)
         return None
 
     def missing(self) -> list[int]:
         """Returns the ranks, as errors call them, that have not announced the operation that this rank is in."""
-        return [self._names[peer.rank] for peer in self._others[0] if self._words[peer.tick] <= self._announced]
+        return [self._names[peer.rank] for peer in self._others[self._number] if not self._has_come(peer)]
+
+    def _has_come(self, peer: _Peer) -> bool:
+        return self._words[peer.tick] > self._announced and self._words[peer.mark] != _WITHDRAWN
 
     def _agrees(self, peer: _Peer) -> bool:
         note = self._memory[peer.note : peer.note + len(self._text)]
         return self._words[peer.mark] == self._mark and note == self._text
 
     def _wait(self, peer: _Peer, level: int, call: Call) -> None:
+        self._wait_for_word(peer, peer.tick, level, call)
+
+    def _wait_for_word(self, peer: _Peer, index: int, level: int, call: Call) -> None:
         self._waiter.wait(
             self._words,
-            peer.tick,
+            index,
             level,
-            self._address + peer.tick * layout.WORD_BYTES,
+            self._address + index * layout.WORD_BYTES,
             self._asleep[self.rank],
-            lambda: self._look_around(self, peer.rank, lambda: self._words[peer.tick] >= level, call),
+            lambda: self._look_around(self, peer.rank, lambda: self._words[index] >= level, call),
         )
+
+    def _disagreement(self, peer: _Peer, call: Call) -> CollectiveMismatch:
+        """Returns how a peer disagrees. Of one that has given up this rank is told why: that is raised."""
+        self._wait_for_word(peer, peer.mark, _WITHDRAWN + 1, call)
+        return self._mismatch(peer)
 
     def _mismatch(self, peer: _Peer) -> CollectiveMismatch:
         note = self._memory[peer.note : peer.note + layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")

@@ -131,6 +131,8 @@ class SharedCollectives(NativeCollectives):
             return act(self._shared or self._open(call), call, *arguments)
         except BaseException:
             self._interrupted = self._interrupted or number
+            if self._shared is not None:
+                self._shared.board.withdraw(call)
             raise
         finally:
             self._turnstile.leave(number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from echelon.backends.shared import mail, post
 from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.shared.post import Post
 from echelon.backends.shared.segment import Window
-from echelon.errors import EchelonError, ProtocolError
+from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 
 _MAX_LENT_BYTES = 256 << 20
 """How much of an arena may be tensors that were received; beyond that they are copied, so that the sender can go on."""
@@ -203,8 +204,13 @@ class Inlet:
         if arrival.is_copied or delivery.is_dropped:
             self._parts.free(prefix)
             delivery.finish()
+            return
+        try:
+            whole = self._parts.lend(prefix, arrival.head.shape, arrival.head.dtype)
+        except UnsupportedOp as error:
+            delivery.fail(error)
         else:
-            delivery.finish(self._parts.lend(prefix, arrival.head.shape, arrival.head.dtype))
+            delivery.finish(whole)
 
 
 class _Parts:
@@ -221,6 +227,8 @@ class _Parts:
         self._process = os.getpid()
         self._lent: dict[int, weakref.ref[Any]] = {}
         self._lent_bytes = 0
+        self._returned: deque[mail.Prefix] = deque()
+        """Parts whose tensors have died since, in whatever thread; only `lend` counts, under the backend's lock."""
 
     def slot(self, piece: int) -> int:
         """Returns in which slot of its part a piece is."""
@@ -232,13 +240,20 @@ class _Parts:
         return memoryview(self._window.memory)[begin : begin + num_bytes]
 
     def lend(self, prefix: mail.Prefix, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a part as a tensor, or a copy if too much is lent; the part is freed when the tensor dies."""
+        """Returns a part as a tensor, or a copy if too much is lent; the part is freed when the tensor dies.
+
+        Raises:
+            UnsupportedOp: there is no memory for the copy; the part is free.
+        """
+        self._count_returned()
         memory = self.memory(prefix.part, prefix.part_bytes)
         tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
         if self._lent_bytes + prefix.part_bytes > _MAX_LENT_BYTES:
-            copy = new_tensor(shape, dtype)
-            as_bytes(copy).copy_(as_bytes(tensor))
-            self.free(prefix)
+            try:
+                copy = new_tensor(shape, dtype)
+                as_bytes(copy).copy_(as_bytes(tensor))
+            finally:
+                self.free(prefix)
             return copy
         self._lent_bytes += prefix.part_bytes
         self._lent[prefix.number] = weakref.ref(memory, lambda _: self._return(prefix))
@@ -254,6 +269,11 @@ class _Parts:
         """Called when nothing refers to a tensor any more, in whatever thread."""
         if os.getpid() != self._process:
             return  # a forked child lets go of its copy, not the parent of its memory
-        self._lent_bytes -= prefix.part_bytes
-        del self._lent[prefix.number]
+        self._returned.append(prefix)
         self.free(prefix)
+
+    def _count_returned(self) -> None:
+        while self._returned:
+            prefix = self._returned.popleft()
+            self._lent_bytes -= prefix.part_bytes
+            self._lent.pop(prefix.number, None)

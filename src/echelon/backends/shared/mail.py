@@ -83,7 +83,14 @@ class Slots:
         Args:
             num_drained: how many pieces of the message the reader has drained; below 0 while it is still busy with an
                 earlier one.
+
+        Raises:
+            ProtocolError: it cannot have drained so many.
         """
+        if num_drained > len(self._used):
+            raise ProtocolError(
+                f"{num_drained} of {len(self._used)} pieces drained: the peer does not speak this protocol"
+            )
         if num_drained > self._num_drained:
             slot = self._used[self._num_drained]
             self._num_drained += 1

@@ -61,6 +61,7 @@ class Post:
         self._seen_news = self._seen_answers = bytes(row)  # a peer may have written before this
         self._rung = [0] * self.num_ranks
         """Of each rank, in which of its sleeps this one has rung for it. Once is enough, and takes 20 us."""
+        self._ringing = threading.RLock()  # what rings may be the end of a tensor, in the very thread that closes
         self.num_waiting = 0
         """How many outlets wait for answers."""
 
@@ -91,15 +92,20 @@ class Post:
         """Wakes a rank if it sleeps; to be called after news were written for it."""
         fence()
         sleep = self.words[self._asleep_words + rank * mail.NUM_WORDS]
-        if sleep & 1 and sleep != self._rung[rank] and (doorbells := self._doorbells):
-            self._rung[rank] = sleep
-            os.eventfd_write(doorbells[rank], 1)
+        if sleep & 1 and sleep != self._rung[rank]:
+            self._ring(rank, sleep)
 
     def answer(self, writer: int) -> None:
         """Wakes a rank that waits for answers and sleeps; to be called after an answer was written for it."""
         fence()
         if self.words[self.news(writer, self.number) + mail.WAITING]:
             self.knock(writer)
+
+    def _ring(self, rank: int, sleep: int) -> None:
+        with self._ringing:  # the number of a doorbell that is closed may be another file's a moment later
+            if self._doorbells:
+                self._rung[rank] = sleep
+                os.eventfd_write(self._doorbells[rank], 1)
 
     # What a poller watches
 
@@ -115,6 +121,10 @@ class Post:
         self._seen_news = self.region.memory[self._news]
         self._seen_answers = self.region.memory[self._answers]
 
+    def look_again(self) -> None:
+        """Takes back `look`: not all was taken in."""
+        self._seen_news = b""
+
     def fall_asleep(self) -> bool:
         """Says to the peers that this rank sleeps; returns whether it may, because there is no news."""
         self.words[self._own_asleep] = (self.words[self._own_asleep] + 1) | 1
@@ -127,9 +137,10 @@ class Post:
 
     def close(self) -> None:
         """Closes the doorbells."""
-        doorbells, self._doorbells = self._doorbells, ()
-        for fd in doorbells:
-            os.close(fd)
+        with self._ringing:
+            doorbells, self._doorbells = self._doorbells, ()
+            for fd in doorbells:
+                os.close(fd)
 
 
 def fence() -> None:

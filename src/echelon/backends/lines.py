@@ -1,0 +1,132 @@
+"""The lines of one rank: how messages from and to the ranks that share memory with it are taken in and written.
+
+Called with the lock of `Progress` held; nothing here waits. What is taken in at a time has an end, so a peer that sends
+as fast as this rank reads keeps no other thread from the lock, and no other peer from being heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from echelon.backends.delivery import Receive
+from echelon.backends.limit import Limit
+from echelon.backends.line import Arrivals, Line, Memory
+from echelon.backends.tag import Tag
+from echelon.backends.work import Work
+from echelon.errors import EchelonError, PeerFailed
+
+_MOST_AT_ONCE = 64
+"""How many messages of one peer, or parts of a large one, are taken in before others are looked at."""
+
+
+class Lines:
+    """Of one rank, by peer; none before `use`."""
+
+    def __init__(
+        self, arrivals: Mapping[int, Arrivals], limit: Limit, on_failure: Callable[[int, PeerFailed], None]
+    ) -> None:
+        """Has no lines yet.
+
+        Args:
+            arrivals: what becomes of each rank's messages.
+            limit: on those that nobody asks for.
+            on_failure: called when a peer wrote what cannot be a message, or reads what it cannot have.
+        """
+        self._arrivals = arrivals
+        self._limit = limit
+        self._on_failure = on_failure
+        self._lines: dict[int, Line] = {}
+        self._memory: Memory | None = None
+
+    def use(self, lines: Mapping[int, Line], memory: Memory) -> None:
+        """Has messages to and from these ranks take lines from now on, which write to this memory."""
+        self._lines.update(lines)
+        self._memory = memory
+
+    def all(self) -> list[Line]:
+        """Returns every line."""
+        return list(self._lines.values())
+
+    def owing(self) -> list[int]:
+        """Returns the ranks whose lines have no room for all that is to be sent to them."""
+        return [rank for rank, line in self._lines.items() if line.owes]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._lines.clear()
+
+    def send(self, rank: int, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> bool:
+        """Writes or queues a message, see `Line.send`; returns False if there is no line to that rank."""
+        line = self._lines.get(rank)
+        if line is None:
+            return False
+        try:
+            line.send(head, tensor, tag, work)
+        except EchelonError as error:
+            self._on_failure(rank, PeerFailed(rank, str(error)))
+        return True
+
+    # Taking in
+
+    def take_in(self) -> None:
+        """Takes in what has been written, and writes what there is room for now."""
+        for rank, line in list(self._lines.items()):
+            self._go_on(rank, line)
+
+    def on_post(self, receive: Receive) -> None:
+        """Takes in what was put off, as far as it concerns a receive that was posted."""
+        for rank in (receive.src, *receive.sources) if receive.sources else (receive.src,):
+            line = self._lines.get(rank)
+            if line is not None and (line.delivery is not None or rank in self._limit.reached_by):
+                self._go_on(rank, line)
+
+    def take_in_last(self, rank: int) -> None:
+        """Takes in all that a rank has written before it told its end. There is no more to come, so no limit counts."""
+        line = self._lines.get(rank)
+        if line is not None:
+            self._finish(rank, line)
+
+    def end(self, rank: int) -> Line | None:
+        """Takes in the last of a rank, and returns its line, which is used no more; None if it has none."""
+        line = self._lines.pop(rank, None)
+        if line is not None:
+            self._finish(rank, line)
+        return line
+
+    def _finish(self, rank: int, line: Line) -> None:
+        try:
+            while True:
+                if (delivery := line.delivery) is not None and not delivery.comes_whole:
+                    delivery.place()
+                if not line.take_in(self._arrivals[rank]):
+                    return
+        except EchelonError as error:
+            self._on_failure(rank, PeerFailed(rank, str(error)))
+
+    def _go_on(self, rank: int, line: Line) -> None:
+        try:
+            if line.wants_to_write:
+                line.flush()
+            for _ in range(_MOST_AT_ONCE):
+                if self._is_held(rank, line) or not line.take_in(self._arrivals[rank]):
+                    return
+        except EchelonError as error:
+            self._on_failure(rank, PeerFailed(rank, str(error)))
+        else:
+            assert self._memory is not None
+            self._memory.look_again()
+
+    def _is_held(self, rank: int, line: Line) -> bool:
+        """Says whether nothing is taken in for the time being; finds a place for a message that needs one."""
+        delivery = line.delivery
+        if delivery is None:
+            return self._limit.keeps_out(rank)
+        if delivery.is_placed:
+            return False
+        if self._limit.keeps_out(rank, delivery.memory_bytes):
+            return True
+        if not delivery.comes_whole:
+            delivery.place()
+        return False
