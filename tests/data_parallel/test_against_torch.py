@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from echelon import DDP
-from tests.data_parallel.models import TINY_MB, Branches, Shared, batch, fill, gradients, loss_of, mlp, part
+from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
+from tests.data_parallel.passes import backward, batch, gradients, loss_of, part
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this torch was built without Gloo, which is the yardstick"
@@ -30,12 +31,19 @@ class ConvNet(nn.Module):
 MODELS = {"mlp": mlp, "shared": lambda: fill(Shared()), "conv": lambda: fill(ConvNet())}
 
 
+KEPT = []
+"""Groups of torch that are not destroyed before the process ends. The destructor holds the interpreter's lock while it
+joins threads, and one that still destroys a collective of a backward waits for that lock, for the sake of the context
+that the collective has kept of that backward."""
+
+
 @contextmanager
 def gloo(group, path):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{path}", rank=group.rank, world_size=group.world_size
     )
+    KEPT.append(torch.distributed.group.WORLD)
     try:
         yield
     finally:
@@ -50,8 +58,8 @@ def train(model, group):
         optimizer.zero_grad()
         if step == 1:
             with model.no_sync():
-                loss_of(model(part(batch(10), group))).backward()
-        loss_of(model(part(batch(step), group))).backward()
+                backward(model, group, 10)
+        backward(model, group, step)
         history.append(gradients(model))
         optimizer.step()
     return history, model.state_dict()

@@ -10,26 +10,15 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon import DDP
 from echelon.data_parallel.reducer import has_time_beside
-from tests.data_parallel.models import (
-    TINY_MB,
-    Branches,
-    Shared,
-    assert_all_equal,
-    batch,
-    fill,
-    gradients,
-    loss_of,
-    mlp,
-    part,
-    single,
-)
+from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
+from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
 
 WORLD_SIZES = (1, 2, 3, 4)
 
 
 def one_backward(group, bucket_mb):
     model = DDP(mlp(seed=group.rank), group, bucket_mb=bucket_mb)
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return gradients(model)
 
 
@@ -41,7 +30,7 @@ def test_gradients_are_those_of_one_process(run, world_size, bucket_mb):
 
 def call_the_module_itself(group):
     model = DDP(mlp(), group)
-    loss_of(model.module(part(batch(), group))).backward()
+    backward(model.module, group)
     return gradients(model)
 
 
@@ -96,9 +85,9 @@ def accumulate(group, num_local):
         with model.no_sync():
             pass
         for step in range(num_local):
-            loss_of(model(part(batch(step), group))).backward()
+            backward(model, group, step)
         local.append(gradients(model))
-    loss_of(model(part(batch(num_local), group))).backward()
+    backward(model, group, num_local)
     return gradients(model), local[0]
 
 
@@ -164,7 +153,7 @@ def test_several_forwards_before_one_backward(run):
 
 def shared_parameter(group):
     model = DDP(fill(Shared()), group, bucket_mb=TINY_MB)
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return gradients(model), model.second.weight is model.first.weight
 
 
@@ -182,7 +171,7 @@ def frozen_then_not(group):
     for trainable in (False, True):
         model.zero_grad()
         module[0].weight.requires_grad_(trainable)
-        loss_of(model(part(batch(), group))).backward()
+        backward(model, group)
         results.append(gradients(model))
     return results
 
@@ -215,7 +204,7 @@ def mixed_dtypes(group):
     results = []
     for set_to_none in (True, False):
         model.zero_grad(set_to_none=set_to_none)
-        loss_of(model(part(batch(), group))).backward()
+        backward(model, group)
         results.append(gradients(model))
     return results, repr(model), model.image.grad.is_contiguous(memory_format=torch.channels_last)
 
@@ -247,7 +236,7 @@ def train(group, optimizer_first, set_to_none):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(5):
         optimizer.zero_grad(set_to_none=set_to_none)
-        loss_of(model(part(batch(step), group))).backward()
+        backward(model, group, step)
         optimizer.step()
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
     return {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -344,7 +333,7 @@ def launch_early(group):
     last = module[0].weight  # autograd comes to it last
     last.register_post_accumulate_grad_hook(lambda _: launched.append(model._reducer.num_launched))
     model = DDP(module, group, bucket_mb=TINY_MB)
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return launched, len(model._reducer.layout.buckets), has_time_beside(group)
 
 

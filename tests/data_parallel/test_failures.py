@@ -8,13 +8,8 @@ from torch import nn
 
 import echelon
 from echelon import DDP
-from tests.data_parallel.models import (
-    TINY_MB,
-    batch,
-    loss_of,
-    mlp,
-    part,
-)
+from tests.data_parallel.models import TINY_MB, mlp
+from tests.data_parallel.passes import backward, batch, loss_of, part
 
 
 def different_models(group, change):
@@ -157,7 +152,7 @@ def different_switch(group):
     module[4].weight.requires_grad_(group.rank == 0)
     try:
         for step in itertools.count():
-            loss_of(model(part(batch(step), group))).backward()
+            backward(model, group, step)
     except echelon.EchelonError as error:
         return type(error).__name__
     return "no error"

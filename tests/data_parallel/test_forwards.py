@@ -7,18 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP, CollectiveMismatch
-from tests.data_parallel.models import (
-    TINY_MB,
-    Branches,
-    assert_all_equal,
-    batch,
-    fill,
-    gradients,
-    loss_of,
-    mlp,
-    part,
-    single,
-)
+from tests.data_parallel.models import TINY_MB, Branches, fill, mlp
+from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
 
 
 class Fragile(nn.Module):
@@ -72,7 +62,7 @@ def fail_and_give_up(group, has_buffers):
         model.zero_grad()
         module.fails = group.rank == 1 and step == 1
         try:
-            loss_of(model(part(batch(step), group))).backward()
+            backward(model, group, step)
         except ValueError:
             model.sync_gradients()
     return gradients(model)
@@ -108,7 +98,7 @@ def evaluation_mode_on_one_rank(group, which, has_buffers):
         for step in range(3):
             model.zero_grad()
             model.train(not (group.rank == which and step == 1))
-            loss_of(model(part(batch(step), group))).backward()
+            backward(model, group, step)
     except CollectiveMismatch as error:
         return str(error)
     return gradients(model)
@@ -160,7 +150,7 @@ def call_the_module(group, buffers):
         if step == 1:
             module.append(fill(nn.Linear(3, 2), seed=group.rank))
         module[1].running_mean.fill_(group.rank + 1.0)
-        loss_of(model.module(part(batch(step), group))).backward()
+        backward(model.module, group, step)
     return gradients(model), module[1].running_mean.clone()
 
 
@@ -183,7 +173,7 @@ def wrap_twice(group, what):
         DDP(again[what], group)
     del first, again
     model = DDP(module, group)
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return gradients(module)
 
 
@@ -199,13 +189,13 @@ def wrap_anew(group):
     model = DDP(module, group)
     failing = module[0].weight.register_hook(lambda _: 1 / 0 if group.rank == 1 else None)
     with pytest.raises((ZeroDivisionError, echelon.PeerFailed)):
-        loss_of(model(part(batch(), group))).backward()
+        backward(model, group)
     failing.remove()
     with pytest.raises(echelon.Closed, match="wrap the model anew"):
-        loss_of(model(part(batch(), group))).backward()
+        backward(model, group)
     model = DDP(module, group)
     model.zero_grad()
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return gradients(module)
 
 

@@ -8,17 +8,8 @@ import echelon
 from echelon import DDP
 from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientHook, LocalSGD
 from echelon.data_parallel.powersgd import PowerSGD
-from tests.data_parallel.models import (
-    TINY_MB,
-    Branches,
-    assert_all_equal,
-    batch,
-    fill,
-    gradients,
-    loss_of,
-    mlp,
-    part,
-)
+from tests.data_parallel.models import TINY_MB, Branches, fill, mlp
+from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part
 
 
 def train_with(group, name, steps=30):
@@ -366,7 +357,7 @@ class Failing(GradientHook):
 def failing_hook(group):
     model = DDP(mlp(), group, hook=Failing())
     try:
-        loss_of(model(part(batch(), group))).backward()
+        backward(model, group)
     except (ValueError, echelon.PeerFailed) as error:
         return type(error).__name__, str(error)
     return None
@@ -394,7 +385,7 @@ class Names(GradientHook):
 def hook_by_name(group):
     hook = Names()
     model = DDP(mlp(), group, hook=hook, average="samples")
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return hook.seen, model.get_parameter("0.bias").grad.norm().item(), model.get_parameter("0.weight").grad.norm() > 0
 
 

@@ -8,7 +8,8 @@ import echelon
 from echelon import DDP, CollectiveMismatch, SyncBatchNorm
 from echelon.data_parallel.hooks import AccumulateIn, CompressTo, LocalSGD
 from echelon.data_parallel.powersgd import PowerSGD
-from tests.data_parallel.models import TINY_MB, assert_all_equal, batch, fill, gradients, loss_of, mlp, single
+from tests.data_parallel.models import TINY_MB, fill, mlp
+from tests.data_parallel.passes import assert_all_equal, batch, gradients, loss_of, single
 
 
 def train_uneven(group, num_batches, mode, average):

@@ -11,18 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP, CollectiveMismatch
-from tests.data_parallel.models import (
-    TINY_MB,
-    Branches,
-    assert_all_equal,
-    batch,
-    fill,
-    gradients,
-    loss_of,
-    mlp,
-    part,
-    single,
-)
+from tests.data_parallel.models import TINY_MB, Branches, fill, mlp
+from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
 
 
 def skip_a_backward(group):
@@ -42,9 +32,52 @@ def skip_a_backward(group):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_skips_a_backward_is_told_and_so_are_the_others(run, world_size):
     for message, total in run(skip_a_backward, world_size):
-        assert "rank 0 1, rank 1 2" in message
+        assert "rank 0 1 forwards, 0 optimizer steps; rank 1 2 forwards, 0 optimizer steps" in message
         assert "a rank skipped a backward" in message
         assert total == world_size
+
+
+def skip_an_iteration(group, what):
+    """Rank 1 leaves out the forward and the backward of one iteration, or that iteration altogether."""
+    model = DDP(mlp(), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = []
+    for step in range(4):
+        skips = group.rank == 1 and step == 1
+        if skips and what == "all":
+            continue
+        optimizer.zero_grad()
+        try:
+            if not skips:
+                backward(model, group, step)
+        except echelon.EchelonError as error:
+            return done, str(error)
+        optimizer.step()
+        done.append(model.module[0].weight.sum().item())
+    return done, ""
+
+
+@pytest.mark.parametrize("backend", ["simulated", "tcp", "shm"])
+def test_a_rank_that_skips_forward_and_backward_is_told_and_so_are_the_others(pool, backend):
+    """Its next iteration was paired with the others' present one; the optimizer's step tells them apart."""
+    if backend == "simulated":
+        ranks = echelon.simulate(skip_an_iteration, 3, ("most",)).results
+    else:
+        ranks = pool.run(skip_an_iteration, 3, "most", backend=backend)
+    one, two = "1 forwards, 1 optimizer steps", "1 forwards, 2 optimizer steps"
+    for rank, (done, message) in enumerate(ranks):
+        assert len(done) == (2 if rank == 1 else 1)
+        assert done[0] == ranks[0][0][0]
+        assert f"(rank 0 {one}; rank 1 {two}; rank 2 {one})" in message
+
+
+def test_a_rank_that_draws_another_batch_keeps_the_weights_of_the_others(pool):
+    """Skipped altogether, an iteration is nobody's: the others hear at the end that the rank has no more."""
+    (ours, message), (theirs, nothing) = pool.run(skip_an_iteration, 2, "all")
+    assert ours == theirs
+    assert len(ours) == 3
+    assert "rank 1" in message
+    assert nothing == ""
 
 
 def all_checkpointed(group, use_reentrant):
@@ -142,7 +175,7 @@ def order_of_buckets(group):
     orders = []
     for _ in range(3):
         model.zero_grad(set_to_none=len(orders) == 1)
-        loss_of(model(part(batch(), group))).backward()
+        backward(model, group)
         orders.append([bucket.members for bucket in model._reducer.layout.buckets])
     return orders, gradients(model)
 
@@ -157,10 +190,10 @@ def test_the_order_of_the_buckets_is_that_of_rank_0s_first_backward(run):
 def later_parameter(group):
     module = mlp()
     model = DDP(module, group, bucket_mb=TINY_MB)
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     model.zero_grad()
     module.append(fill(nn.Linear(3, 2), seed=group.rank))
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return gradients(model)
 
 
@@ -175,7 +208,7 @@ def memory_of_gradients(group):
     addresses = set()
     for set_to_none in (None, True, True, False, True):
         model.zero_grad(set_to_none=set_to_none)
-        loss_of(model(part(batch(), group))).backward()
+        backward(model, group)
         if set_to_none is None:  # after this the order is learnt
             continue
         addresses.add(tuple(parameter.grad.data_ptr() for parameter in model.parameters()))
@@ -198,7 +231,7 @@ def copies(group):
     for copied in (copy.deepcopy(model.module), torch.load(saved, weights_only=False)):
         if group.rank == 0:  # alone: the copy is an ordinary module
             loss_of(copied(batch())).backward()
-    loss_of(model(part(batch(), group))).backward()
+    backward(model, group)
     return gradients(model)
 
 

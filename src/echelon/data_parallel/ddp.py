@@ -265,6 +265,10 @@ class DistributedDataParallel(torch.nn.Module):
             self._runs_beside = has_time_beside(self._reducer.group)
         self._reducer.ready(index, launch=self._runs_beside)
 
+    def on_step(self) -> None:
+        """Called after a step of an optimizer of these parameters."""
+        self._reducer.note_step()
+
     def give_up(self) -> bool:
         """Called by another wrapper that is to have the same parameters: leaves them to it after a failure."""
         if self._reducer.is_closed:

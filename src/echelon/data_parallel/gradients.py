@@ -1,15 +1,18 @@
-"""Tells a data-parallel wrapper of each gradient that backward computes for its parameters.
+"""Tells a data-parallel wrapper of each gradient that backward computes for its parameters, and of each optimizer step.
 
-Hooks on the parameters, so it does not matter how the module was called. They hold the wrapper weakly.
+Hooks on the parameters, so it does not matter how the module was called. They hold the wrapper weakly. An optimizer is
+recognised by its parameters' hooks, so it may be made before or after the wrapper.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from echelon._torch_private import hooks_after_gradient
@@ -25,6 +28,9 @@ class Listener(Protocol):
     def on_gradient(self, index: int) -> None:
         """A gradient has been added to .grad."""
 
+    def on_step(self) -> None:
+        """An optimizer that has some of the parameters has made a step."""
+
     def give_up(self) -> bool:
         """Stops listening for good, if it has failed; another wrapper is to have the parameters. Says whether."""
 
@@ -33,6 +39,7 @@ def watch_gradients(
     parameters: Sequence[torch.nn.Parameter], listener: Listener, before: bool
 ) -> list[RemovableHandle]:
     """Has `listener` told, as long as it lives, of the gradients of `parameters`; only with `before` also before."""
+    _watch_optimizers()
     handles = []
     for index, parameter in enumerate(parameters):
         hook = _Hook(listener, index)
@@ -55,6 +62,19 @@ def take_over(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
                     f"the gradient of parameter {name!r} is reduced by another DistributedDataParallel already: wrap "
                     "each module once, or del the other wrapper first"
                 )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    parameters = (parameter for each in optimizer.param_groups for parameter in each["params"])
+    hooks = (hook for parameter in parameters for hook in hooks_after_gradient(parameter) if isinstance(hook, _Hook))
+    told = {id(listener): listener for hook in hooks if (listener := hook.listener())}
+    for listener in told.values():
+        listener.on_step()
 
 
 class _Hook:

@@ -6,7 +6,8 @@ collective of a group of its own, which nobody else uses; only `finish` blocks, 
 ends because every rank launches every bucket in each reduction, those with gradients that this rank does not have, too.
 
 A summary travels behind the last bucket: which gradients each rank had, how many forwards led to them and of how many
-samples. So ranks that pair different iterations are told, and what no rank has stays None.
+samples, and how many optimizer steps came before. So ranks that pair different iterations are told, and what no rank
+has stays None.
 
 Where ranks weigh by samples, each multiplies its gradients by its number over the mean number of the reduction before,
 which all know from that summary, and what comes out is put right by the new one. So numbers stay in the range of the
@@ -88,6 +89,7 @@ class GradientReducer:
         self._summary: Work[torch.Tensor] | None = None
         self._failure = ""
         self._num_forwards: int | None = 0
+        self._num_steps = 0
         self._num_samples = 0
         self._usual_samples: float | None = None
         """Where gradients weigh by samples: the mean over ranks in the last reduction; the same on every rank."""
@@ -138,6 +140,10 @@ class GradientReducer:
     def note_forward(self) -> None:
         """Counts a forward after which a reduction is to come."""
         self._num_forwards = (self._num_forwards or 0) + 1
+
+    def note_step(self) -> None:
+        """Counts a step of an optimizer since the last reduction."""
+        self._num_steps += 1
 
     def hide(self, index: int) -> None:
         """To be called before autograd adds to a gradient: takes it away if it is rounded from the wider memory.
@@ -211,8 +217,8 @@ class GradientReducer:
 
         Raises:
             UnsupportedOp, Closed: as `start`.
-            CollectiveMismatch: the ranks have run different numbers of forwards since the last reduction: one of them
-                has skipped a backward. The gradients are of no use then.
+            CollectiveMismatch: the ranks have run different numbers of forwards, or of optimizer steps, since the last
+                reduction: one of them has skipped a backward. The gradients are of no use then.
             UnsupportedOp: ranks weigh by samples, and none has any.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
         """
@@ -227,9 +233,9 @@ class GradientReducer:
         except BaseException:
             self.abandon()
             raise
-        mine = self._num_forwards
+        mine = None if self._num_forwards is None else (self._num_forwards, self._num_steps)
         self._awaited, self._launched, self._summary = None, [], None
-        self._num_forwards = self._num_samples = 0
+        self._num_forwards = self._num_steps = self._num_samples = 0
         if not summary.agrees():
             raise self._mismatch(mine)
         self._give(summary)
@@ -328,7 +334,7 @@ class GradientReducer:
     def _own_summary(self) -> torch.Tensor:
         having = [self._memories[home].has_gradient[place] for home, place in self._homes]
         came = self._came if self.group.rank == 0 and self._came is not None else []
-        summary = Summary.of(having, self._num_forwards, self._num_samples, came)
+        summary = Summary.of(having, self._num_forwards, self._num_samples, came, self._num_steps)
         return torch.tensor(summary.numbers(), dtype=torch.int64, device="cpu")
 
     def _give(self, summary: Summary) -> None:
@@ -351,15 +357,17 @@ class GradientReducer:
                 "model's forward; call the model so, or use average='ranks'"
             )
 
-    def _mismatch(self, mine: int | None) -> CollectiveMismatch:
-        told = self.group.all_gather_object(mine)
-        counts = ", ".join(
-            f"rank {rank} {count}" for rank, count in zip(self.group.ranks, told, strict=True) if count is not None
-        )
+    def _mismatch(self, mine: tuple[int, int] | None) -> CollectiveMismatch:
+        told = [str(each) for each in self.group.all_gather_object(_in_words(mine))]
+        counts = "; ".join(f"rank {rank} {each}" for rank, each in zip(self.group.ranks, told, strict=True) if each)
         return CollectiveMismatch(
-            f"the ranks ran different numbers of forwards since gradients were last reduced ({counts}): a rank skipped "
-            "a backward; run it on all ranks or on none, or call sync_gradients() in its place"
+            f"the ranks did not do the same since gradients were last reduced ({counts}): a rank skipped a backward; "
+            "run it on all ranks or on none, or call sync_gradients() in its place"
         )
+
+
+def _in_words(counts: tuple[int, int] | None) -> str:
+    return "" if counts is None else f"{counts[0]} forwards, {counts[1]} optimizer steps"
 
 
 def has_time_beside(group: ProcessGroup) -> bool:

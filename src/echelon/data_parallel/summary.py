@@ -13,7 +13,11 @@ class Summary(NamedTuple):
     """Ranks that came to this reduction by a backward, and so count their forwards."""
     num_forwards: int
     """Forwards since the last reduction."""
-    squares: int
+    forwards_squared: int
+    """The squares of those."""
+    num_steps: int
+    """Optimizer steps since the last reduction."""
+    steps_squared: int
     """The squares of those."""
     num_samples: int
     """Samples of those forwards."""
@@ -24,38 +28,51 @@ class Summary(NamedTuple):
 
     @classmethod
     def of(
-        cls, having: Sequence[bool], num_forwards: int | None, num_samples: int, came: Sequence[int] = ()
+        cls,
+        having: Sequence[bool],
+        num_forwards: int | None,
+        num_samples: int,
+        came: Sequence[int] = (),
+        num_steps: int = 0,
     ) -> Summary:
         """Makes that of one rank.
 
         Args:
             having: of each parameter, whether there is a gradient.
-            num_forwards: since the last reduction; None: this rank does not count them.
+            num_forwards: since the last reduction; None: this rank does not count them, nor steps.
             num_samples: of those forwards.
             came: the parameters in the order in which their gradients came, each once or more; at most one rank tells.
+            num_steps: of optimizers since the last reduction.
         """
+        counts = num_forwards is not None
         forwards = num_forwards or 0
+        steps = num_steps if counts else 0
         place = {parameter: when for when, parameter in enumerate(dict.fromkeys(came), start=1)}
         places = tuple(place.get(parameter, 0) for parameter in range(len(having)))
-        return cls(int(num_forwards is not None), forwards, forwards**2, num_samples, tuple(map(int, having)), places)
+        return cls(int(counts), forwards, forwards**2, steps, steps**2, num_samples, tuple(map(int, having)), places)
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Summary:
         """Takes the numbers apart again."""
-        counting, forwards, squares, samples, *others = numbers
+        counting, forwards, forwards_squared, steps, steps_squared, samples, *others = numbers
         half = len(others) // 2
-        return cls(counting, forwards, squares, samples, tuple(others[:half]), tuple(others[half:]))
+        having, places = tuple(others[:half]), tuple(others[half:])
+        return cls(counting, forwards, forwards_squared, steps, steps_squared, samples, having, places)
 
     def numbers(self) -> list[int]:
         """Returns all numbers in a row, for adding up."""
-        return [*self[:4], *self.num_having, *self.places]
+        *counts, having, places = self
+        return [*counts, *having, *places]
 
     def agrees(self) -> bool:
-        """Says whether all ranks that count have the same number of forwards.
+        """Says whether all ranks that count have the same number of forwards, and of steps.
 
         By Cauchy and Schwarz n times the sum of n squares is the square of the sum only if all are equal.
         """
-        return self.squares * self.num_counting == self.num_forwards**2
+        return (
+            self.forwards_squared * self.num_counting == self.num_forwards**2
+            and self.steps_squared * self.num_counting == self.num_steps**2
+        )
 
     def order(self) -> list[int]:
         """Returns the parameters in the order in which their gradients came, those of which that was told."""
