@@ -78,6 +78,7 @@ NOT_PURE = {
     for name in (
         "agreement",
         "autocast",
+        "batch",
         "buffers",
         "by_hand",
         "carving",

@@ -21,10 +21,10 @@ from echelon.group import ProcessGroup
 from tests.backends.worlds import SECRET, free_address
 
 
-def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0):
+def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0, waits_for=None):
     """Runs `function(group, *arguments)` on every rank; returns what the survivors returned, JSON-like, by rank.
 
-    The backend is "tcp", "shm" or "gloo".
+    The backend is "tcp", "shm" or "gloo". `waits_for`: the ranks that return; None: all. The others are killed then.
     """
     with free_address() as address:
         ranks = {rank: _fork(function, rank, world_size, address, backend, arguments) for rank in range(world_size)}
@@ -33,7 +33,7 @@ def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0):
             return {
                 rank: result
                 for rank, (pid, pipe) in ranks.items()
-                if (result := _read(rank, pid, pipe, deadline)) is not None
+                if (waits_for is None or rank in waits_for) and (result := _read(rank, pid, pipe, deadline)) is not None
             }
         finally:
             _end(ranks.values())

@@ -168,6 +168,26 @@ def test_a_rank_that_is_killed_in_a_step_is_named_by_the_others(backend, place):
         assert "rank 1 failed" in again[1]
 
 
+def stop_in_a_step(group, place):
+    """Returns, on a survivor: what kind of error ended its step, and what it says."""
+    fault = Fault(place)
+    fault.pass_by = lambda passed: os.kill(os.getpid(), signal.SIGSTOP) if fault.is_armed and passed == place else None
+    pipe = Pipeline([make_model(1), Faulty(fault), make_model(1)], group, "1f1b", 4, fault.loss)
+    step(pipe, make_batch(4))
+    fault.is_armed = True
+    pipe._group.timeout = 1.0
+    return caught(step, pipe, make_batch(4))[:2]
+
+
+def test_a_rank_that_is_stopped_in_a_step_is_named_by_the_others():
+    """Its process lives, so nothing but time tells; it never returns, and `run_forked` ends it."""
+    outcomes = run_forked(stop_in_a_step, 3, "backward", backend="shm", waits_for=(0, 2))
+    assert sorted(outcomes) == [0, 2]
+    for kind, message in outcomes.values():
+        assert kind in ("Timeout", "PeerFailed"), "of its own wait, or told by the one whose time was up first"
+        assert "for rank 1, which has not answered for 1 s" in message
+
+
 class Fuse(nn.Module):
     def forward(self, x):
         if len(x) == 1:

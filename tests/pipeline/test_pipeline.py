@@ -1,11 +1,14 @@
 """The pipeline trains as one process does, on simulated ranks and on real processes."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import echelon
-from echelon.pipeline import Pipeline, schedules
+from echelon.pipeline import Costs, Pipeline, schedules
+from echelon.pipeline.draw import figure_of
 
 RUNNABLE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 
@@ -113,6 +116,29 @@ def test_the_timeline_is_what_ran(run):
         for transfer in timeline.transfers:
             made = timeline.ends[transfer.source_rank][transfer.source]
             assert made <= timeline.starts[transfer.target_rank][transfer.target]
+
+
+def timed(group):
+    pipe = Pipeline(make_model(3), group, "1f1b", 4, nn.functional.mse_loss)
+    pipe.step(make_batch(8)[0], target=make_batch(8)[1])
+    return pipe.timeline
+
+
+def test_every_rank_can_write_the_step_of_all_ranks_into_one_trace_and_below_its_plan(tmp_path):
+    costs = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0)
+    planned = schedules.build("1f1b", num_ranks=3, num_microbatches=4).simulate(costs)
+    for rank, timeline in enumerate(echelon.simulate(timed, 3, costs=costs).results):
+        timeline.to_chrome(tmp_path / f"{rank}.json")
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        spans = [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
+        assert spans == [(rank, str(step)) for rank, steps in enumerate(planned.steps) for step in steps]
+    timeline.draw(tmp_path / "step.svg", against=planned)
+    above, below = figure_of(timeline, against=planned).axes
+    assert [axes.get_title(loc="left").partition(",")[0] for axes in (above, below)] == [
+        "simulated: makespan 18",
+        "measured: makespan 18",
+    ]
+    assert (tmp_path / "step.svg").read_text().count("measured: makespan 18") == 1
 
 
 def two_steps(group):
@@ -262,143 +288,6 @@ def test_state_dicts_have_the_names_of_the_unsplit_model(run):
     results = run(save_and_load, 3)
     assert [names for names, _ in results] == [{f"{2 * rank}.weight", f"{2 * rank}.bias"} for rank in range(3)]
     assert all(same for _, same in results)
-
-
-def fail_with(group, case):
-    model, kwargs, samples = make_model(2), {}, 4
-    schedule, count = "1f1b", 2
-    if case == "unknown schedule":
-        schedule = "2f2b"
-    elif case == "too few layers":
-        model = nn.Sequential(nn.Linear(6, 6))
-    elif case == "not cuttable":
-        model = nn.Linear(6, 6)
-    elif case == "a number":
-        model = 3
-    elif case == "numbers":
-        model = [1, 2]
-    elif case == "no layers":
-        model = nn.Sequential()
-    elif case == "no such replicas":
-        kwargs = {"data_parallel": 3}
-    elif case == "no such schedule":
-        schedule = 7
-    elif case == "no microbatches":
-        count = 0
-    elif case == "half a microbatch":
-        count = 2.5
-    elif case == "chunks":
-        schedule, kwargs = "zb-v", {"num_chunks": 3}
-    elif case == "no function":
-        kwargs = {"metrics": 3}
-    elif case == "no such reduction":
-        kwargs = {"loss_reduction": "max"}
-    elif case == "frozen":
-        model = make_model(2).requires_grad_(False)
-    elif case == "no gradients":
-        with torch.no_grad():
-            return told(model, group, schedule, count, samples, kwargs)
-    elif case == "on meta":
-        model = make_model(2).to("meta")
-    elif case == "wrong names":
-        kwargs = {"at": ["nine"]}
-    elif case == "other ranks":
-        schedule, count = schedules.build("1f1b", num_ranks=3, num_microbatches=2), None
-    elif case == "few samples":
-        samples = 1
-    elif case == "disagree":
-        schedule = "gpipe" if group.rank else "1f1b"
-    return told(model, group, schedule, count, samples, kwargs)
-
-
-def told(model, group, schedule, count, samples, kwargs):
-    try:
-        pipe = Pipeline(model, group, schedule, count, nn.functional.mse_loss, **kwargs)
-        inputs, target = make_batch(samples)
-        pipe.step(inputs if pipe.is_first else None, target=target if pipe.is_last else None)
-    except echelon.EchelonError as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "words"),
-    [
-        ("unknown schedule", "ScheduleError", "1f1b"),
-        ("too few layers", "PartitionError", "1 layers cannot make 2 stages"),
-        ("not cuttable", "PartitionError", "pass example=(inputs,)"),
-        ("a number", "PartitionError", "pass an nn.Module"),
-        ("numbers", "PartitionError", "entry 0 of the list of stages is 1"),
-        ("no layers", "PartitionError", "0 layers cannot make 2 stages"),
-        ("no such replicas", "UnsupportedOp", "data_parallel is a int"),
-        ("no such schedule", "ScheduleError", "give a name"),
-        ("no microbatches", "ScheduleError", "num_microbatches=0"),
-        ("half a microbatch", "ScheduleError", "num_microbatches=2.5"),
-        ("chunks", "ScheduleError", "num_chunks=3"),
-        ("no function", "UnsupportedOp", "metrics is a int"),
-        ("no such reduction", "UnsupportedOp", 'use "mean" or "sum"'),
-        ("wrong names", "PartitionError", "nine"),
-        ("other ranks", "ScheduleError", "for 3 ranks, the group has 2"),
-        ("disagree", "CollectiveMismatch", "pass the same arguments"),
-    ],
-)
-def test_bad_input_gets_one_line_on_every_rank(case, kind, words):
-    for got, message in echelon.simulate(fail_with, 2, (case,), timeout=20.0).results:
-        assert (got, words in message, message.count("\n")) == (kind, True, 0), message
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "words"),
-    [
-        ("frozen", "UnsupportedOp", "depends on nothing that requires a gradient"),
-        ("no gradients", "UnsupportedOp", "step() was called inside of torch.no_grad()"),
-        ("on meta", "UnsupportedOp", "weight is on the meta device"),
-    ],
-)
-def test_a_step_that_cannot_be_is_refused_on_every_rank(case, kind, words):
-    results = echelon.simulate(fail_with, 2, (case,), timeout=20.0).results
-    assert kind in [got for got, _ in results]
-    for got, message in results:
-        assert got in (kind, "PeerFailed")
-        assert words in message
-
-
-def test_fewer_samples_than_microbatches_is_told_to_all_ranks(run):
-    for kind, message in run(fail_with, 3, "few samples"):
-        assert kind in ("SizeMismatch", "PeerFailed")
-        assert "at least 2 samples for 2 microbatches" in message
-
-
-def more_targets_than_inputs(group):
-    pipe = Pipeline(make_model(3), group, "1f1b", 3, sum_of_squares_of_means)
-    inputs, target = make_batch(5)
-    try:
-        pipe.step(inputs, target=target[:4])
-    except echelon.SizeMismatch as error:
-        return str(error)
-    return "no error"
-
-
-def sum_of_squares_of_means(output, target):
-    return (output.mean() - target.mean()).square()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_inputs_and_target_of_different_length_are_refused_on_every_rank(run, world_size):
-    """The ranks of the first and the last stage see one of the two each; the loss here would broadcast silently."""
-    for message in run(more_targets_than_inputs, world_size):
-        assert "target of step(): expected 5 samples, as the inputs, got 4" in message
-
-
-def weigh_nothing(group):
-    pipe = Pipeline(make_model(1), group, "1f1b", 2, nn.functional.mse_loss, loss_weight=lambda _: 0.0)
-    inputs, target = make_batch(4)
-    pipe.step(inputs, target=target)
-
-
-def test_weights_that_add_up_to_nothing_are_refused():
-    with pytest.raises(echelon.SizeMismatch, match="weights that add up to more than 0"):
-        echelon.simulate(weigh_nothing, 1)
 
 
 class Breaks(nn.Module):

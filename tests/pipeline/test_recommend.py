@@ -9,7 +9,7 @@ import pytest
 from echelon.errors import ScheduleError
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.placement import loop, vee
-from echelon.pipeline.recommend import cut, held_microbatches, recommend, table
+from echelon.pipeline.schedules.recommendation import cut, held_microbatches, recommend, table
 
 
 def test_every_schedule_for_training_is_compared():

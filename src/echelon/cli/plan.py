@@ -13,7 +13,7 @@ from echelon.cli.plan_compare import Memory, compare_schedules
 from echelon.cli.plan_files import Files
 from echelon.cli.plan_report import as_values, print_plan, to_json, write
 from echelon.cli.plan_request import Request, check_limit
-from echelon.pipeline.recommend import held_microbatches
+from echelon.pipeline.schedules.recommendation import held_microbatches
 
 
 def plan(

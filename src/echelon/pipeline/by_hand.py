@@ -10,11 +10,12 @@ import torch
 from echelon._torch_private import tree_leaves
 from echelon.backends.memory import describe
 from echelon.errors import ScheduleError, SizeMismatch
+from echelon.pipeline.batch import Batch
 from echelon.pipeline.interpreter import Interpreter
 from echelon.pipeline.microbatch import merge
 from echelon.pipeline.nested import Value, map_tensors, tensors_of
 from echelon.pipeline.replicas import Replicas
-from echelon.pipeline.runtime import Batch, Runtime
+from echelon.pipeline.runtime import Runtime
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.forward_then_backward import forward_then_backward
 

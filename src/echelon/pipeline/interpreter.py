@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from echelon.group import ProcessGroup
 from echelon.pipeline import lowering
 from echelon.pipeline.action import Action, actions_of
 from echelon.pipeline.autocast import outside_autocast
+from echelon.pipeline.batch import Batch
 from echelon.pipeline.clock import clock_for
 from echelon.pipeline.junctions import Gradient
 from echelon.pipeline.loss import check_loss, check_metrics
@@ -28,9 +29,6 @@ from echelon.pipeline.outbox import Outbox
 from echelon.pipeline.randomness import keyed
 from echelon.pipeline.stage import Forward, Made, Stage
 from echelon.pipeline.transfer import Incoming, Ports, detached
-
-if TYPE_CHECKING:
-    from echelon.pipeline.runtime import Batch
 
 
 class Loaded(NamedTuple):

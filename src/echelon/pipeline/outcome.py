@@ -11,8 +11,8 @@ import torch
 from echelon.backends.memory import dtype_code, dtype_of
 from echelon.errors import SizeMismatch
 from echelon.group import JsonLike, ProcessGroup
+from echelon.pipeline.batch import Batch
 from echelon.pipeline.nested import Value
-from echelon.pipeline.runtime import Batch
 from echelon.pipeline.schedule import Schedule
 
 Span = tuple[float, float]

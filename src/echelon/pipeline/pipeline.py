@@ -18,6 +18,7 @@ from echelon.pipeline.agreement import (
     choose_schedule,
     own_group,
 )
+from echelon.pipeline.batch import Batch
 from echelon.pipeline.by_hand import ByHand
 from echelon.pipeline.cut import Parts, StageMaker, keep
 from echelon.pipeline.fuse import split_stages
@@ -28,7 +29,7 @@ from echelon.pipeline.nested import Value
 from echelon.pipeline.outcome import Span, StepOutput, tell, tell_metrics
 from echelon.pipeline.randomness import Key
 from echelon.pipeline.replicas import Replicas
-from echelon.pipeline.runtime import Batch, Runtime
+from echelon.pipeline.runtime import Runtime
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.pipeline.ties import TiedWeights, agree_on_ties, find_ties

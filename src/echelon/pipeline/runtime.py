@@ -3,59 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from echelon.errors import ScheduleError
 from echelon.group import ProcessGroup
+from echelon.pipeline.batch import Batch
 from echelon.pipeline.buffers import Buffers
 from echelon.pipeline.failures import Failures
 from echelon.pipeline.fuse import fused, split_stages
 from echelon.pipeline.interpreter import Interpreter, Loaded, forward_of
-from echelon.pipeline.loss import LossScale, Metrics
 from echelon.pipeline.lowered_check import check_program
 from echelon.pipeline.lowering import Program, Transfer, lower
 from echelon.pipeline.meter import Memory, Meter
 from echelon.pipeline.nested import Value, tensors_of
 from echelon.pipeline.probe import Finding, probe
-from echelon.pipeline.randomness import Key
 from echelon.pipeline.saved import address
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.transfer import Ports
-
-
-@dataclass
-class Batch:
-    """What one step works on, cut into microbatches, and what comes of it."""
-
-    inputs: Sequence[tuple[Value, ...]] | None
-    """For each microbatch the positional arguments of the first stage, where that is."""
-    targets: Sequence[Value] | None
-    """For each microbatch the target, where the last stage is."""
-    kwargs: Sequence[Mapping[str, Value]]
-    """For each microbatch the keyword arguments of all stages of this rank."""
-    loss_fn: Callable[[Value, Value], torch.Tensor] | None
-    scale: LossScale | None
-    keeps_outputs: bool = False
-    num_inputs: int = 0
-    """Samples in `inputs`."""
-    num_targets: int = 0
-    """Samples in `targets`."""
-    num_kwargs: int = 0
-    """Samples in `kwargs`."""
-    key: Key = field(default_factory=Key)
-    """Of the random numbers."""
-    metrics: Metrics | None = None
-    grad_outputs: Sequence[Sequence[torch.Tensor | None]] = ()
-    """Without a loss_fn, for each microbatch the gradients of the tensors of the output that require one."""
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, Value] = field(default_factory=dict)
-    measured: dict[int, dict[str, float]] = field(default_factory=dict)
-    """What `metrics` gave."""
 
 
 class Runtime:

@@ -89,14 +89,10 @@ def play(
         costs: Of each stage.
         arrived: What no step has to wait for.
     """
-    width = num_microbatches
-    inputs, gradients = _arrivals(len(placement), width, arrived)
-    nobody = len(orders)
-    after, before = (*placement[1:], nobody), (nobody, *placement[:-1])
-    to_after, to_before = (*costs.transfer, 0), (0, *costs.transfer)
-    forward, backward_input, backward_weight, backward, *_ = costs
-    # The index of the input that a rank waits for, or the complement of the gradient's.
-    waiting: list[int | None] = [None] * (nobody + 1)
+    arrivals = _arrivals(len(placement), num_microbatches, arrived)
+    moves = _moves(placement, num_microbatches, costs, arrivals, nobody=len(orders))
+    # Of each rank, what it waits for: the index of an input, or the complement of a gradient's.
+    waiting: list[int | None] = [None] * (len(orders) + 1)
     starts: list[list[Time]] = [[] for _ in orders]
     ends: list[list[Time]] = [[] for _ in orders]
     ready = list(range(len(orders)))
@@ -111,58 +107,41 @@ def play(
             step = order[position]
             if type(step) is Action:
                 stage, kind, microbatch = step
-                key = stage * width + microbatch
-                if kind == "F":
-                    ready_at = inputs[key]
-                    if ready_at is None:
-                        waiting[rank] = key
-                        break
-                    if ready_at > now:
-                        now = ready_at
-                    rank_starts.append(now)
-                    now += forward[stage]
-                    rank_ends.append(now)
-                    key += width
-                    inputs[key] = now + to_after[stage]
-                    neighbour = after[stage]
-                    if waiting[neighbour] == key:
-                        waiting[neighbour] = None
-                        ready.append(neighbour)
-                elif kind == "W":
-                    rank_starts.append(now)
-                    now += backward_weight[stage]
-                    rank_ends.append(now)
-                else:
-                    ready_at = gradients[key]
-                    if ready_at is None:
-                        waiting[rank] = ~key
-                        break
-                    if ready_at > now:
-                        now = ready_at
-                    rank_starts.append(now)
-                    now += backward[stage] if kind == "B" else backward_input[stage]
-                    rank_ends.append(now)
-                    key -= width
-                    gradients[key] = now + to_before[stage]
-                    neighbour = before[stage]
-                    if waiting[neighbour] == ~key:
-                        waiting[neighbour] = None
-                        ready.append(neighbour)
-            else:
-                (down, _, one), (up, kind, other) = step.forward, step.backward
-                key, back_key = down * width + one, up * width + other
-                ready_at, back_ready_at = inputs[key], gradients[back_key]
-                if ready_at is None or back_ready_at is None:
-                    waiting[rank] = key if ready_at is None else ~back_key
+                known, durations, complement, shift, delays, neighbours = moves[kind]
+                key = stage * num_microbatches + microbatch
+                ready_at = known[key]
+                if ready_at is None:
+                    waiting[rank] = key ^ complement
                     break
-                now = max(now, ready_at, back_ready_at)
+                if ready_at > now:
+                    now = ready_at
+                rank_starts.append(now)
+                now += durations[stage]
+                rank_ends.append(now)
+                if kind == "W":
+                    continue
+                key += shift
+                known[key] = now + delays[stage]
+                neighbour = neighbours[stage]
+                if waiting[neighbour] == key ^ complement:
+                    waiting[neighbour] = None
+                    ready.append(neighbour)
+            else:
+                sides = [
+                    (moves[side.kind], side.stage, side.stage * num_microbatches + side.microbatch) for side in step
+                ]
+                awaited = [key ^ move.complement for move, _, key in sides if move.known[key] is None]
+                if awaited:
+                    waiting[rank] = awaited[0]
+                    break
+                now = max(now, *(cast(Time, move.known[key]) for move, _, key in sides))
                 rank_starts.append(now)
                 now += _overlapped_time(step.forward, step.backward, costs)
                 rank_ends.append(now)
-                key, back_key = key + width, back_key - width
-                inputs[key], gradients[back_key] = now + to_after[down], now + to_before[up]
-                for neighbour, awaited in ((after[down], key), (before[up], ~back_key)):
-                    if waiting[neighbour] == awaited:
+                for move, stage, key in sides:
+                    move.known[key + move.shift] = now + move.delays[stage]
+                    neighbour = move.neighbours[stage]
+                    if waiting[neighbour] == (key + move.shift) ^ move.complement:
                         waiting[neighbour] = None
                         ready.append(neighbour)
     return Played(starts, ends)
@@ -177,6 +156,38 @@ class _Arrivals(NamedTuple):
 
     inputs: list[Time | None]
     gradients: list[Time | None]
+
+
+class _Move(NamedTuple):
+    """What an action of one kind waits for, and what it makes."""
+
+    known: list[Time | None]
+    """When what it waits for arrives, and what it makes."""
+    durations: Sequence[Time]
+    """Of each stage."""
+    complement: int
+    """-1 if a rank that waits for it is known by the complement of the index, else 0: key ^ complement."""
+    shift: int
+    """From the index of what it waits for to that of what it makes."""
+    delays: Sequence[Time]
+    """Until what each stage makes has arrived."""
+    neighbours: Sequence[int]
+    """Who waits for what each stage makes: a rank, or one more than there are."""
+
+
+def _moves(
+    placement: Sequence[int], num_microbatches: int, costs: StageCosts, arrivals: _Arrivals, nobody: int
+) -> dict[str, _Move]:
+    inputs, gradients = arrivals
+    after, before = (*placement[1:], nobody), (nobody, *placement[:-1])
+    to_after, to_before = (*costs.transfer, 0), (0, *costs.transfer)
+    at_once = cast("list[Time | None]", [0]) * (len(placement) * num_microbatches)
+    return {
+        "F": _Move(inputs, costs.forward, 0, num_microbatches, to_after, after),
+        "I": _Move(gradients, costs.backward_input, -1, -num_microbatches, to_before, before),
+        "B": _Move(gradients, costs.backward, -1, -num_microbatches, to_before, before),
+        "W": _Move(at_once, costs.backward_weight, 0, 0, (), ()),
+    }
 
 
 def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Need]) -> _Arrivals:

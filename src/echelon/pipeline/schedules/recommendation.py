@@ -8,10 +8,11 @@ from fractions import Fraction
 from itertools import pairwise
 
 from echelon.errors import ScheduleError
-from echelon.pipeline import schedules
 from echelon.pipeline.cost import Amount, Costs
 from echelon.pipeline.placement import loop
 from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.registry import build, names
+from echelon.pipeline.search.engine import search as search_schedule
 from echelon.pipeline.search.problem import rank_limits
 from echelon.trace import Time, Timeline
 
@@ -84,7 +85,7 @@ def recommend(
     Raises:
         ScheduleError: sizes that no schedule has, or costs that are not for one stage per rank.
     """
-    costs.per_stage(schedules.build("1f1b", num_ranks, num_microbatches).placement)
+    costs.per_stage(build("1f1b", num_ranks, num_microbatches).placement)
     throughout = _per_rank(parameters, num_ranks)
     known = list(_named(num_ranks, num_microbatches))
     if search:
@@ -155,10 +156,10 @@ def held_microbatches(schedule: Schedule, costs: Costs, timeline: Timeline) -> t
 
 
 def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
-    for name in schedules.names():
+    for name in names():
         for chunks in (_CHUNKS, None):
             try:
-                schedule = schedules.build(name, num_ranks, num_microbatches, chunks)
+                schedule = build(name, num_ranks, num_microbatches, chunks)
             except ScheduleError:
                 continue
             if not schedule.forward_only:
@@ -167,11 +168,11 @@ def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
 
 
 def _searched(costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None) -> Iterator[Schedule]:
-    yield schedules.search(costs, num_ranks, num_microbatches, memory_limit, num_chunks=1)
+    yield search_schedule(costs, num_ranks, num_microbatches, memory_limit, num_chunks=1)
     # The search tries two placements of two chunks. A transfer of its own for each boundary fits only one of them.
     if not isinstance(costs.transfer, Sequence):
         halves = cut(costs, loop(num_ranks, _CHUNKS))
-        yield schedules.search(halves, num_ranks, num_microbatches, memory_limit, num_chunks=_CHUNKS)
+        yield search_schedule(halves, num_ranks, num_microbatches, memory_limit, num_chunks=_CHUNKS)
 
 
 def _option(
