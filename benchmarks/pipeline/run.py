@@ -3,8 +3,10 @@
     python benchmarks/pipeline/run.py                 # 2 ranks, 16 x (Linear 512 + ReLU), 8 microbatches of 16
     python benchmarks/pipeline/run.py --width 8       # a tiny model: what remains is overhead
 
-In every round each rank takes one step of Echelon's pipeline and one of torch's, in turns of changing order, both ranks
-together, so both meet the same noise. The tables show medians over rounds of the slowest rank's time.
+In every round each rank takes one step of Echelon's pipeline, one of torch's, one without messages (its actions in
+their order, timed one by one, for the ideal) and one of 1F1B (what messages take, for the prediction), in turns of
+changing order, both ranks together, so all meet the same noise. The tables show medians over rounds of the slowest
+rank's time and of each round's ratio.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +27,11 @@ from torch.distributed import pipelining
 
 import echelon
 from echelon.pipeline import Costs, Pipeline, Schedule, schedules
+from echelon.pipeline.action import Action, actions_of
 from echelon.pipeline.placement import loop, vee
 from echelon.pipeline.stage import Forward, Made, Stage
 
 RANKS, WARMUP = 2, 3
-TIMED_ALONE = 15
 TORCH = {
     "gpipe": (pipelining.ScheduleGPipe, loop(RANKS)),
     "1f1b": (pipelining.Schedule1F1B, loop(RANKS)),
@@ -96,9 +99,10 @@ def schedule_of(work: Work, rank: int, name: str) -> Schedule:
 
 def our_step(pipe: Pipeline, work: Work) -> Step:
     inputs, target = work.batch()
+    parameters = list(pipe.parameters())
 
     def step() -> None:
-        for parameter in pipe.parameters():
+        for parameter in parameters:
             parameter.grad = None
         pipe.step(inputs if pipe.is_first else None, target=target if pipe.is_last else None)
 
@@ -110,11 +114,11 @@ def torch_step(work: Work, rank: int, name: str) -> Step:
     inputs, target = work.batch()
     last = len(TORCH[name][1]) - 1
     stages = pipe._stages if hasattr(pipe, "_stages") else [pipe._stage]
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
 
     def step() -> None:
-        for stage in stages:
-            for parameter in stage.submod.parameters():
-                parameter.grad = None
+        for parameter in parameters:
+            parameter.grad = None
         given = (inputs,) if 0 in mine else ()
         if last in mine:
             pipe.step(*given, target=target, losses=[])
@@ -152,138 +156,139 @@ def one_process(work: Work) -> Step:
     return step
 
 
-def costs_alone(group: echelon.ProcessGroup, work: Work, schedule: Schedule) -> list[list[float]]:
-    """Times F, I, W and B of this rank's stages, both ranks at once and without messages.
-
-    All stages in turns, as a step runs them: one stage over and over would stay in the cache.
-    """
-    parts = equal_parts(work.model(), schedule.num_stages)
-    alone = [
-        Alone(Stage(index, module), work, index == schedule.num_stages - 1)
-        for index, module in enumerate(parts)
-        if schedule.placement[index] == group.rank
-    ]
-    group.barrier()
-    for _ in range(TIMED_ALONE * work.microbatches):
-        for splits in (True, False):
-            for stage in alone:
-                stage.run_forward(splits)
-            for stage in reversed(alone):
-                stage.run_backward(splits)
-    return [[float(one.stage.index), *map(statistics.median, one.times)] for one in alone]
-
-
 class Alone:
-    """One stage, timed."""
+    """The actions of one rank in their order, timed, without messages: inputs and gradients are made up."""
 
-    def __init__(self, stage: Stage, work: Work, is_last: bool) -> None:
+    def __init__(self, pipe: Pipeline, work: Work, rank: int) -> None:
+        schedule = pipe.schedule
+        self._stages = {stage.index: stage for stage in pipe.stages}
+        self._order = [action for step in schedule.orders[rank] for action in actions_of(step)]
+        self._splits = "I" in str(schedule)
+        self._last = schedule.num_stages - 1
         inputs, target = work.batch()
-        self.stage = stage
-        self.times: list[list[float]] = [[], [], [], []]
-        self._x = inputs[: work.samples].requires_grad_(stage.index > 0)
-        self._target = target[: work.samples] if is_last else None
+        self._inputs, self._targets = inputs.split(work.samples), target.split(work.samples)
+        self._gradient = torch.randn(work.samples, work.width) / target.numel()
+        self.rounds: list[list[list[float]]] = []
+        """Of each round, a row for each stage: its number, then the mean seconds of F, I, W and B."""
 
-    def run_forward(self, splits: bool) -> None:
-        forward = Forward(self._x, {}, self._target, self._make)
-        made = self._timed(0, lambda: self.stage.forward(0, forward, splits=splits))
-        self._gradient = torch.ones_like(made.roots[0])
+    def step(self) -> None:
+        for stage in self._stages.values():
+            for parameter in stage.module.parameters():
+                parameter.grad = None
+        seconds: dict[tuple[int, str], list[float]] = {}
+        for action in self._order:
+            act = self._prepared(action)
+            began = time.perf_counter()
+            act()
+            seconds.setdefault((action.stage, action.kind), []).append(time.perf_counter() - began)
+        means = {key: statistics.fmean(times) for key, times in seconds.items()}
+        self.rounds.append([[index, *(means.get((index, kind), 0.0) for kind in "FIWB")] for index in self._stages])
 
-    def run_backward(self, splits: bool) -> None:
-        if splits:
-            self._timed(1, lambda: self.stage.backward_input(0, [self._gradient]))
-            self._timed(2, lambda: self.stage.backward_weight(0))
-        else:
-            self._timed(3, lambda: self.stage.backward(0, [self._gradient]))
+    def _prepared(self, action: Action) -> Callable[[], object]:
+        index, kind, microbatch = action
+        stage, is_last = self._stages[index], index == self._last
+        if kind == "F":
+            x = self._inputs[microbatch].detach().requires_grad_(index > 0)
+            target = self._targets[microbatch] if is_last else None
+            forward = Forward((x,) if index == 0 else x, {}, target, partial(self._make, stage))
+            return lambda: stage.forward(microbatch, forward, splits=self._splits)
+        gradients = [torch.ones(()) if is_last else self._gradient]
+        if kind == "W":
+            return lambda: stage.backward_weight(microbatch)
+        return lambda: (stage.backward if kind == "B" else stage.backward_input)(microbatch, gradients)
 
-    def _make(self, x: object, _: object, target: torch.Tensor | None) -> Made:
-        output = self.stage.call((x,) if self.stage.index == 0 else x, {})
+    def _make(self, stage: Stage, x: object, _: object, target: torch.Tensor | None) -> Made:
+        output = stage.call(x, {})
         return Made(output, [output if target is None else loss_of(output, target)])
 
-    def _timed(self, kind: int, act: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        result = act()
-        self.times[kind].append(time.perf_counter() - began)
-        return result
 
-
-class Link(NamedTuple):
+class Link:
     """What a step takes beside computing, measured in steps of 1F1B."""
 
-    transfer: float
-    """From the end of a step to the start of one on the other rank that waited for it."""
-    around: float
-    """Of a call of `step`, before the first action and after the last."""
+    def __init__(self, group: echelon.ProcessGroup, work: Work) -> None:
+        schedule = schedule_of(work, group.rank, "1f1b")
+        self._pipe = Pipeline(list(equal_parts(work.model(), RANKS)), group, schedule, loss_fn=loss_of)
+        self._step = our_step(self._pipe, work)
+        self.rounds: list[list[float]] = []
+        """Of each round the seconds of: transfer, gap, around; see `step`."""
 
+    def step(self) -> None:
+        """Makes a step and adds to `rounds`.
 
-def measure_link(group: echelon.ProcessGroup, work: Work) -> Link:
-    """Times transfers and what is around the actions."""
-    schedule = schedule_of(work, group.rank, "1f1b")
-    pipe = Pipeline(list(equal_parts(work.model(), RANKS)), group, schedule, loss_fn=loss_of)
-    step = our_step(pipe, work)
-    waits, around = [], []
-    for number in range(WARMUP + TIMED_ALONE):
-        group.barrier()
+        transfer: from the end of an action to the start of one on the other rank that waited for it. gap: between two
+        actions of a rank of which the second waits for nothing. around: of a call of `step`, before the first action
+        and after the last. The first two are means.
+        """
         began = time.perf_counter()
-        step()
+        self._step()
         seconds = time.perf_counter() - began
-        if number < WARMUP:
-            continue
-        timeline = pipe.timeline
-        around.append(seconds - float(timeline.makespan))
-        for transfer in timeline.transfers:
-            starts, ends = timeline.starts[transfer.target_rank], timeline.ends[transfer.target_rank]
-            free = ends[transfer.target - 1] if transfer.target else 0
-            if free < transfer.start:
-                waits.append(float(starts[transfer.target] - transfer.start))
-    return Link(statistics.median(waits), statistics.median(around))
+        timeline = self._pipe.timeline
+        arrivals = {(one.target_rank, one.target): float(one.start) for one in timeline.transfers}
+        waits, gaps = [], []
+        for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
+            for index in range(1, len(starts)):
+                sent = arrivals.get((rank, index), 0.0)
+                if sent < starts[index - 1]:
+                    gaps.append(float(starts[index] - ends[index - 1]))
+                elif sent > ends[index - 1]:
+                    waits.append(float(starts[index]) - sent)
+        makespan = float(timeline.makespan)
+        self.rounds.append([statistics.fmean(waits), statistics.fmean(gaps), seconds - makespan])
 
 
-def costs_of(rows: Sequence[Sequence[float]], schedule: Schedule, transfer: float) -> Costs:
+def costs_of(rows: Sequence[Sequence[float]], schedule: Schedule, link: Sequence[float] = (0.0, 0.0)) -> Costs:
     """Makes costs of all ranks' rows. Where the schedule has whole backwards, all of B stands for I."""
+    transfer, gap = link
     by_stage = {int(row[0]): row[1:] for row in rows}
     table = [by_stage[stage] for stage in range(schedule.num_stages)]
     splits = "I" in str(schedule)
     return Costs(
-        forward=[row[0] for row in table],
-        backward_input=[row[1] if splits else row[3] for row in table],
-        backward_weight=[row[2] if splits else 0.0 for row in table],
+        forward=[row[0] + gap for row in table],
+        backward_input=[(row[1] if splits else row[3]) + gap for row in table],
+        backward_weight=[row[2] + gap if splits else 0.0 for row in table],
         transfer=transfer,
     )
 
 
-def run(group: echelon.ProcessGroup, work: Work, rounds: int, store: str) -> list[dict[str, Any]]:
+def run(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequence[str], store: str) -> dict[str, Any]:
     """Measures everything; the result of rank 0 is for the table."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=group.rank, world_size=RANKS)
-    found = []
-    link = measure_link(group, work)
-    for name in dict.fromkeys([*TORCH, *PREDICTED]):
-        schedule = schedule_of(work, group.rank, name)
-        rows = group.all_gather(torch.tensor(costs_alone(group, work, schedule), dtype=torch.float64)).tolist()
-        parts = equal_parts(work.model(), schedule.num_stages)
-        pipe = Pipeline(list(parts), group, schedule, loss_fn=loss_of)
-        steps = [our_step(pipe, work)]
-        if name in TORCH:
-            steps.append(torch_step(work, group.rank, name))
-        if group.rank == 0 and name == "gpipe":
-            alone = measure_alone(one_process(work))
-        group.barrier()
-        times = measure(group, steps, rounds)
-        slowest = group.all_reduce(torch.tensor(times, dtype=torch.float64), "max").tolist()
-        ideal = schedule.simulate(costs_of(rows, schedule, 0.0)).makespan
-        planned = schedule.simulate(costs_of(rows, schedule, link.transfer)).makespan + link.around
-        found.append(
-            {
-                "name": name,
-                "times": slowest,
-                "ideal": float(ideal),
-                "planned": float(planned),
-                "actions": max(map(len, schedule.orders)),
-            }
-        )
+    group.barrier()
+    alone = measure_alone(one_process(work)) if group.rank == 0 else 0.0
+    group.barrier()
+    link = Link(group, work)
+    found = [compare(group, work, rounds, name, link) for name in names]
     torch.distributed.destroy_process_group()
-    return [{"alone": alone if group.rank == 0 else 0.0, "link": list(link), "rows": found}]
+    return {"alone": alone, "link": [statistics.median(kind) for kind in zip(*link.rounds, strict=True)], "rows": found}
+
+
+def compare(group: echelon.ProcessGroup, work: Work, rounds: int, name: str, link: Link) -> dict[str, Any]:
+    """Measures one schedule: in each round our step, torch's, one without messages, and one of 1F1B for its link."""
+    schedule = schedule_of(work, group.rank, name)
+    pipe = Pipeline(list(equal_parts(work.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
+    ours = our_step(pipe, work)
+    ours()
+    alone = Alone(pipe, work, group.rank)
+    steps = [ours, alone.step, link.step, *([torch_step(work, group.rank, name)] if name in TORCH else [])]
+    times = measure(group, steps, rounds)
+    slowest = group.all_reduce(torch.tensor(times, dtype=torch.float64), "max").tolist()
+    rows = torch.tensor(alone.rounds[-rounds:], dtype=torch.float64)
+    every_row = group.all_gather(rows.transpose(0, 1).contiguous()).transpose(0, 1).tolist()
+    links = group.all_reduce(torch.tensor(link.rounds[-rounds:], dtype=torch.float64), "mean").tolist()
+    ideals, plans = [], []
+    for one, (transfer, gap, around) in zip(every_row, links, strict=True):
+        ideals.append(float(schedule.simulate(costs_of(one, schedule)).makespan))
+        plans.append(float(schedule.simulate(costs_of(one, schedule, (transfer, gap))).makespan) + around)
+    return {
+        "name": name,
+        "ours": slowest[0],
+        "torch": slowest[3] if name in TORCH else None,
+        "ideal": ideals,
+        "planned": plans,
+        "actions": max(map(len, schedule.orders)),
+    }
 
 
 def measure_alone(step: Step) -> float:
@@ -296,38 +301,44 @@ def measure_alone(step: Step) -> float:
 
 
 def report(result: dict[str, Any], work: Work) -> None:
-    transfer, around = result["link"]
+    transfer, gap, around = (f"{seconds * 1e6:.0f} us" for seconds in result["link"])
     print(
         f"{work.depth} x (Linear {work.width} + ReLU), {work.microbatches} microbatches of {work.samples}, "
         f"{RANKS} processes x 1 thread; one process alone: {result['alone'] * 1e3:.2f} ms"
     )
-    print(f"from step to step of another rank: {transfer * 1e6:.0f} us; around a step: {around * 1e6:.0f} us\n")
+    print(f"1f1b: from rank to rank {transfer}; from action to action {gap}; around a step {around}\n")
     print(
         "| schedule | Echelon (ms) | torch (ms) | ratio | ideal (ms) | ratio | predicted (ms) | ratio "
         "| us per action | torch's | ratio |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in result["rows"]:
-        ours, *theirs = map(statistics.median, row["times"])
-        ideal, planned, actions = row["ideal"], row["planned"], row["actions"]
-        ratios = [one / other for one, other in zip(*row["times"], strict=True)] if theirs else []
-        own = (ours - ideal) / actions * 1e6
-        cells = [
-            row["name"],
-            f"{ours * 1e3:.2f}",
-            *([f"{theirs[0] * 1e3:.2f}", f"{statistics.median(ratios):.2f}"] if theirs else ["-", "-"]),
-            f"{ideal * 1e3:.2f}",
-            f"{ours / ideal:.2f}",
-            f"{planned * 1e3:.2f}",
-            f"{ours / planned:.2f}",
-            f"{own:.0f}",
-        ]
+        ours, theirs, ideal, actions = row["ours"], row["torch"], row["ideal"], row["actions"]
+        own = per_action(ours, ideal, actions)
+        cells = [row["name"], milliseconds(ours)]
+        cells += [milliseconds(theirs), ratio(ours, theirs)] if theirs else ["-", "-"]
+        cells += [milliseconds(ideal), ratio(ours, ideal), milliseconds(row["planned"]), ratio(ours, row["planned"])]
+        cells.append(f"{own:.0f}")
         if theirs:
-            torchs = (theirs[0] - ideal) / actions * 1e6
-            cells += [f"{torchs:.0f}", f"{own / torchs:.2f}"]
+            others = per_action(theirs, ideal, actions)
+            cells += [f"{others:.0f}", f"{own / others:.2f}"]
         else:
             cells += ["-", "-"]
         print(f"| {' | '.join(cells)} |")
+
+
+def milliseconds(rounds: Sequence[float]) -> str:
+    return f"{statistics.median(rounds) * 1e3:.2f}"
+
+
+def ratio(rounds: Sequence[float], others: Sequence[float]) -> str:
+    """The median of the rounds' ratios."""
+    return f"{statistics.median(one / other for one, other in zip(rounds, others, strict=True)):.2f}"
+
+
+def per_action(rounds: Sequence[float], ideals: Sequence[float], actions: int) -> float:
+    """What a step takes more than its ideal, in microseconds per action of the rank that has the most."""
+    return statistics.median(one - ideal for one, ideal in zip(rounds, ideals, strict=True)) / actions * 1e6
 
 
 def main() -> None:
@@ -337,6 +348,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="per microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--schedules", nargs="+", default=list(dict.fromkeys([*TORCH, *PREDICTED])))
     parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
     work = Work(options.width, options.depth, options.samples, options.microbatches)
@@ -345,8 +357,10 @@ def main() -> None:
         f"Python {platform.python_version()}, torch {torch.__version__}, backend {options.backend}\n"
     )
     with tempfile.TemporaryDirectory() as folder:
-        results = echelon.spawn(run, RANKS, (work, options.rounds, f"{folder}/store"), options.backend)
-    report(results[0][0], work)
+        results = echelon.spawn(
+            run, RANKS, (work, options.rounds, options.schedules, f"{folder}/store"), options.backend
+        )
+    report(results[0], work)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ _NEWS_BEFORE_FILES = 16
 """How many waits may end with news from memory before files are looked at."""
 SPIN_SECONDS = 200e-6
 """How long a thread looks again and again. Waking one that sleeps took 60 us on the machine of benchmarks/tcp."""
+_MEMORY_SPIN_SECONDS = 2e-3
+"""The same where peers write to memory, about as long as a stage of a small pipeline computes. Between two looks the
+core is offered to others."""
 
 
 class Poller:
@@ -98,12 +101,13 @@ class Poller:
             for _ in range(_LOOKS):
                 if memory.has_news():
                     return []
-            until = time.monotonic() + (min(seconds, SPIN_SECONDS) if seconds >= 0 else SPIN_SECONDS)
+            until = time.monotonic() + (min(seconds, _MEMORY_SPIN_SECONDS) if seconds >= 0 else _MEMORY_SPIN_SECONDS)
             while time.monotonic() < until:
                 if events := self._epoll.poll(0):
                     return events
                 if memory.has_news():
                     return []
+                os.sched_yield()
         if seconds == 0:
             return self._epoll.poll(0)
         try:

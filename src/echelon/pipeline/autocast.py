@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
 
-@contextmanager
-def outside_autocast() -> Iterator[None]:
+def outside_autocast() -> AbstractContextManager[object]:
     """Does what is inside in the dtypes that the forward left, as a backward after `with torch.autocast` would."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not devices:
+        return nullcontext()
+    stack = ExitStack()
+    for device in devices:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

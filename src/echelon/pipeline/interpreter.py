@@ -86,8 +86,8 @@ class Interpreter:
         self._made: dict[Transfer, Value] = {}
         """What the last step made for other ranks."""
         self._outbox = Outbox(group)
-        parameters = (value for stage in stages.values() for value in stage.module.parameters())
-        self._clock = clock_for(parameters, group.backend.now)
+        firsts = (next(stage.module.parameters(), None) for stage in stages.values())  # the others are where they are
+        self._clock = clock_for((first for first in firsts if first is not None), group.backend.now)
         self._spans: list[tuple[object, object]] = []
         self._num_run = 0
         self._began: object = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,10 @@ class Told(NamedTuple):
     """For each rank, when each of its steps began and ended."""
 
 
+_HEAD = 5
+"""How many numbers each rank says before its times."""
+
+
 def tell(
     group: ProcessGroup, schedule: Schedule, times: Sequence[Span], batch: Batch, loss: torch.Tensor | None
 ) -> Told:
@@ -57,18 +62,20 @@ def tell(
         SizeMismatch: on every rank, if the target or the keyword arguments had another number of samples than the
             inputs.
     """
-    code, value = (0.0, 0.0) if loss is None else (float(dtype_code(loss.dtype)), loss.item())
-    counts = [batch.num_inputs, batch.num_targets, batch.num_kwargs]
-    row = torch.tensor([*counts, code, value, *(time for span in times for time in span)], dtype=torch.float64)
-    head = len(counts) + 2
-    rows = torch.split(group.all_gather(row), [head + 2 * len(order) for order in schedule.orders])
+    code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
+    head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value]
+    numbers = group.all_gather(torch.tensor([*head, *chain.from_iterable(times)], dtype=torch.float64)).tolist()
+    rows, begin = [], 0
+    for order in schedule.orders:
+        rows.append(numbers[begin : begin + _HEAD + 2 * len(order)])
+        begin += len(rows[-1])
     first, last = (rows[schedule.placement[stage]] for stage in (0, -1))
     _compare("target of step()", int(first[0]), int(last[1]))
-    for other in rows:
-        if other[2]:
-            _compare("keyword arguments of step()", int(first[0]), int(other[2]))
-    all_times = [[(begin, end) for begin, end in part[head:].reshape(-1, 2).tolist()] for part in rows]
-    return Told(last[4].to(dtype_of(int(last[3]))), all_times)
+    for row in rows:
+        if row[2]:
+            _compare("keyword arguments of step()", int(first[0]), int(row[2]))
+    all_times = [list(zip(row[_HEAD::2], row[_HEAD + 1 :: 2], strict=True)) for row in rows]
+    return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3]))), all_times)
 
 
 def _compare(what: str, samples: int, got: int) -> None:
