@@ -85,14 +85,14 @@ def assert_judged(schedule: Schedule, *mutated: Step) -> None:
             schedule.simulate()
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(schedules())
 def test_named_schedules_are_valid(schedule):
     assert schedule.problems == ()
     assert is_valid(schedule)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(schedules(), st.data())
 def test_a_deleted_action_is_missed(schedule, data):
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
@@ -103,7 +103,7 @@ def test_a_deleted_action_is_missed(schedule, data):
     assert any("missing" in problem.text and names_one_of((problem,), deleted) for problem in mutant.problems)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(schedules(), st.data())
 def test_a_doubled_action_is_found(schedule, data):
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
@@ -115,7 +115,7 @@ def test_a_doubled_action_is_found(schedule, data):
     assert any("done 2 times" in problem.text and names_one_of((problem,), doubled) for problem in mutant.problems)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(schedules(), st.data())
 def test_swapped_actions_are_found_where_that_matters(schedule, data):
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
@@ -279,7 +279,7 @@ def test_a_limit_is_not_missed_by_rounding():
 
 
 def test_the_report_of_a_large_schedule_is_short():
-    schedule = build("1f1b", 64, 512)
+    schedule = build("1f1b", 48, 256)
     orders = list(map(list, schedule.orders))
     del orders[40][300]
     mutant = replace(schedule, orders=tuple(map(tuple, orders)))

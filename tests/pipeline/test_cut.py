@@ -351,9 +351,10 @@ def train(group, at, sizes):
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("at", [["blocks.1"], None])
-def test_a_pipeline_trains_a_module_that_knows_nothing_of_it(at):
+def test_a_pipeline_trains_a_module_that_knows_nothing_of_it(at, caplog):
     sizes = [(2, 5), (5, 3), (4, 7)]
-    results = echelon.simulate(train, 2, (at, sizes), timeout=20.0).results
+    with caplog.at_level(logging.INFO, logger="echelon"):
+        results = echelon.simulate(train, 2, (at, sizes), timeout=20.0).results
     model, losses = language(), []
     for num_samples, length in sizes:
         total = 0
@@ -373,13 +374,9 @@ def test_a_pipeline_trains_a_module_that_knows_nothing_of_it(at):
         assert f"cut before {chosen[0]}" in text
         assert at is None or chosen == ("blocks.1",)
     assert results[0][3] | results[1][3] == set(model.state_dict())
-
-
-def test_a_measured_cut_is_told(caplog):
-    with caplog.at_level(logging.INFO, logger="echelon"):
-        echelon.simulate(train, 2, (None, [(2, 5)]), timeout=20.0)
-    (text,) = [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
-    assert "stage 0: from the first layer on" in text
+    told = [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
+    assert len(told) == (at is None)
+    assert all("stage 0: from the first layer on" in text for text in told)
 
 
 def chooses_badly(group):

@@ -69,7 +69,7 @@ def starts_by_brute_force(schedule, costs):
     return starts
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(schedules_with_costs())
 def test_every_step_starts_as_early_as_it_can(case):
     schedule, costs = case
@@ -79,7 +79,7 @@ def test_every_step_starts_as_early_as_it_can(case):
     } == starts_by_brute_force(schedule, costs)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(schedules_with_costs())
 def test_work_and_idle_time_add_up(case):
     schedule, costs = case
@@ -90,7 +90,7 @@ def test_work_and_idle_time_add_up(case):
         assert min(idle) >= 0
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(schedules_with_costs())
 def test_the_critical_path_adds_up(case):
     schedule, costs = case

@@ -12,6 +12,7 @@ transformers = pytest.importorskip(
 )
 
 VOCABULARY = 61
+NUM_BLOCKS = 3
 
 
 def small(model_class, config_class, **options):
@@ -25,7 +26,7 @@ def gpt2(attention="sdpa", dropout=0.1, is_tied=False):
         transformers.GPT2Config,
         n_positions=32,
         n_embd=16,
-        n_layer=4,
+        n_layer=NUM_BLOCKS,
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
@@ -43,7 +44,7 @@ def llama(attention="sdpa", dropout=0.0):
         transformers.LlamaConfig,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=NUM_BLOCKS,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
@@ -72,7 +73,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("make", "at"), [(gpt2, ["h.1", "h.3"]), (llama, ["layers.1", "layers.3"])])
+@pytest.mark.parametrize(("make", "at"), [(gpt2, ["h.1", "h.2"]), (llama, ["layers.1", "layers.2"])])
 def test_parts_equal_the_model_bit_for_bit_in_any_shape(make, at):
     """With the eager attention; transformers takes another path through torch's own when it is traced (see below)."""
     model = make("eager")
@@ -81,7 +82,7 @@ def test_parts_equal_the_model_bit_for_bit_in_any_shape(make, at):
         model.train(mode)
         for part in parts.modules:
             part.train(mode)
-        for shape in ((2, 8), (1, 8), (1, 1), (5, 32)):
+        for shape in ((2, 8), (1, 1), (5, 32)):
             gradients = []
             for compute in (model, lambda ids: run_parts(parts, ids)):
                 torch.manual_seed(3)
@@ -106,12 +107,18 @@ def train(group, make, at):
     return losses, {name: p.grad for name, p in pipe.named_parameters()}, scores
 
 
-@pytest.mark.parametrize("at", [["2"], None])
-@pytest.mark.parametrize(("make", "block"), [(gpt2, "h"), (llama, "layers")])
-def test_a_pipeline_trains_it(make, block, at):
+@pytest.mark.parametrize(
+    ("make", "at"),
+    [
+        (gpt2, ["h.2"]),
+        (llama, None),
+        pytest.param(gpt2, None, marks=pytest.mark.slow),  # each rank traces the model, which takes seconds
+        pytest.param(llama, ["layers.2"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipeline_trains_it(make, at):
     """Outputs are equal; gradients within rounding: traced, transformers' attention has a mask and not a flag."""
-    names = None if at is None else [f"{block}.{name}" for name in at]
-    results = echelon.simulate(train, 2, (make, names), timeout=20.0).results
+    results = echelon.simulate(train, 2, (make, at), timeout=20.0).results
     model = make(dropout=0.0)
     for step, (num_samples, length) in enumerate(((2, 5), (5, 9))):
         total = 0
