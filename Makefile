@@ -26,7 +26,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
 slow: $(INTEROP)
-	$(BIN)/python -m pytest -m slow --timeout 600
+	$(BIN)/python -m pytest -m slow --timeout 600 -o faulthandler_timeout=590
 
 conformance: $(INTEROP)
 	$(BIN)/python conformance/run.py

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -241,3 +242,61 @@ def test_functional_collectives_come_through_python(in_world):
     first, second = in_world(N, functional)
     assert first == same | {"isend, irecv": [], "batch_p2p_ops": [2.0, 2.0]}
     assert second == same | {"isend, irecv": [1.0, 1.0], "batch_p2p_ops": [1.0, 1.0]}
+
+
+def held_by_cpp_alone(rank):
+    """Starts more operations than a few whose Works only C++ holds, then waits for all, the first one first."""
+    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    outs = [torch.empty(N) for _ in range(40)]
+    for number, out in enumerate(outs):
+        operators.all_gather_into_tensor_out(torch.tensor([100.0 * rank + number]), N, name, out=out)
+    dist.barrier()
+    return [operators.wait_tensor(out).tolist() for out in outs]
+
+
+def test_an_operation_that_only_cpp_holds_can_be_waited_for_however_many_came_after_it(in_world):
+    wanted = [[float(number), 100.0 + number] for number in range(40)]
+    assert in_world(N, held_by_cpp_alone) == [wanted] * N
+
+
+def dropped(rank):
+    """Starts operations on large tensors and drops them; returns how many of them still hold these at their end."""
+    group = dist.group.WORLD
+    tensors = [torch.ones(10_000) for _ in range(4)]
+    references = [weakref.ref(tensor) for tensor in tensors]
+    while tensors:
+        dist.all_reduce(tensors.pop(), async_op=True)
+    dist.barrier()
+    dist.all_reduce(torch.ones(1), async_op=True)  # whoever comes next sweeps
+    return len(group._orphans._kept), sum(reference() is not None for reference in references)
+
+
+def test_operations_that_are_dropped_leave_large_tensors_behind(in_world):
+    assert in_world(N, dropped) == [(5, 0)] * N
+
+
+class Talks(torch.nn.Module):
+    """Begins many operations in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        for work in [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(40)]:
+            work.wait()
+        return self.layer(x)
+
+
+def joined(rank):
+    """DDP's `join` has C++ hold an operation from the forward to the backward, and wait for it there."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Talks())
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(2):
+            model(torch.full((4, 8), float(rank))).sum().backward()
+    return model.module.layer.weight.grad.unique().tolist()
+
+
+def test_ddp_joins_whatever_its_forward_begins(in_world):
+    assert in_world(N, joined) == [[4.0]] * N

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast
@@ -17,13 +16,9 @@ from echelon.backends.work import Work
 from echelon.group import ProcessGroup
 from echelon.interop.futures import Outcome
 from echelon.interop.identity import Identity
-from echelon.interop.works import Coalesced, Done, Pending, seconds
+from echelon.interop.works import Coalesced, Done, Orphans, Pending, seconds
 
 T = TypeVar("T")
-
-_KEPT = 16
-"""How many asynchronous operations are kept that Python may have dropped: C++ can hold the half of a Work that is C++,
-as DDP's `join` does, and waiting for that alone would never end."""
 
 
 class Options(Protocol):
@@ -41,7 +36,7 @@ class Running(Identity):
         super().__init__(group, store)
         self._thread = threading.local()
         self._coalesced: list[dist.Work] | None = None
-        self._latest: deque[dist.Work] = deque(maxlen=_KEPT)
+        self._orphans = Orphans()
 
     def _run(
         self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options
@@ -65,8 +60,7 @@ class Running(Identity):
         settled = self._queue(lambda: list(settle(running.result())))
         outcome: Outcome[list[Tensor]] = Outcome()
         outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))
-        work = Pending(settled, outcome)
-        self._latest.append(work)
+        work = Pending(settled, outcome, self._orphans)
         if not options.asyncOp:
             work.wait()
         return work

@@ -40,8 +40,9 @@ _NOTHING = 0
 """The answer of a receive that the message does not fit, or that needs no bytes of it. Others number what comes."""
 _ANSWERS = 1 << 62
 """Set in the sequence number, or for messages of users in the context, of what answers a message."""
-_ANY_LANE = -1
-"""Whose stream receives from any rank are queued on: the sender is not known when they are called."""
+_ANY_LANE = -(1 << 65)
+"""Whose stream receives from any rank are queued on: the sender is not known when they are called. Channels have the
+lanes below; those of groups are numbered by their 64 bits."""
 
 
 class EngineMessages:
