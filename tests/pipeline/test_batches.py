@@ -131,7 +131,9 @@ def test_dtypes_and_autocast(dtype, autocast, schedule):
             loss = nn.functional.mse_loss(model(x), y)
         (loss * (len(x) / 5)).backward()
         total += loss.detach() * (len(x) / 5)
-    assert all(torch.equal(result[0], total) for result in results)
+    for loss, *_ in results:
+        assert loss.dtype == total.dtype
+        assert torch.equal(loss, total)
     for name, gradient in gradients_of(results).items():
         assert gradient.dtype == dtype
         assert torch.equal(gradient, model.get_parameter(name).grad), name

@@ -130,8 +130,12 @@ def test_every_rank_can_write_the_step_of_all_ranks_into_one_trace_and_below_its
     for rank, timeline in enumerate(echelon.simulate(timed, 3, costs=costs).results):
         timeline.to_chrome(tmp_path / f"{rank}.json")
         events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
-        spans = [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
-        assert spans == [(rank, str(step)) for rank, steps in enumerate(planned.steps) for step in steps]
+        spans = [(event["pid"], event["name"], event["ts"] / 1e6) for event in events if event["ph"] == "X"]
+        assert spans == [
+            (rank, str(step), start)
+            for rank, steps in enumerate(planned.steps)
+            for step, start in zip(steps, planned.starts[rank], strict=True)
+        ]
     timeline.draw(tmp_path / "step.svg", against=planned)
     above, below = figure_of(timeline, against=planned).axes
     assert [axes.get_title(loc="left").partition(",")[0] for axes in (above, below)] == [
