@@ -34,6 +34,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
@@ -61,6 +62,15 @@ class Ends(NamedTuple):
     """Of the first."""
     made_by: str
     """What makes the link between them."""
+    process: int | None = None
+    """The process that does, if one does."""
+
+    def busy_seconds(self) -> float:
+        """Returns the processor time that the link itself has taken so far."""
+        if self.process is None:
+            return 0.0
+        fields = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 LOCAL = Ends(((), ()), "127.0.0.1", "the kernel")
@@ -85,11 +95,14 @@ def slow_link(bits_per_second: float = 1e9, delay: float = 1e-3) -> Iterator[End
             _run("ip", "netns", "add", name)
             stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False, timeout=10)
             _run("ip", "-n", name, "link", "set", "lo", "up")
+        prefixes = (["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]])
         try:
-            made_by = _join_by_netem(names, bits_per_second, delay)
+            _join_by_netem(names, bits_per_second, delay)
+            ends = Ends(prefixes, ADDRESSES[0], "netem")
         except Unavailable:
-            made_by = _join_by_process(names, bits_per_second, delay, stack)
-        yield Ends((["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]]), ADDRESSES[0], made_by)
+            process = _join_by_process(names, bits_per_second, delay, stack)
+            ends = Ends(prefixes, ADDRESSES[0], "a process between two TUN devices", process)
+        yield ends
 
 
 def run_ranks(
@@ -158,7 +171,7 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def _join_by_netem(names: Sequence[str], bits_per_second: float, delay: float) -> str:
+def _join_by_netem(names: Sequence[str], bits_per_second: float, delay: float) -> None:
     peer = ("peer", "name", "slow", "netns", names[1])
     _run("ip", "link", "add", "slow", "netns", names[0], "type", "veth", *peer)
     try:
@@ -169,10 +182,10 @@ def _join_by_netem(names: Sequence[str], bits_per_second: float, delay: float) -
     except Unavailable:
         _run("ip", "-n", names[0], "link", "delete", "slow")
         raise
-    return "netem"
 
 
-def _join_by_process(names: Sequence[str], bits_per_second: float, delay: float, stack: contextlib.ExitStack) -> str:
+def _join_by_process(names: Sequence[str], bits_per_second: float, delay: float, stack: contextlib.ExitStack) -> int:
+    """Returns the number of the process."""
     devices = []
     for name in names:
         devices.append(_tun_device(name))
@@ -182,7 +195,7 @@ def _join_by_process(names: Sequence[str], bits_per_second: float, delay: float,
     arguments = [*map(str, devices), str(8 / bits_per_second), str(delay)]
     forwarder = subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.PIPE, pass_fds=devices)
     stack.callback(forwarder.communicate, timeout=10)
-    return "a process between two TUN devices"
+    return forwarder.pid
 
 
 def _set_up(names: Sequence[str]) -> None:

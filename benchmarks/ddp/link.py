@@ -2,10 +2,12 @@
 
     python benchmarks/ddp/link.py
     python benchmarks/ddp/link.py --rounds 12 --bucket-mb 25
+    python benchmarks/ddp/link.py --model idle10m               # a backward that leaves the processors to the link
 
 Two ranks in network namespaces of their own, joined by a slow link (benchmarks/slow_link.py; it needs root). Steps of a
 local model, of Echelon's DDP over TCP and of torch's on Gloo take turns. What is not hidden is what DDP adds to the
-local step, as a share of what the same reduction takes with nothing beside it.
+local step, as a share of what the same reduction takes with nothing beside it. Where a process is the link, it computes
+on the processors that the ranks compute with; how long is printed as well, by reduction of all gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from run import TASKS, VARIANTS, measure
+from run import NUM_ALONE, TASKS, VARIANTS, WARMUP, measure
 
 import echelon
 
@@ -51,16 +53,22 @@ def report(options: argparse.Namespace) -> None:
     print("| link | local step | Echelon | torch on Gloo | the reduction alone | hidden | Echelon / torch |")
     print("|---|---|---|---|---|---|---|")
     given = ["--model", options.model, "--bucket-mb", str(options.bucket_mb), "--rounds", str(options.rounds)]
+    busy = 0.0
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--store", os.path.join(folder, "store"), *given]
         try:
             with slow_link(BITS_PER_SECOND, DELAY) as ends:
                 name = f"1 Gbit/s, 1 ms, by {ends.made_by}"
                 print(f"| {name} {run_ranks(ends, command, {'GLOO_SOCKET_IFNAME': 'slow'})[0].strip()}", flush=True)
+                # Two variants reduce in each step, and both send all parameters once when they are made.
+                num_reductions = 2 * (WARMUP + options.rounds) + NUM_ALONE + 1
+                busy = ends.busy_seconds() / num_reductions
         except Unavailable as error:
             print(error)
         command[3] += " local"
         print(f"| none {run_ranks(LOCAL, [*command, '--is-local'], {'GLOO_SOCKET_IFNAME': 'lo'})[0].strip()}")
+    if busy:
+        print(f"\nThe process that is the link computed {busy * 1e3:.0f} ms for each reduction.")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ Step = Callable[[], None]
 
 VARIANTS = ("local", "Echelon", "torch")
 WARMUP = 5
+NUM_ALONE = 5
+"""Reductions measured with nothing beside them."""
+IDLE_SECONDS = 0.015
+"""Of each layer of idle10m, in backward."""
 
 
 def mlp(width: int, depth: int) -> nn.Module:
@@ -40,6 +44,31 @@ def gpt(width: int, depth: int) -> nn.Module:
     """Returns blocks of attention and MLP, each of 12 width**2 parameters, for embedded sequences."""
     block = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
+
+
+class Idle(torch.autograd.Function):
+    """Takes time in backward as an accelerator does: the processors have nothing to do meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(IDLE_SECONDS)
+        return gradient, torch.zeros(1).expand(ctx.shape).clone()
+
+
+class IdleLayer(nn.Module):
+    """A square matrix with which nothing is computed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Idle.apply(x, self.weight)
 
 
 class Task(NamedTuple):
@@ -54,6 +83,7 @@ TASKS = {
     "mlp10m": Task(lambda: mlp(1024, 10), (64, 1024)),
     "gpt10m": Task(lambda: gpt(320, 8), (4, 64, 320)),
     "gpt10m-large": Task(lambda: gpt(320, 8), (16, 64, 320)),
+    "idle10m": Task(lambda: nn.Sequential(*[IdleLayer(512) for _ in range(40)]), (1, 512)),
     "gpt40m": Task(lambda: gpt(640, 8), (4, 64, 640)),
 }
 
@@ -106,7 +136,7 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str
         elapsed, busy = torch.tensor([seconds[name] for name in VARIANTS], dtype=torch.float64).t().contiguous()
         rounds.append([group.all_reduce(elapsed, "max").tolist(), group.all_reduce(busy, "sum").tolist()])
     reductions = []
-    for _ in range(5):
+    for _ in range(NUM_ALONE):
         group.barrier()
         start = time.perf_counter()
         models["Echelon"].sync_gradients()

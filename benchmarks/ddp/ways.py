@@ -4,24 +4,27 @@
     python benchmarks/ddp/ways.py --rounds 70
 
 Over shared memory, 2 ranks: a step of a local model, and of DDP that launches full buckets during backward, or all of
-them when backward has ended. In turns of changing order, all ranks together.
+them when backward has ended. In turns of changing order, all ranks together. Then what the parts of the difference take
+with nothing beside them: gradients that autograd has made anew are copied into their buckets, and buckets are reduced.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
 import time
 
 import torch
-from run import TASKS, WARMUP, training_step
+from run import TASKS, WARMUP, Task, training_step
 
 import echelon
 from echelon.data_parallel import ddp
 
 WAYS = {"beside backward": True, "behind backward": False}
+PARTS = ("copying alone", "reducing alone")
 
 
 def measure(group: echelon.ProcessGroup, model: str, rounds: int, set_to_none: bool) -> list[dict[str, float]]:
@@ -48,7 +51,30 @@ def measure(group: echelon.ProcessGroup, model: str, rounds: int, set_to_none: b
             seconds[name] = time.perf_counter() - start
         slowest = group.all_reduce(torch.tensor(list(seconds.values()), dtype=torch.float64), "max").tolist()
         measured.append(dict(zip(names, slowest, strict=True)))
-    return measured[WARMUP:]
+    measured = measured[WARMUP:]
+    parts = measure_parts(group, task)
+    return [{**each, **part} for each, part in zip(measured, itertools.cycle(parts), strict=False)]
+
+
+def measure_parts(group: echelon.ProcessGroup, task: Task) -> list[dict[str, float]]:
+    """Returns the seconds that copying and reducing all gradients take, of the slowest rank, in some rounds."""
+    model = echelon.DDP(task.make(), group)
+    training_step(model, torch.randn(task.batch), set_to_none=True)()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    others = [gradient.clone() for gradient in gradients]
+    measured = []
+    for _ in range(10):
+        group.barrier()
+        start = time.perf_counter()
+        for gradient, other in zip(gradients, others, strict=True):
+            gradient.copy_(other)
+        copied = time.perf_counter()
+        group.barrier()
+        begin = time.perf_counter()
+        model.sync_gradients()
+        seconds = torch.tensor([copied - start, time.perf_counter() - begin], dtype=torch.float64)
+        measured.append(dict(zip(PARTS, group.all_reduce(seconds, "max").tolist(), strict=True)))
+    return measured
 
 
 def main() -> None:
