@@ -160,3 +160,21 @@ def different_switch(group):
 
 def test_ranks_that_freeze_different_parameters_are_told(run):
     assert set(run(different_switch, 2)) <= {"CollectiveMismatch", "PeerFailed"}
+
+
+def grow_on_one_rank(group):
+    module = mlp()
+    model = DDP(module, group)
+    try:
+        backward(model, group)
+        if group.rank == 1:
+            module.append(nn.Linear(3, 2))
+        backward(model, group)
+    except echelon.EchelonError as error:
+        return type(error).__name__
+    return "no error"
+
+
+def test_a_rank_that_alone_has_a_new_parameter_is_told_and_so_are_the_others(run):
+    """It waited in one group, and they in another, for the timeout."""
+    assert set(run(grow_on_one_rank, 3)) <= {"CollectiveMismatch", "PeerFailed"}

@@ -315,6 +315,23 @@ def test_hooks_and_weights_by_samples(run, name, tolerance, counts, accumulates)
             assert torch.equal(got[key], ranks[0][key])
 
 
+def leave_out_a_local_step(group):
+    model = DDP(mlp(), group, hook=LocalSGD(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, group, step)
+        if group.rank == 0 or step:  # as a GradScaler does when a rank's own gradients overflow
+            optimizer.step()
+    model(batch())
+    return {key: value.detach().clone() for key, value in model.named_parameters()}
+
+
+def test_with_local_sgd_a_rank_may_leave_out_a_step(run):
+    ranks = run(leave_out_a_local_step, 2)
+    assert ranks[0].keys() == ranks[1].keys()
+
+
 def local_gradients(group, counts):
     model = DDP(fill(Branches()), group, average="samples", hook=LocalSGD(4))
     for _ in range(2):

@@ -52,6 +52,24 @@ def test_ranks_that_have_left_count_as_zeros_or_not_at_all(run, average, share):
     assert_all_equal(run(last_step, 3, [1, 2, 0], average), expected)
 
 
+def two_epochs(group):
+    model = DDP(mlp(), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with model.join():
+            for step in range(2 - group.rank):
+                optimizer.zero_grad()
+                loss_of(model(batch(step))).backward()
+                optimizer.step()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def test_after_join_ranks_are_in_step_again(run):
+    """Only one of them made an optimizer step since gradients were last reduced."""
+    ranks = run(two_epochs, 2)
+    assert_all_equal(ranks, ranks[0])
+
+
 def uneven_forwards(group):
     model = DDP(mlp(), group)
     with model.join():

@@ -17,8 +17,11 @@ def values(dims, samples=10, dtype=torch.float64):
     return (torch.randn(samples, *SHAPES[dims], generator=generator, dtype=torch.float64) * 3 + 100).to(dtype)
 
 
-def layer_of(dims, **options):
-    return fill(LAYERS[dims](3, dtype=torch.float64, **options))
+def layer_of(dims, bias=True, **options):
+    layer = fill(LAYERS[dims](3, dtype=torch.float64, **options))
+    if not bias:  # an option of the layer in newer torch
+        layer.bias = None
+    return layer
 
 
 def run_layer(layer, x, steps):
@@ -41,7 +44,9 @@ def on_rank(group, dims, counts, options):
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("counts", [[10], [5, 5], [7, 3], [1, 8, 1], [0, 6, 4]])
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False}]
+)
 def test_it_equals_the_layer_of_one_process(dims, counts, options):
     expected, for_parameters, buffers = run_layer(layer_of(dims, **options), values(dims), 2)
     ranks = echelon.simulate(on_rank, len(counts), (dims, counts, options)).results
@@ -56,6 +61,18 @@ def test_it_equals_the_layer_of_one_process(dims, counts, options):
         for got, wanted, first in zip(own, buffers, ranks[0][2], strict=True):
             torch.testing.assert_close(got, wanted)
             assert torch.equal(got, first)
+
+
+def test_a_layer_under_two_names_is_converted_under_both():
+    """Under the second name it stayed the layer of one rank."""
+    layer, block = nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3))
+    model = nn.ModuleDict({"first": layer, "second": layer, "block": block, "again": block})
+    (converted,) = echelon.simulate(lambda group: SyncBatchNorm.convert(model, group), 1).results
+    assert converted is model
+    assert type(model["first"]) is type(block[0]) is SyncBatchNorm
+    assert model["first"] is model["second"]
+    assert model["again"] is model["block"] is block
+    assert model["first"].weight is layer.weight
 
 
 def half(group, dtype):

@@ -62,6 +62,5 @@ def _in_buckets(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[list[
 
 def _write(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        values = piece.view(tensor.shape)
-        if not torch.equal(tensor, values):
-            tensor.copy_(values)
+        if not torch.equal(tensor.reshape(-1).view(torch.uint8), piece.view(torch.uint8)):  # bits: 0 is not -0
+            tensor.copy_(piece.view(tensor.shape))

@@ -39,7 +39,8 @@ class DistributedDataParallel(torch.nn.Module):
     `average="samples"`). Parameters stay the objects they are, so an optimizer may be made before or after. Those that
     no rank used keep the gradient None; those that only some used get the right mean. Every backward that reaches a
     parameter reduces, as long as this wrapper lives; a rank on which it reaches none calls `sync_gradients()` instead.
-    A rank that runs a forward and skips its backward is told, as are the others. To call `module` itself is the same.
+    A rank that runs a forward and skips its backward is told, as are the others; so is one that skips both and lets its
+    optimizer make the step. To call `module` itself is the same.
 
     Gradients are views of the buckets in which they travel, so they take no memory twice.
 
@@ -144,6 +145,7 @@ class DistributedDataParallel(torch.nn.Module):
             if self._hook is not None:
                 self._hook.at_end(self._all_parameters(), self._reducer.group)
             self.broadcast_parameters(self._last_active)
+            self._reducer.forget()
         finally:
             self._joins = False
 
@@ -302,8 +304,9 @@ class DistributedDataParallel(torch.nn.Module):
         known = {id(parameter) for _, parameter in self._named}
         named = list(self.module.named_parameters())
         if self._named and (late := [parameter for _, parameter in named if id(parameter) not in known]):
-            check_same_model(self.module, self._group, self._options)
-            broadcast_tensors(late, self._group, bucket_mb=self._bucket_mb)
+            # Where gradients travel, so that a rank which alone has new ones is told.
+            check_same_model(self.module, self._reducer.group, self._options)
+            broadcast_tensors(late, self._reducer.group, bucket_mb=self._bucket_mb)
         self._named = named
         self._watched = [parameter.requires_grad for _, parameter in named]
         trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]

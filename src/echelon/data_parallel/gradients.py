@@ -70,6 +70,8 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():  # a compiled step counts on no rank
+        return
     parameters = (parameter for each in optimizer.param_groups for parameter in each["params"])
     hooks = (hook for parameter in parameters for hook in hooks_after_gradient(parameter) if isinstance(hook, _Hook))
     told = {id(listener): listener for hook in hooks if (listener := hook.listener())}

@@ -142,8 +142,15 @@ class GradientReducer:
         self._num_forwards = (self._num_forwards or 0) + 1
 
     def note_step(self) -> None:
-        """Counts a step of an optimizer since the last reduction."""
-        self._num_steps += 1
+        """Counts a step of an optimizer of these parameters, but not one by gradients of this rank alone.
+
+        A rank may leave such a step out, if its gradients are infinite for instance.
+        """
+        self._num_steps += not self._leaves_gradients
+
+    def forget(self) -> None:
+        """Begins counting forwards, steps and samples anew. Every rank must do the same."""
+        self._num_forwards = self._num_steps = self._num_samples = 0
 
     def hide(self, index: int) -> None:
         """To be called before autograd adds to a gradient: takes it away if it is rounded from the wider memory.
@@ -235,7 +242,7 @@ class GradientReducer:
             raise
         mine = None if self._num_forwards is None else (self._num_forwards, self._num_steps)
         self._awaited, self._launched, self._summary = None, [], None
-        self._num_forwards = self._num_steps = self._num_samples = 0
+        self.forget()
         if not summary.agrees():
             raise self._mismatch(mine)
         self._give(summary)

@@ -54,10 +54,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
         """
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            return cls._like(module, group)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert(child, group))
+        known: dict[int, SyncBatchNorm] = {}  # a layer under two names stays one layer
+        for path, layer in list(module.named_modules(remove_duplicate=False)):
+            if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                new = known.setdefault(id(layer), cls._like(layer, group))
+                if layer is module:
+                    return new
+                parent, _, name = path.rpartition(".")
+                setattr(module.get_submodule(parent), name, new)
         return module
 
     @classmethod
@@ -141,7 +145,7 @@ class _Normalise(Function):
         group: ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse_std)
-        ctx.count, ctx.group = count, group
+        ctx.count, ctx.group, ctx.has_bias = count, group, bias is not None
         scale = inverse_std if weight is None else inverse_std * weight
         shift = -mean * scale if bias is None else bias - mean * scale
         return (x * _along(scale, x) + _along(shift, x)).to(x.dtype)
@@ -157,9 +161,12 @@ class _Normalise(Function):
         sums = ctx.group.all_reduce(torch.stack([for_bias, for_weight])) / ctx.count
         scale = inverse_std if weight is None else inverse_std * weight
         for_x = _along(scale, x) * (wide - _along(sums[0], x) - normal * _along(sums[1], x))
-        if weight is None:
-            return for_x.to(x.dtype), None, None, None, None, None, None
-        return for_x.to(x.dtype), for_weight.to(weight.dtype), for_bias.to(weight.dtype), None, None, None, None
+        return (
+            for_x.to(x.dtype),
+            None if weight is None else for_weight.to(weight.dtype),
+            for_bias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None,
+            *[None] * 4,
+        )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
