@@ -68,7 +68,7 @@ class Receive:
                 src,
                 theirs,
             )
-        if self.out is not None and (tuple(self.out.shape) != tuple(shape) or self.out.dtype != dtype):
+        if self.out is not None and (self.out.shape != shape or self.out.dtype != dtype):
             if not self.must_fit:
                 self.out = None
                 return None

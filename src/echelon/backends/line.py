@@ -116,8 +116,8 @@ class Memory(Protocol):
         """Says whether something was written since `look`."""
         ...
 
-    def look(self) -> None:
-        """Takes what is written by now for seen; to be called before the lines take it in."""
+    def look(self) -> bool:
+        """Takes what is written by now for seen, before the lines take it in; returns what `has_news` would have."""
         ...
 
     def look_again(self) -> None:

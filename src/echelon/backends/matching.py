@@ -54,7 +54,10 @@ class Mailbox:
         elif error := self._failure_of(receive):
             receive.work.complete(error=error)
         else:
-            self._posted.setdefault((receive.src, receive.tag), deque()).append(receive)
+            key = (receive.src, receive.tag)
+            if (queue := self._posted.get(key)) is None:
+                queue = self._posted[key] = deque()
+            queue.append(receive)
             self.num_posted += 1
             self._num_from_any += receive.src == ANY
 
@@ -152,7 +155,7 @@ class Mailbox:
 
     def unclaimed_bytes(self, src: int) -> int:
         """Returns how much memory the messages of a rank take, or are to take, that nobody has asked for."""
-        return self._unclaimed_bytes[src]
+        return self._unclaimed_bytes.get(src, 0)
 
     def unclaimed(self) -> list[Key]:
         """Returns source and tag of the messages that nobody has asked for."""

@@ -120,8 +120,7 @@ class Poller:
         for fd, mask in events:
             if handler := self._handlers.get(fd):
                 handler(mask)
-        if self._memory is not None and self._memory.has_news():
-            self._memory.look()
+        if self._memory is not None and self._memory.look():
             self._on_news()
         if self._alarms:
             now = time.monotonic()

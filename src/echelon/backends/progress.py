@@ -42,7 +42,7 @@ class Progress:
         Args:
             rank: shown in warnings and the name of the thread.
             poller: what to poll; closed by `free`.
-            is_busy: says whether anything is under way.
+            is_busy: says whether anything is under way; also called without the lock.
             may_spin: says whether the calling thread, which waits, has a core to itself.
             closed_error: makes what waits end with when the backend is closed.
         """
@@ -59,7 +59,7 @@ class Progress:
         self._is_polling = False
         self._background_polls = False
         self._background: threading.Thread | None = None
-        self._attending: dict[int, int] = {}
+        self._attendance = Attendance(self._on_leave)
 
     # Waiting
 
@@ -111,19 +111,14 @@ class Progress:
 
     def attend(self) -> Attendance:
         """Returns a context in which the calling thread waits for all that it starts. Needs no lock."""
-        return Attendance(self)
+        return self._attendance
 
-    def enter(self) -> None:
-        """Counts the calling thread among those that attend. Needs no lock: a thread changes only its own entry."""
-        thread = threading.get_ident()
-        self._attending[thread] = self._attending.get(thread, 0) + 1
+    def _on_leave(self) -> None:
+        """Leaves what is still under way to the background thread.
 
-    def leave(self) -> None:
-        """Takes back `enter`; what is still under way then is the background thread's. Takes the lock itself."""
-        thread = threading.get_ident()
-        self._attending[thread] -= 1
-        if not self._attending[thread]:
-            del self._attending[thread]
+        What the calling thread has begun it sees without the lock. Who begins something else later calls for itself.
+        """
+        if self._is_busy():
             with self.lock:
                 self.call_background()
 
@@ -131,7 +126,7 @@ class Progress:
 
     def call_background(self) -> None:
         """Has the background thread drive what is under way, unless a thread waits, or said that it will."""
-        if self._num_waiters or threading.get_ident() in self._attending or self.is_closed or not self._is_busy():
+        if self._num_waiters or self._attendance.includes_caller() or self.is_closed or not self._is_busy():
             return
         if not self._background_polls:
             self._background_wanted.notify()
@@ -199,15 +194,27 @@ class Progress:
 
 
 class Attendance:
-    """Counts the calling thread among those that wait for what they start."""
+    """The threads that wait for all that they start. Needs no lock: a thread changes only its own entry."""
 
-    __slots__ = ("_progress",)
+    __slots__ = ("_counts", "_on_leave")
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, on_leave: Callable[[], None]) -> None:
+        """Calls `on_leave` in a thread that no longer attends."""
+        self._counts: dict[int, int] = {}
+        self._on_leave = on_leave
+
+    def includes_caller(self) -> bool:
+        """Says whether the calling thread attends."""
+        return threading.get_ident() in self._counts
 
     def __enter__(self) -> None:
-        self._progress.enter()
+        thread = threading.get_ident()
+        self._counts[thread] = self._counts.get(thread, 0) + 1
 
     def __exit__(self, *_: object) -> None:
-        self._progress.leave()
+        thread = threading.get_ident()
+        count = self._counts.pop(thread)
+        if count > 1:
+            self._counts[thread] = count - 1
+        else:
+            self._on_leave()

@@ -33,6 +33,8 @@ def wait_for(backend: Backend, work: Work[T], peers: Collection[int], context: i
         PeerFailed: with the message in which it was noticed.
         EchelonError: the message failed.
     """
+    if work.has_ended and work.exception() is None:
+        return work.result()
     begun = backend.now()
     deadline = begun + timeout
     warns_at = begun + WARN_SECONDS if backend.doubts_after < math.inf else math.inf

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe, plain
@@ -101,17 +103,17 @@ class PointToPoint(Member):
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
         self._check_message(tensor)
         peer = self._peer(dst, "dst")
-        what = f"send to rank {peer}, tag {tag} of {describe(tensor.shape, tensor.dtype)}"
+        what = _sending(peer, tag, tensor.shape, tensor.dtype)
         work = self.backend.isend(plain(tensor), peer, self._tag(tag))
         work.record(self._recorded(what, tensor.nbytes))
         return work
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""
-        self._check_out(out)
+        self._check_open()
         peer = self._peer(src, "src")
         work = self.backend.irecv(peer, self._tag(tag), out=out)
-        work.record(self._recorded(f"receive from rank {peer}, tag {tag}"))
+        work.record(self._recorded(_receiving(peer, tag)))
         return work
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
@@ -166,3 +168,13 @@ class PointToPoint(Member):
         except Timeout:
             self.backend.cancel(cast("Work[Tensor]", work))
             raise
+
+
+@functools.lru_cache(256)
+def _sending(peer: int, tag: int, shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"send to rank {peer}, tag {tag} of {describe(shape, dtype)}"
+
+
+@functools.lru_cache(256)
+def _receiving(peer: int, tag: int) -> str:
+    return f"receive from rank {peer}, tag {tag}"

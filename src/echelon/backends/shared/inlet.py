@@ -102,16 +102,13 @@ class Inlet:
         self._address = at.region.address
         self._ring = at.ring(writer, at.number)
         self._max_message_bytes = max_message_bytes
-        self._taken = 0
+        self._taken = self._told_taken = 0
         self._pieces = 0
         self._arrival: _Arrival | None = None
+        self.delivery: Delivery | None = None
+        """The message that is being written."""
         self._parts: _Parts | None = None
         self._heads: dict[bytes, Head] = {}
-
-    @property
-    def delivery(self) -> Delivery | None:
-        """The message that is being written."""
-        return None if self._arrival is None else self._arrival.delivery
 
     def take_in(self, arrivals: Arrivals) -> bool:
         """Takes in the next message, or what there is of it; returns whether another may follow.
@@ -121,31 +118,26 @@ class Inlet:
         """
         if self._arrival is not None:
             return self._go_on(self._arrival)
+        ring_bytes = self._sizes.ring_bytes
         available = self._words[self._news + mail.RECORDS] - self._taken
         if not available:
-            self._answer_taken()
             return False
-        at = self._taken % self._sizes.ring_bytes
+        at = self._taken % ring_bytes
         begin = self._ring + at
-        data = self._memory[begin : begin + mail.PREFIX_BYTES]
-        prefix = mail.read_prefix(data, available, at, self._sizes.ring_bytes)
+        prefix = mail.read_prefix(self._memory[begin : begin + mail.PREFIX_BYTES], available, at, ring_bytes)
         if prefix.head_bytes:
             self._open(prefix, begin, arrivals)
         self._taken += prefix.record_bytes
-        if self._taken - self._words[self._answers + mail.TAKEN] >= self._sizes.ring_bytes // 4:
-            self._answer_taken()
-        return True
+        if self._taken - self._told_taken >= ring_bytes // 4:
+            self._told_taken = self._words[self._answers + mail.TAKEN] = self._taken
+            self._post.answer(self._writer)
+        return self._arrival is not None or available != prefix.record_bytes
 
     def fail(self, error: EchelonError) -> None:
         """Ends the message that is being written."""
         if self._arrival is not None:
             self._arrival.delivery.fail(error)
-            self._arrival = None
-
-    def _answer_taken(self) -> None:
-        if self._words[self._answers + mail.TAKEN] != self._taken:
-            self._words[self._answers + mail.TAKEN] = self._taken
-            self._post.answer(self._writer)
+            self._arrival = self.delivery = None
 
     def _open(self, prefix: mail.Prefix, begin: int, arrivals: Arrivals) -> None:
         start = begin + mail.PREFIX_BYTES
@@ -178,8 +170,8 @@ class Inlet:
             raise ProtocolError(f"part of {prefix.part_bytes} bytes at {prefix.part} for a payload of {size}")
         if self._parts is None:
             self._parts = _Parts(self._post, self._writer)
-        delivery = arrivals.open(head, comes_whole=expected == size)
-        self._arrival = _Arrival(head, delivery, prefix, self._parts, self._pieces)
+        self.delivery = arrivals.open(head, comes_whole=expected == size)
+        self._arrival = _Arrival(head, self.delivery, prefix, self._parts, self._pieces)
 
     def _go_on(self, arrival: _Arrival) -> bool:
         drained = arrival.num_drained
@@ -196,7 +188,7 @@ class Inlet:
         return True
 
     def _end(self, arrival: _Arrival) -> None:
-        self._arrival = None
+        self._arrival = self.delivery = None
         self._pieces += arrival.num_pieces
         self._words[self._answers + mail.DRAINED] = self._pieces
         assert self._parts is not None

@@ -34,7 +34,7 @@ class SharedLine(Line):
 
     @property
     def wants_to_write(self) -> bool:  # noqa: D102
-        return self._outlet.is_waiting
+        return bool(self._outlet.queue)
 
     @property
     def owes(self) -> bool:  # noqa: D102

@@ -7,7 +7,7 @@ Each rank, the *writer*, has for each other, the *reader*:
         1  pieces    pieces of large messages that are written, of all messages together
         2  waiting   1 while the writer waits for answers, because something has no room
     answers     64 bytes  words that the reader stores, in the writer's row of answers
-        0  taken     bytes of records that were taken out of the ring
+        0  taken     bytes of records that were taken out of the ring, told when they are a quarter of it
         1  drained   pieces that the reader is done with, of all messages together
         2  freed     changes whenever a part of the arena was freed
     ring        256 KiB   records, one behind the other; each is the head of a message, a small one's payload included
@@ -27,6 +27,7 @@ nothing.
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import NamedTuple
 
@@ -150,6 +151,22 @@ def record_bytes(head_bytes: int, payload_bytes: int) -> int:
     return _up(payload_at(head_bytes) + payload_bytes, ALIGNMENT)
 
 
+class SmallRecord(NamedTuple):
+    """That of a message whose payload stands in it."""
+
+    size: int
+    payload_at: int
+    start: bytes
+    """Prefix and head."""
+
+
+@functools.lru_cache(1024)
+def small_record(head: bytes, payload_bytes: int) -> SmallRecord:
+    """Returns the record of a message, as of most that were sent before."""
+    size = record_bytes(len(head), payload_bytes)
+    return SmallRecord(size, payload_at(len(head)), Prefix(size, len(head)).encode() + head)
+
+
 def place_for(size: int, records: int, taken: int, ring_bytes: int) -> Place | None:
     """Returns where a record of `size` bytes goes; None: it does not fit before more is taken.
 
@@ -163,7 +180,7 @@ def place_for(size: int, records: int, taken: int, ring_bytes: int) -> Place | N
     skip = ring_bytes - at if at + size > ring_bytes else 0
     if records + skip + size - taken > ring_bytes:
         return None
-    return Place((at + skip) % ring_bytes, skip)
+    return Place(0 if skip else at, skip)
 
 
 def read_prefix(data: bytes, available: int, at: int, ring_bytes: int) -> Prefix:
@@ -178,12 +195,17 @@ def read_prefix(data: bytes, available: int, at: int, ring_bytes: int) -> Prefix
     Raises:
         ProtocolError: it cannot be a record.
     """
-    prefix = Prefix(*_PREFIX.unpack(data))
+    prefix = _decode(data)
     size = prefix.record_bytes
     whole = 0 < size <= min(available, ring_bytes - at) and size % ALIGNMENT == 0
     if not whole or available > ring_bytes or prefix.head_bytes > min(_MAX_HEAD_BYTES, size - PREFIX_BYTES):
         raise ProtocolError(f"record of {size} bytes, {available} of them there: the peer does not speak this protocol")
     return prefix
+
+
+@functools.lru_cache(256)
+def _decode(data: bytes) -> Prefix:
+    return Prefix(*_PREFIX.unpack(data))  # mostly that of a message before
 
 
 def _up(number: int, multiple: int) -> int:

@@ -63,7 +63,8 @@ class Outlet:
         self._memory = at.region.memory
         self._ring = at.ring(at.number, reader)
         self._ring_address = at.region.address + self._ring
-        self._queue: deque[_Outgoing] = deque()
+        self.queue: deque[_Outgoing] = deque()
+        """What is not written yet."""
         self._waits = False
         self._records = self._pieces = self._number = 0
         self._arena = Arena()
@@ -74,14 +75,9 @@ class Outlet:
         self._freed = 0
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether something is queued."""
-        return bool(self._queue)
-
-    @property
     def owes(self) -> bool:
         """Whether something is queued that somebody waits for."""
-        return any(outgoing.work is not None for outgoing in self._queue)
+        return any(outgoing.work is not None for outgoing in self.queue)
 
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
         """Writes a message, or queues it; `work` is completed when all of it is written.
@@ -92,16 +88,16 @@ class Outlet:
             tag: of the message.
             work: see above.
         """
-        if not self._queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor):
+        if not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor):
             work.complete()
             return
-        self._queue.append(_Outgoing(head, tensor, tag, work, self._sizes.num_pieces(tensor.nbytes)))
+        self.queue.append(_Outgoing(head, tensor, tag, work, self._sizes.num_pieces(tensor.nbytes)))
         self.flush()
 
     def flush(self) -> None:
         """Writes of what is queued as much as there is room for."""
         self._write_all()
-        if bool(self._queue) != self._waits:
+        if bool(self.queue) != self._waits:
             self._waits = not self._waits
             self._post.num_waiting += 1 if self._waits else -1
             self._words[self._news + mail.WAITING] = self._waits
@@ -110,15 +106,15 @@ class Outlet:
                 self._write_all()  # an answer that came before the reader could know that it is waited for
 
     def _write_all(self) -> None:
-        while self._queue and self._write(self._queue[0]):
-            outgoing = self._queue.popleft()
+        while self.queue and self._write(self.queue[0]):
+            outgoing = self.queue.popleft()
             if outgoing.work is not None:
                 outgoing.work.complete()
 
     def abandon(self, context: int, error: EchelonError) -> None:
         """Ends the messages of a context's collectives that are queued; one that has begun goes on, but for nobody."""
         kept: deque[_Outgoing] = deque()
-        for outgoing in self._queue:
+        for outgoing in self.queue:
             if not outgoing.tag.is_collective_of(context):
                 kept.append(outgoing)
                 continue
@@ -127,14 +123,14 @@ class Outlet:
                 outgoing.work = None
             if outgoing.part >= 0:
                 kept.append(outgoing)
-        self._queue = kept
+        self.queue = kept
 
     def fail(self, error: EchelonError) -> None:
         """Ends everything that is queued."""
-        for outgoing in self._queue:
+        for outgoing in self.queue:
             if outgoing.work is not None:
                 outgoing.work.complete(error=error)
-        self._queue.clear()
+        self.queue.clear()
         self._post.num_waiting -= self._waits
         self._waits = False
 
@@ -159,17 +155,18 @@ class Outlet:
 
     def _put(self, head: bytes, tensor: torch.Tensor) -> bool:
         """Puts a small message into the ring; returns False if there is no room."""
-        size = mail.record_bytes(len(head), tensor.nbytes)
+        num_bytes = tensor.nbytes
+        size, payload_at, start = mail.small_record(head, num_bytes)
         at = self._room(size)
         if at is None:
             return False
-        payload = mail.payload_at(len(head))
-        self._memory[self._ring + at : self._ring + at + mail.PREFIX_BYTES + len(head)] = (
-            mail.Prefix(size, len(head)).encode() + head
-        )
-        if tensor.nbytes:
-            ctypes.memmove(self._ring_address + at + payload, tensor.data_ptr(), tensor.nbytes)
-        self._publish(size)
+        begin = self._ring + at
+        self._memory[begin : begin + len(start)] = start
+        if num_bytes:
+            ctypes.memmove(self._ring_address + at + payload_at, tensor.data_ptr(), num_bytes)
+        self._records += size
+        self._words[self._news + mail.RECORDS] = self._records
+        self._post.knock(self._reader)
         return True
 
     def _begin(self, outgoing: _Outgoing) -> bool:
@@ -207,11 +204,6 @@ class Outlet:
             self._memory[at : at + mail.PREFIX_BYTES] = mail.Prefix(place.skip, 0).encode()
             self._records += place.skip
         return place.start
-
-    def _publish(self, size: int) -> None:
-        self._records += size
-        self._words[self._news + mail.RECORDS] = self._records
-        self._post.knock(self._reader)
 
     def _copy_piece(self, outgoing: _Outgoing, slot: int) -> None:
         num_bytes, piece_bytes = outgoing.tensor.nbytes, self._sizes.piece_bytes

@@ -116,10 +116,13 @@ class Post:
             self.num_waiting > 0 and memory[self._answers] != self._seen_answers
         )
 
-    def look(self) -> None:
-        """Takes what is written now for seen; to be called before the lines are looked at."""
-        self._seen_news = self.region.memory[self._news]
-        self._seen_answers = self.region.memory[self._answers]
+    def look(self) -> bool:
+        """Takes what is written now for seen, before the lines take it in; returns what `has_news` would have."""
+        memory = self.region.memory
+        news, answers = memory[self._news], memory[self._answers]
+        has_news = news != self._seen_news or (self.num_waiting > 0 and answers != self._seen_answers)
+        self._seen_news, self._seen_answers = news, answers
+        return has_news
 
     def look_again(self) -> None:
         """Takes back `look`: not all was taken in."""
