@@ -1,0 +1,120 @@
+"""Where does the time of a pipeline's step go that is not computing?
+
+    python benchmarks/pipeline/parts.py
+
+First what each part of a message takes alone, in one process. Then what one rank that holds all stages adds to the
+arithmetic, with no messages at all. Then steps of two ranks that look for 0.2, 2 or 20 ms at what the other writes
+before they sleep, in turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import timeit
+from collections.abc import Callable
+
+import torch
+from run import RANKS, Alone, Work, equal_parts, loss_of, measure, our_step, schedule_of
+
+import echelon
+from echelon.backends import poller, wire
+from echelon.backends.line import Head
+from echelon.backends.tag import Tag
+from echelon.backends.tcp import message_head
+from echelon.backends.work import Work as Operation
+from echelon.pipeline import Pipeline, keyed, schedules
+from echelon.pipeline.buffers import Buffers
+from echelon.pipeline.nested import structure_of
+
+TINY = Work(8, 16, 16, 8)
+LOOKS = (0.2e-3, 2e-3, 20e-3)
+"""Seconds."""
+NAMES = ("gpipe", "1f1b", "zb-v", "interleaved-1f1b", "dualpipe-v")
+
+
+def parts_of_a_message() -> dict[str, float]:
+    """Returns microseconds."""
+    tensor = torch.randn(TINY.samples, 512, requires_grad=True) * 1
+    other = torch.empty_like(tensor).detach()
+    numbers = itertools.count()
+    head = message_head(Tag(7, 1 << 63), tensor.dtype, tensor.shape, "[true]")
+    header, extra = head[: wire.HEADER_BYTES], head[wire.HEADER_BYTES :]
+    buffers = Buffers()
+
+    def draw() -> None:
+        with keyed(1, 2, 3):
+            pass
+
+    found: dict[str, Callable[[], object]] = {
+        "structure of the value": lambda: structure_of(tensor),
+        "head, written": lambda: message_head(Tag(7, next(numbers)), tensor.dtype, tensor.shape, "[true]"),
+        "head, read": lambda: Head.of(wire.decode(header, extra, 1 << 40)),
+        "a Work": lambda: Operation(None, "a message", 1.0),  # type: ignore[arg-type]
+        "a buffer": lambda: buffers.take(tensor.shape, tensor.dtype, tensor.device),
+        "a copy of 32 KiB": lambda: other.copy_(tensor.detach()),
+        "random numbers of a forward": draw,
+    }
+    return {name: min(timeit.repeat(part, number=2000, repeat=9)) / 2000 * 1e6 for name, part in found.items()}
+
+
+def alone(name: str) -> tuple[int, float, float]:
+    """Returns a rank's actions, what each takes more than its arithmetic, and what is around them (microseconds)."""
+    with echelon.init() as group:
+        schedule = schedules.build(name, num_ranks=1, num_microbatches=TINY.microbatches)
+        pipe = Pipeline(list(equal_parts(TINY.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
+        step, bare = our_step(pipe, TINY), None
+        inside, around = [], []
+        for _ in range(60):
+            began = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - began
+            bare = bare or Alone(pipe, TINY, 0)
+            bare.step()
+            count = len(pipe.schedule.orders[0])
+            arithmetic = TINY.microbatches * sum(sum(row[1:]) for row in bare.rounds[-1])
+            makespan = float(pipe.timeline.makespan)
+            inside.append((makespan - arithmetic) / count)
+            around.append(seconds - makespan)
+        return count, statistics.median(inside[10:]) * 1e6, statistics.median(around[10:]) * 1e6
+
+
+def looking(group: echelon.ProcessGroup) -> list[list[float]]:
+    """Returns for each schedule the median milliseconds of a step with each of LOOKS."""
+    torch.set_num_threads(1)
+    rows = []
+    for name in NAMES:
+        schedule = schedule_of(TINY, group.rank, name)
+        pipe = Pipeline(list(equal_parts(TINY.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
+        step = our_step(pipe, TINY)
+
+        def stepping(seconds: float, step: Callable[[], None] = step) -> Callable[[], None]:
+            def run() -> None:
+                poller._MEMORY_SPIN_SECONDS = seconds
+                step()
+
+            return run
+
+        times = measure(group, [stepping(seconds) for seconds in LOOKS], 25)
+        slowest = group.all_reduce(torch.tensor(times, dtype=torch.float64), "max")
+        rows.append([row.median().item() * 1e3 for row in slowest])
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print("| part of a message | us |\n|---|---|")
+    for part, microseconds in parts_of_a_message().items():
+        print(f"| {part} | {microseconds:.1f} |")
+    print("\n| one rank, no messages | actions | us per action | us around a step |\n|---|---|---|---|")
+    for name in ("1f1b", "zb-v"):
+        count, inside, around = alone(name)
+        print(f"| {name} | {count} | {inside:.0f} | {around:.0f} |")
+    print("\n| ms, looking for | 0.2 ms | 2 ms | 20 ms |\n|---|---|---|---|")
+    for name, row in zip(NAMES, echelon.spawn(looking, RANKS)[0], strict=True):
+        print(f"| {name} | {' | '.join(f'{milliseconds:.2f}' for milliseconds in row)} |")
+
+
+if __name__ == "__main__":
+    main()
