@@ -35,6 +35,8 @@ def test_ranks_with_fewer_batches_join(run, num_batches, mode):
         assert all(torch.equal(state[name], ranks[0][name]) for name in state)
     moved = not torch.equal(ranks[0]["0.weight"], fill(nn.Linear(4, 3)).weight)
     assert moved == (max(num_batches) > 0)
+    # Each batch had two forwards; buffers came from a rank that still had batches.
+    assert ranks[0]["1.num_batches_tracked"] == 2 * max(num_batches)
 
 
 def last_step(group, num_batches, average):
