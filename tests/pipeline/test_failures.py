@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.pipeline import Pipeline, schedules
+from echelon.pipeline import Pipeline, interpreter, pipeline, schedules
 from tests.backends.forked import run_forked
 from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
 from tests.pipeline.named import sizes_of
@@ -232,6 +232,24 @@ def test_a_loss_that_is_not_finite_names_its_microbatch():
     assert "the loss of microbatch 2 is nan" in last[1]
     assert first[0] == "PeerFailed"
     assert "NotFinite in 1F2, forward of microbatch 2 in stage 1: the loss of microbatch 2 is nan" in first[1]
+
+
+def test_losses_on_a_device_are_read_once_a_step_and_the_microbatch_is_named_all_the_same(monkeypatch):
+    """Reading each would have the CPU wait for the device in every microbatch. A stand-in: all losses are elsewhere."""
+    for module in (interpreter, pipeline):
+        monkeypatch.setattr(module, "is_here", lambda _: False)
+    reads = []
+    check = pipeline.check_finite
+    monkeypatch.setattr(
+        pipeline, "check_finite", lambda losses, advice: (reads.append(len(losses)), check(losses, advice))
+    )
+    first, last = simulate(not_finite, 2)
+    assert last[0] == "NotFinite"
+    assert "the loss of microbatch 2 is nan" in last[1]
+    assert "gradients of it were added" in last[1]
+    assert first[0] == "PeerFailed"
+    assert "NotFinite: the loss of microbatch 2 is nan" in first[1]
+    assert reads == [3]
 
 
 class Detaches(nn.Module):

@@ -7,13 +7,12 @@ directly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-from echelon.errors import NotFinite, UnsupportedOp
+from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline import lowering
 from echelon.pipeline.action import Action, actions_of
@@ -21,7 +20,7 @@ from echelon.pipeline.autocast import outside_autocast
 from echelon.pipeline.batch import Batch
 from echelon.pipeline.clock import clock_for
 from echelon.pipeline.junctions import Gradient
-from echelon.pipeline.loss import check_loss, check_metrics
+from echelon.pipeline.loss import check_finite, check_loss, check_metrics, is_here
 from echelon.pipeline.lowering import Instruction, Program, Transfer
 from echelon.pipeline.meter import Meter
 from echelon.pipeline.nested import Value, tensors_of
@@ -200,12 +199,8 @@ class Interpreter:
                 f"the loss of microbatch {microbatch} depends on nothing that requires a gradient: use forward(), or "
                 "unfreeze a parameter"
             )
-        value = loss.item()
-        if not math.isfinite(value):
-            raise NotFinite(
-                f"the loss of microbatch {microbatch} is {value}: look at its samples and at the learning rate; no "
-                "gradient of it was added"
-            )
+        if is_here(loss):  # those on a device are read at the end of the step, all at once
+            check_finite({microbatch: loss}, "no gradient of it was added")
         self._batch.losses[microbatch] = loss.detach() * self._batch.scale.factor(microbatch)
 
     def _input(self, action: Action) -> Value:

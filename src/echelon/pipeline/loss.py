@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from echelon.backends.work import Work
-from echelon.errors import SizeMismatch
+from echelon.errors import NotFinite, SizeMismatch
 from echelon.group import ProcessGroup
 from echelon.pipeline.microbatch import batch_size
 from echelon.pipeline.nested import Value, tensors_of
@@ -88,6 +89,30 @@ def check_loss(loss: object) -> torch.Tensor:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SizeMismatch("a tensor with one element", got, "loss_fn(output, target)", "reduce it to one number")
     return loss.reshape(())
+
+
+def is_here(loss: torch.Tensor) -> bool:
+    """Says whether a loss can be read without waiting for a device."""
+    return loss.is_cpu
+
+
+def check_finite(losses: Mapping[int, torch.Tensor], advice: str) -> None:
+    """Reads the losses of some microbatches, all at once.
+
+    Args:
+        losses: by microbatch, on one device.
+        advice: what has become of the gradients.
+
+    Raises:
+        NotFinite: one of them is not; of the first such microbatch.
+    """
+    values = torch.stack(list(losses.values())).tolist() if losses else []
+    for microbatch, value in sorted(zip(losses, values, strict=True)):
+        if not math.isfinite(value):
+            raise NotFinite(
+                f"the loss of microbatch {microbatch} is {value}: look at its samples and at the learning rate; "
+                f"{advice}"
+            )
 
 
 def check_metrics(found: object, measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from echelon.pipeline.batch import Batch
 from echelon.pipeline.by_hand import ByHand
 from echelon.pipeline.cut import Parts, StageMaker, keep
 from echelon.pipeline.fuse import split_stages
-from echelon.pipeline.loss import Metrics, Objective, Reduction, num_samples
+from echelon.pipeline.loss import Metrics, Objective, Reduction, check_finite, is_here, num_samples
 from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
 from echelon.pipeline.nested import Value
@@ -362,9 +362,11 @@ class Pipeline:
         """Gives every rank the loss, and when each step of every rank ran."""
         loss = None
         if self.is_last:
-            loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
-            if self._data_parallel is not None:
-                with self._runtime.failures.told():
+            with self._runtime.failures.told():
+                unread = {microbatch: loss for microbatch, loss in batch.losses.items() if not is_here(loss)}
+                check_finite(unread, "gradients of it were added: set them to None before you go on")
+                loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
+                if self._data_parallel is not None:
                     self._data_parallel.all_reduce(loss)
         told = tell(self._group, self.schedule, times, batch, loss)
         self._times = told.times
