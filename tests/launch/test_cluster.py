@@ -155,6 +155,21 @@ def test_torchrun_on_two_hosts(script, environ, tmp_path):
         assert lines_of(*hosts.run(static, second)) == EXPECTED_ON_TWO_HOSTS  # with a secret from torch's store
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torch_s_own_ddp_on_two_hosts_over_echelon(environ, tmp_path):
+    """Under `init_process_group("echelon")`, with a secret of the user's, and with one from torch's store."""
+    script = ROOT / "examples" / "interop" / "train_ddp.py"
+    first = documented("torchrun --nnodes 2 --node-rank 0", script)
+    second = shlex.split(shlex.join(first).replace("--node-rank 0", "--node-rank 1"))
+    with two_hosts(tmp_path) as hosts:
+        for secret in ({"ECHELON_SECRET": SECRET}, {}):
+            (line,) = lines_of(*hosts.run(first, second, **secret))
+            found = re.fullmatch(r"loss (\d\.\d+) on 4 ranks over echelon", line)
+            assert found, line
+            assert float(found[1]) < 0.5
+
+
 @OPEN_MPI
 @pytest.mark.slow
 @pytest.mark.timeout(300)
