@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from sine import train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,14 +23,8 @@ def sharded_model():
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def train(model, optimizer, generator):
-    for _ in range(50):
-        inputs = torch.randn(32, 8, generator=generator)
-        loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.all_reduce(loss.detach(), dist.ReduceOp.AVG)
+def mean_loss(loss):
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
     return loss.item()
 
 
@@ -43,17 +38,17 @@ folder = sys.argv[1] if len(sys.argv) > 1 else "checkpoint"
 generator = torch.Generator().manual_seed(dist.get_rank())
 torch.manual_seed(0)
 model, optimizer = sharded_model()
-train(model, optimizer, generator)
+train(model, optimizer, generator, steps=50)
 dcp.save(state_of(model, optimizer), checkpoint_id=folder)  # every rank writes its part
 here = generator.get_state()
-undisturbed = train(model, optimizer, generator)
+undisturbed = mean_loss(train(model, optimizer, generator, steps=50))
 
 model, optimizer = sharded_model()  # another start, with other weights
 state = state_of(model, optimizer)
 dcp.load(state, checkpoint_id=folder)
 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 generator.set_state(here)
-resumed = train(model, optimizer, generator)
+resumed = mean_loss(train(model, optimizer, generator, steps=50))
 
 if dist.get_rank() == 0:
     print(f"loss {resumed:.3f} after a resume, {undisturbed:.3f} without, on {dist.get_world_size()} ranks")

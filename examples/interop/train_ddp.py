@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from sine import report, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,14 +14,5 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Li
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(dist.get_rank())
 
-for _ in range(100):
-    inputs = torch.randn(32, 8, generator=generator)
-    loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-dist.all_reduce(loss.detach(), dist.ReduceOp.AVG)
-if dist.get_rank() == 0:
-    print(f"loss {loss:.3f} on {dist.get_world_size()} ranks over {dist.get_backend()}")
+report(train(model, optimizer, generator))
 dist.destroy_process_group()

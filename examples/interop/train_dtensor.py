@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from sine import report, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -16,13 +17,5 @@ model = parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwisePa
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(0)  # all ranks see the same batch
 
-for _ in range(100):
-    inputs = torch.randn(64, 8, generator=generator)
-    loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-if dist.get_rank() == 0:
-    print(f"loss {loss:.3f} on {dist.get_world_size()} ranks over {dist.get_backend()}")
+report(train(model, optimizer, generator, samples=64))
 dist.destroy_process_group()

@@ -37,6 +37,7 @@ __all__ = [
     "guards_of",
     "hooks_after_gradient",
     "make_process_group",
+    "operators_of",
     "register_work",
     "resolve_process_group",
     "run_backward",
@@ -182,6 +183,12 @@ def all_gather_into(group: dist.ProcessGroup, out: torch.Tensor, tensor: torch.T
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """Returns the group of a name."""
     return _resolve_process_group(GroupName(name))
+
+
+def operators_of(namespace: str) -> tuple[str, ...]:
+    """Returns the names of all operators of a namespace, sorted; `dir(torch.ops...)` has those that were used."""
+    known = [each.partition("::") for each in torch._C._dispatch_get_all_op_names()]
+    return tuple(sorted(name for space, _, name in known if space == namespace))
 
 
 def fail_when_unwrapped(future: torch.futures.Future[T], error: Exception) -> None:

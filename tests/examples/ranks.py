@@ -35,6 +35,8 @@ def run_example(name):
     other's. Processes that are started later would then run the script again.
     """
     path = EXAMPLES / name
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
     exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
 
 
