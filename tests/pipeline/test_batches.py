@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.pipeline import Pipeline
+from echelon.pipeline import Pipeline, interpreter, loss
 from tests.pipeline.test_pipeline import gradients_of, make_batch, make_model, train_alone
 
 
@@ -184,6 +184,18 @@ def test_metrics_are_of_the_whole_batch_and_everywhere(run, replicas, reduction)
     times = 2 if reduction == "sum" else 1  # added up over two equal microbatches
     for found in run(measured, 2 * replicas, replicas, reduction):
         assert found == pytest.approx({"error": error * times, "wide": 6.0 * times}, rel=1e-12)
+
+
+def test_metrics_on_a_device_are_read_at_the_end_of_the_step(monkeypatch):
+    """A stand-in: every tensor is elsewhere."""
+    kept, check = [], interpreter.check_metrics
+    monkeypatch.setattr(loss, "is_here", lambda _: False)
+    monkeypatch.setattr(interpreter, "check_metrics", lambda *given: kept.append(check(*given)) or kept[-1])
+    read, then = echelon.simulate(measured, 2, (1, "mean"), timeout=20.0).results
+    assert [type(found["error"]) for found in kept] == [torch.Tensor] * 2
+    assert not any(found["error"].requires_grad for found in kept)
+    monkeypatch.undo()
+    assert read == then == echelon.simulate(measured, 2, (1, "mean"), timeout=20.0).results[0]
 
 
 def bad_metrics(group):

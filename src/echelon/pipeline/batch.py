@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from echelon.pipeline.loss import LossScale, Metrics
+from echelon.pipeline.loss import LossScale, Metrics, Number
 from echelon.pipeline.nested import Value
 from echelon.pipeline.randomness import Key
 
@@ -38,5 +38,5 @@ class Batch:
     """Without a loss_fn, for each microbatch the gradients of the tensors of the output that require one."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
-    measured: dict[int, dict[str, float]] = field(default_factory=dict)
+    measured: dict[int, dict[str, Number]] = field(default_factory=dict)
     """What `metrics` gave."""

@@ -17,6 +17,8 @@ from echelon.pipeline.nested import Value, tensors_of
 Reduction = Literal["mean", "sum"]
 Metrics: TypeAlias = Callable[[Value, Value], Mapping[str, torch.Tensor | float]]
 """metrics(output, target): numbers by name."""
+Number: TypeAlias = torch.Tensor | float
+"""One number; a tensor of one element while it has not been read."""
 
 
 class Objective(NamedTuple):
@@ -91,9 +93,9 @@ def check_loss(loss: object) -> torch.Tensor:
     return loss.reshape(())
 
 
-def is_here(loss: torch.Tensor) -> bool:
-    """Says whether a loss can be read without waiting for a device."""
-    return loss.is_cpu
+def is_here(number: torch.Tensor) -> bool:
+    """Says whether a number can be read without waiting for a device."""
+    return number.is_cpu
 
 
 def check_finite(losses: Mapping[int, torch.Tensor], advice: str) -> None:
@@ -115,8 +117,8 @@ def check_finite(losses: Mapping[int, torch.Tensor], advice: str) -> None:
             )
 
 
-def check_metrics(found: object, measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Returns metrics as numbers.
+def check_metrics(found: object, measured: Mapping[int, Mapping[str, Number]]) -> dict[str, Number]:
+    """Returns metrics as numbers; those on a device stay tensors, so that nobody waits for it.
 
     Args:
         found: what the function returned.
@@ -145,9 +147,9 @@ def check_metrics(found: object, measured: Mapping[int, Mapping[str, float]]) ->
     )
 
 
-def _number(value: object) -> float | None:
+def _number(value: object) -> Number | None:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value.item())
+        return float(value.item()) if is_here(value) else value.detach()
     return float(value) if isinstance(value, int | float) else None
 
 
