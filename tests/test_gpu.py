@@ -10,7 +10,9 @@ import torch
 
 import echelon
 from echelon.calls.gpu_policy import VARIABLE
+from echelon.pipeline import Pipeline
 from tests.cases import ALL_DTYPES, Case, call, check, expected, ops_of
+from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
 
 DEVICE = "cuda"
 NCCL = "nccl"
@@ -203,3 +205,56 @@ def test_data_parallelism_gives_the_gradient_of_one_process(run):
     alone(torch.arange(32.0).view(4, 8) / 32).square().mean().backward()
     for gradient in run(train):
         torch.testing.assert_close(gradient, alone.weight.grad)
+
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need a GPU each")
+
+
+def talk(group):
+    """Messages both ways at once, in different orders, behind what the stream still has to compute."""
+    other = 1 - group.rank
+    large = torch.ones(2000, 2000, device=group.device)
+    for _ in range(20):
+        large = large @ large / 2000
+    sent = [group.isend(large[: 10 + tag].contiguous() * (tag + 1), other, tag) for tag in range(4)]
+    order = range(4) if group.rank == 0 else reversed(range(4))
+    came = {tag: group.recv(other, tag) * 2 for tag in order}
+    for work in sent:
+        work.wait()
+    place = torch.zeros(3, device=group.device)
+    swapped = group.sendrecv(torch.full((3,), group.rank + 1.0, device=group.device), other, other, 9, out=place)
+    assert swapped is place
+    return (
+        [on_host(came[tag]).unique().tolist() for tag in range(4)],
+        [len(came[tag]) for tag in range(4)],
+        place.tolist(),
+    )
+
+
+@TWO_GPUS
+def test_messages_over_nccl(pool):
+    results = pool.run(talk, 2, backend=NCCL, timeout=60.0)
+    for rank, (values, lengths, place) in enumerate(results):
+        assert values == [[2.0], [4.0], [6.0], [8.0]]
+        assert lengths == [10, 11, 12, 13]
+        assert place == [2.0 - rank] * 3
+
+
+def train_in_stages(group):
+    model = make_model(4, torch.float32).to(group.device)
+    pipe = Pipeline(model, group, "1f1b", 6, torch.nn.functional.mse_loss)
+    inputs, target = (tensor.to(group.device) for tensor in make_batch(12, torch.float32))
+    losses = [pipe.step(inputs, target=target).loss.item() for _ in range(2)]
+    return losses, {name: on_host(value.grad) for name, value in pipe.named_parameters()}
+
+
+@TWO_GPUS
+def test_a_pipeline_over_nccl_gives_the_gradients_of_one_process(pool):
+    results = pool.run(train_in_stages, 2, backend=NCCL, timeout=60.0)
+    model = make_model(4, torch.float32)
+    wanted = [train_alone(model, make_batch(12, torch.float32), 6).item() for _ in range(2)]
+    expected = gradients(model)
+    for losses, found in results:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name])
