@@ -71,43 +71,51 @@ def cases(world_size):
         yield (second, first), (number + 1) % world_size
 
 
+def half(world_size):
+    """Gives every pair one way round: now the one, now the other."""
+    both = list(cases(world_size))
+    return [both[2 * number + number % 3 % 2] for number in range(len(PAIRS))]
+
+
 def disagree(groups, pair, odd):
     with ThreadPoolExecutor(len(groups)) as threads:
         return list(threads.map(lambda group: play(group, pair[group.rank != odd]), groups))
 
 
-def disagree_in_turns(world):
-    """Plays every case in a group of its own, several beside each other."""
+def disagree_in_turns(world, chosen):
+    """Plays cases, each in a group of its own, several beside each other."""
     worlds = [ProcessGroup(backend, timeout=SECONDS) for backend in world]
-    every = list(cases(len(world)))
     with ThreadPoolExecutor(64) as threads:
         jobs = []
-        for pair, odd in every:
+        for pair, odd in chosen(len(world)):
             groups = [group.subgroup(range(len(world))) for group in worlds]
             jobs.append((threads.submit(disagree, groups, pair, odd), pair, odd))
         for job, pair, odd in jobs:
             check(job.result(), pair, odd)
 
 
-SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 4)]
+def sizes(quick):
+    """Gives worlds with half of all cases in a quick test, and all worlds and cases in a slow one."""
+    slow = [pytest.param(size, cases, marks=pytest.mark.slow) for size in (2, 3, 4)]
+    return pytest.mark.parametrize(("world_size", "chosen"), [pytest.param(quick, half), *slow])
 
 
-@pytest.mark.parametrize("world_size", [SLOW[0], 3, SLOW[2]])
-def test_on_free_running_ranks(world_size):
-    disagree_in_turns(SimulatedBackend.create_group(world_size))
+@sizes(3)
+def test_on_free_running_ranks(world_size, chosen):
+    disagree_in_turns(SimulatedBackend.create_group(world_size), chosen)
 
 
-@pytest.mark.parametrize("world_size", [2, *SLOW[1:]])
-def test_over_tcp(world_size):
+@sizes(2)
+def test_over_tcp(world_size, chosen):
     with tcp_world(world_size) as world:
-        disagree_in_turns(world)
+        disagree_in_turns(world, chosen)
 
 
 @pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("world_size", [2, *SLOW[1:]])
-def test_over_gloo(world_size, shares):
+@sizes(2)
+def test_over_gloo(world_size, chosen, shares):
     with gloo_world(world_size, shares=shares) as world:
-        disagree_in_turns(world)
+        disagree_in_turns(world, chosen)
 
 
 def play_one_case(group, pair, odd):

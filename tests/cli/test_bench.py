@@ -1,9 +1,9 @@
 """`echelon bench`: on simulated ranks, on processes, beside others, and as a rank that was started already."""
 
+import contextlib
+import io
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -118,14 +118,23 @@ def test_processes_beside_mpi(capfd):
     assert all(measured["wrong"] == 0 for measured in row["subjects"].values())
 
 
-def test_it_measures_as_the_rank_that_it_was_started_as():
+def bench_as_rank(group, options):
+    """Runs the command in a process that is a rank already; returns its status, and what it printed."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        for name, value in {"RANK": group.rank, "WORLD_SIZE": group.world_size, "LOCAL_RANK": group.rank}.items():
+            patch.setenv(name, str(value))
+        for name, value in {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20000"}.items():
+            patch.setenv(name, value)
+        return main(options), out.getvalue()
+
+
+def test_it_measures_as_the_rank_that_it_was_started_as(pool):
     options = ["bench", "broadcast", "--root", "1", "--backend", "tcp", "--min", "1K", "--max", "1K", "--turns", "1"]
-    command = [sys.executable, "-m", "echelon", "run", "-n", "2", "-m", "echelon", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert ended.returncode == 0, ended.stderr
-    assert "[0] # broadcast: 2 ranks on 1 host over tcp, median of 1 turn; " in ended.stdout
-    assert "[0] # wrong values: 0, OK" in ended.stdout
-    assert "[1]" not in ended.stdout
+    (status, out), other = pool.run(bench_as_rank, 2, options, backend="tcp")
+    assert status == 0
+    assert out.startswith("# broadcast: 2 ranks on 1 host over tcp, median of 1 turn; ")
+    assert "\n# wrong values: 0, OK\n" in out
+    assert other == (0, "")
 
 
 def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
