@@ -33,9 +33,9 @@ collectives = typer.Typer(
 """`echelon plan` where a collective is named: other options than those of a pipeline's schedule."""
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("plan")(plan)
-app.command("bench")(bench)
-app.command("tune")(tune)
-app.command("doctor")(doctor)
+app.command("bench", short_help="Measures how fast collectives are here.")(bench)
+app.command("tune", short_help="Finds the best algorithms for this system.")(tune)
+app.command("doctor", short_help="Says what would stop a run on this host.")(doctor)
 collectives.command()(plan_collective)
 
 
