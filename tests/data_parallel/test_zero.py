@@ -281,3 +281,16 @@ def load_a_fresh_state(group):
 
 def test_loading_a_state_forgets_the_old_one():
     assert echelon.simulate(load_a_fresh_state, 2).results == [0, 0]
+
+
+def step_with_strides(group):
+    """The gradient lies in memory in another order than the parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    parameter.grad = torch.arange(12.0).view(4, 3).t()
+    ZeroOptimizer(torch.optim.SGD, [parameter], group, lr=1.0).step()
+    return parameter.detach()
+
+
+def test_a_gradient_may_lie_in_memory_in_another_order():
+    for got in echelon.simulate(step_with_strides, 2).results:
+        assert torch.equal(got, -torch.arange(12.0).view(4, 3).t())
