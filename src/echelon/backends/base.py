@@ -188,6 +188,13 @@ class Backend(ABC):
         """
         return None
 
+    def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: ARG002
+        """Says whether a message of so many bytes from a rank is received in the memory that it was written to.
+
+        It is then copied only if `out=` is given. Memory for what nobody takes is limited; beyond that it is copied.
+        """
+        return False
+
     def aside(self, context: int) -> Aside | None:  # noqa: ARG002
         """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none."""
         return None

@@ -2,8 +2,8 @@
 
 A value is one message per tensor. The note of the first is the structure, and shapes and dtypes travel along, so
 nothing is agreed beforehand. The receiver expects what came the last time for the same microbatch: that many receives
-are posted, each with memory for a tensor of that shape. What turns out otherwise comes all the same, in memory of its
-own.
+are posted, each with memory for a tensor of that shape, unless the message comes in memory that this rank can keep.
+What turns out otherwise comes all the same, in memory of its own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Incoming:
         self._step = step
         self._transfer = transfer
         self._seen = seen
-        self._works = [self._post(part, buffers.take(*spec)) for part, spec in enumerate(seen)] or [self._post(0)]
+        self._works = [self._post(part, self._place(spec, buffers)) for part, spec in enumerate(seen)]
+        self._works = self._works or [self._post(0)]
 
     def wait(self) -> Value:
         """Returns the value; tensors that had required a gradient where they came from are leaves that require one.
@@ -119,6 +120,11 @@ class Incoming:
     def _operation(self) -> str:
         """Says what this rank is doing, for errors."""
         return f"rank {self._group.backend.rank}, waiting for {_in_words(self._transfer)}"
+
+    def _place(self, spec: _Spec, buffers: Buffers) -> torch.Tensor | None:
+        """Returns memory for a tensor that is expected, if the message does not come in memory of its own."""
+        num_bytes = spec.shape.numel() * spec.dtype.itemsize
+        return None if self._group.backend.brings_memory(self._src, num_bytes) else buffers.take(*spec)
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
         tag = _tag(self._group, self._step, self._transfer, part)

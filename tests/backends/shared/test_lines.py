@@ -16,7 +16,8 @@ import torch
 from echelon.backends.delivery import Receive
 from echelon.backends.line import Arrivals
 from echelon.backends.matching import Mailbox
-from echelon.backends.shared import mail, post
+from echelon.backends.shared import inlet, mail, post
+from echelon.backends.shared.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.shared.line import SharedLine
 from echelon.backends.shared.segment import Segment
 from echelon.backends.tag import Tag
@@ -37,6 +38,7 @@ class Turns:
 
     def __init__(self, seed):
         self._chance = random.Random(seed)
+        self._restless = self._chance.choice((0.02, 0.1, 0.3))
         self._changed = threading.Condition()
         self._running = 0
         self._done = [False, False]
@@ -71,7 +73,7 @@ class Turns:
 
     def maybe_pass(self):
         """Called at every word."""
-        if self._chance.random() < 0.3:
+        if self._chance.random() < self._restless:
             self.pass_on()
 
     def pass_on(self):
@@ -132,6 +134,7 @@ class Rank:
         self.turns = turns
         self.mailbox = Mailbox()
         self.line = SharedLine(self.post, 1 - number, 1 << 30)
+        self.line._outlet._arena = small_arena()
         self.doorbell = select.epoll()
         self.doorbell.register(self.post.doorbell, select.EPOLLIN | select.EPOLLET)
         self.sleeps = 0
@@ -172,9 +175,18 @@ class Rank:
         self.post.wake_up()
 
 
+def small_arena():
+    """Returns an arena in which three parts are free."""
+    arena = Arena(MAX_PART_BYTES)
+    for _ in range(MAX_PART_BYTES // MIN_PART_BYTES - 3):
+        arena.take(MIN_PART_BYTES)
+    return arena
+
+
 @pytest.fixture
-def two_ranks():
-    """Makes pairs of ranks over a segment of their own."""
+def two_ranks(monkeypatch):
+    """Makes pairs of ranks over a segment of their own, in which hardly anything has room."""
+    monkeypatch.setattr(inlet, "_MAX_LENT_BYTES", 160)  # two parts at most
     opened = []
 
     def make(seed):
@@ -196,11 +208,12 @@ def values(number, length):
 
 
 def exchange(rank, seed, lengths):
-    """Both ranks send a number of messages, and receive those of the other in this way and that."""
+    """Both ranks send a number of messages, some early, and receive those of the other in this way and that."""
     chance = random.Random(seed)
-    sends = [rank.send(values(number, length)) for number, length in enumerate(lengths)]
-    kept = []
+    sends, kept = [], []
     for number, length in enumerate(lengths):
+        ahead = number + 1 + chance.choice((0, 0, 1, len(lengths)))  # at least as far as the other may be waiting for
+        sends += [rank.send(values(each, lengths[each])) for each in range(len(sends), min(ahead, len(lengths)))]
         way = chance.randrange(4)
         if way == 0:
             tensor = rank.drive(rank.receive())

@@ -197,6 +197,39 @@ def test_a_received_tensor_is_the_memory_that_it_was_written_to():
     assert run_forked(keep_some, 2, backend="shm")[1] >= 4 * 8 * 1024
 
 
+LENGTHS_TO_TAKE = (100, 4096, 4097, MIB, 4 * MIB, 4 * MIB + 1)
+"""Numbers of float32: within a record, in a part as a whole, round in a circle."""
+
+
+def compare_with_mapped(group):
+    """Returns, of each message that came, whether the backend says that it brings memory, and whether it did."""
+    if group.rank == 0:
+        for length in LENGTHS_TO_TAKE:
+            group.send(torch.full((length,), 7.0), 1)
+        return None
+    found = []
+    for _ in LENGTHS_TO_TAKE:
+        came = group.recv(0)
+        assert came.eq(7.0).all()
+        found.append((group.backend.brings_memory(0, came.nbytes), is_mapped(came.data_ptr())))
+    return found
+
+
+def is_mapped(address):
+    """Says whether shared memory is mapped there."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            if begin <= address < end:
+                return "memfd:echelon" in line
+    return False
+
+
+def test_a_backend_says_which_messages_bring_their_memory():
+    told = run_forked(compare_with_mapped, 2, backend="shm")[1]
+    assert told == [[said, said] for said in (False, False, True, True, True, False)]
+
+
 def send_in_turns(group, times, length):
     """Rank 1 keeps nothing, so the same memory serves all messages; returns how much of it there is at the end."""
     peer = 1 - group.rank

@@ -64,6 +64,10 @@ class SharedMemoryBackend(Carried):
         state = ", closed" if self._tcp.is_closed else ""
         return f"<SharedMemoryBackend: rank {self.rank} of {self.world_size}, {len(self._local_ranks)} here{state}>"
 
+    def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: D102
+        sizes = self._post.sizes
+        return src in self._local_ranks and sizes.inline_bytes < num_bytes <= sizes.whole_bytes
+
     # Collectives
 
     def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102

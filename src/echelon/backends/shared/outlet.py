@@ -100,10 +100,7 @@ class Outlet:
         if bool(self.queue) != self._waits:
             self._waits = not self._waits
             self._post.num_waiting += 1 if self._waits else -1
-            self._words[self._news + mail.WAITING] = self._waits
-            if self._waits:
-                post.fence()
-                self._write_all()  # an answer that came before the reader could know that it is waited for
+            self._words[self._news + mail.WAITING] = self._waits  # an answer that came before is seen by `has_news`
 
     def _write_all(self) -> None:
         while self.queue and self._write(self.queue[0]):
