@@ -1,6 +1,8 @@
 """Messages that an engine carries: what NCCL does with tensors of a GPU, here done by Gloo with those of the CPU."""
 
+import os
 import random
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -172,6 +174,21 @@ def test_a_step_waits_at_its_end_for_what_it_sent_and_not_before():
             assert not joined
             outbox.flush()
         assert joined
+
+
+def die_when_connecting(group):
+    """Rank 1 is killed when both have agreed on a message, and rank 0 connects to it."""
+    if group.rank == 1:
+        torch_backend.greet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.recv(1) if group.rank == 0 else group.send(torch.ones(3), 0)
+    except echelon.PeerFailed as error:
+        return error.rank
+    return None
+
+
+def test_a_peer_that_dies_while_the_engine_connects_is_named(carried):
+    assert run_forked(die_when_connecting, 2, backend="gloo") == {0: 1}
 
 
 class Noted(Aside):

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NoReturn
@@ -36,7 +36,7 @@ from echelon.backends.tcp import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
 from echelon.backends.torch_distributed.channels import Route
 from echelon.backends.torch_distributed.collectives import TorchCollectives
-from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look
+from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look, greet
 from echelon.backends.torch_distributed.engines import is_timed
 from echelon.backends.torch_distributed.messages import EngineMessages
 from echelon.backends.torch_distributed.names import ENGINES, MESSAGES
@@ -182,17 +182,26 @@ class TorchBackend(Carried):
 
     def open(self, context: int, ranks: Sequence[int], call: Call) -> Engine:
         """Returns a new engine for a group; all its ranks call it, when they have agreed on their first operation."""
-        look = partial(self.look_around, call.deadline, context, ranks)
-        return self._open(f"{context:x}", ENGINES[self._name], ranks, call.deadline - self.now(), look)
+        seconds, look = call.deadline - self.now(), partial(self.look_around, call.deadline, context, ranks)
+        return self._open(f"{context:x}", ENGINES[self._name], ranks, seconds, look, lambda _: None)
 
     def open_channel(self, route: Route, look: Look) -> Engine:
         """Returns a new engine for two ranks, the sender first; both call it."""
         engines = {kind: ENGINES[self._name][kind] for kind in MESSAGES[self._name]}
-        return self._open("{:x}/{}to{}".format(*route), engines, route[1:], self.timeout, look)
+        rank = route[1:].index(self.rank)
+        begin = partial(greet, rank=rank, device=self.device)
+        return self._open("{:x}/{}to{}".format(*route), engines, route[1:], self.timeout, look, begin)
 
     def _open(
-        self, prefix: str, engines: Mapping[str, str], ranks: Sequence[int], seconds: float, look: Look
+        self,
+        prefix: str,
+        engines: Mapping[str, str],
+        ranks: Sequence[int],
+        seconds: float,
+        look: Look,
+        begin: Callable[[dist.ProcessGroup], None],
     ) -> Engine:
+        """Returns an engine with which all ranks have done what `begin` does; calls `look` while it waits."""
         rank, patience = list(ranks).index(self.rank), timedelta(seconds=max(1.0, seconds))
         members = self._tcp.members
         host = members[self.rank].host if members and _INTERFACE not in os.environ else ""
@@ -203,7 +212,9 @@ class TorchBackend(Carried):
 
         def make() -> None:
             try:
-                made.append(make_process_group(engines, store, rank, len(ranks), patience, host))
+                group = make_process_group(engines, store, rank, len(ranks), patience, host)
+                begin(group)
+                made.append(group)
             except Exception as error:  # what torch raises here is not documented
                 problems.append(error)
 

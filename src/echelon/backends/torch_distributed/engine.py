@@ -34,6 +34,16 @@ class EngineFailed(Exception):
     """An engine gave up in the middle of an operation; says what torch said."""
 
 
+def greet(group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+    """Returns when a byte of rank 0 is at rank 1: NCCL connects two ranks when they talk for the first time."""
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    work = dist.isend(token, group=group, group_dst=1) if rank == 0 else dist.irecv(token, group=group, group_src=0)
+    if work is not None:
+        work.wait()
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
 class Engine:
     """The collectives of one group, on contiguous tensors of one device and dtype."""
 
