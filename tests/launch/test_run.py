@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections import namedtuple
 
 import pytest
 
-Ended = namedtuple("Ended", "status out err seconds")
+Ended = namedtuple("Ended", "status out err")
 
 PRELUDE = """
 import os, pathlib, signal, subprocess, sys, threading, time
@@ -37,11 +36,10 @@ def command(num_ranks, *arguments):
 
 
 def run(num_ranks, *arguments, **environ):
-    begin = time.monotonic()
     ended = subprocess.run(
         command(num_ranks, *arguments), capture_output=True, text=True, timeout=30, env={**os.environ, **environ}
     )
-    return Ended(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - begin)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
 @contextlib.contextmanager
@@ -130,11 +128,11 @@ def test_the_traceback_and_the_status_of_a_failing_rank_are_passed_on(script):
 
 
 def test_a_killed_rank_is_named_and_the_others_end_soon(script):
-    ended = run(3, script("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else threading.Event().wait()"))
+    path = script("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else threading.Event().wait()")
+    ended = run(3, "--grace", "0.5", path)
     assert ended.status == 128 + signal.SIGKILL
     assert "echelon: rank 1 was killed by SIGKILL" in ended.err
-    assert "then rank 2 went on for 3 s and was ended" in ended.err
-    assert ended.seconds < 5.5
+    assert "then rank 2 went on for 0.5 s and was ended" in ended.err
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(script):
@@ -145,8 +143,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(script):
         threading.Event().wait()
     """)
     ended = run(2, "--grace", "0.5", path)
-    assert ended.status == 1
-    assert ended.seconds < 5
+    assert ended.status == 1  # and not at all, if it went on
 
 
 REPORTING = """
