@@ -1,7 +1,11 @@
 """How the tests of the command line run it."""
 
+import contextlib
+import io
 import subprocess
 import sys
+
+import pytest
 
 from echelon.cli import main
 
@@ -37,3 +41,30 @@ def imported_by(*arguments):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 0, ended.stderr
     return set(ended.stdout.splitlines()[-1].split())
+
+
+def captured(group, environ, function, *arguments):
+    """Runs a function as a rank whose environment has these variables; returns its result, and what it printed."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        for name, value in environ.items():
+            patch.setenv(name, value) if value else patch.delenv(name, raising=False)
+        return function(group, *arguments), out.getvalue()
+
+
+def world_size_of(group):
+    return group.world_size
+
+
+def spawned_by(pool, **environ):
+    """Returns what stands in for `echelon.spawn` and takes processes that are there: new ones take seconds.
+
+    To be called before a test changes its own environment, which the pool's first processes would keep.
+    """
+    pool.run(captured, 2, {}, world_size_of)
+
+    def spawn(function, world_size, arguments=(), backend="auto"):
+        outcomes = pool.run(captured, world_size, environ, function, *arguments, backend=backend)
+        print("".join(text for _, text in outcomes), end="")
+        return [result for result, _ in outcomes]
+
+    return spawn

@@ -1,7 +1,5 @@
 """`echelon bench`: on simulated ranks, on processes, beside others, and as a rank that was started already."""
 
-import contextlib
-import io
 import json
 import shutil
 
@@ -10,7 +8,7 @@ import pytest
 from echelon.bench import start
 from echelon.bench.subject import EchelonSubject
 from echelon.cli import main
-from tests.cli.commands import printed, refusal
+from tests.cli.commands import captured, printed, refusal, spawned_by
 
 PRINTED = """\
 # all_reduce by ring: 4 ranks on 4 hosts, simulated over 10GbE, in virtual time
@@ -65,7 +63,8 @@ def test_the_status_tells_of_wrong_values(capsys, monkeypatch):
     assert "# wrong values: 4, FAILED" in capsys.readouterr().out
 
 
-def test_processes_beside_gloo(capfd):
+def test_processes_beside_gloo(pool, capsys, monkeypatch):
+    monkeypatch.setattr(start, "spawn", spawned_by(pool))
     options = (
         "all_reduce",
         "-n",
@@ -82,7 +81,7 @@ def test_processes_beside_gloo(capfd):
         "--turns",
         "2",
     )
-    found = json.loads(run(capfd, *options))
+    found = json.loads(run(capsys, *options))
     assert found["hosts"] == [0, 0]
     assert found["turns"] == 2
     (row,) = found["rows"]
@@ -120,12 +119,9 @@ def test_processes_beside_mpi(capfd):
 
 def bench_as_rank(group, options):
     """Runs the command in a process that is a rank already; returns its status, and what it printed."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        for name, value in {"RANK": group.rank, "WORLD_SIZE": group.world_size, "LOCAL_RANK": group.rank}.items():
-            patch.setenv(name, str(value))
-        for name, value in {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20000"}.items():
-            patch.setenv(name, value)
-        return main(options), out.getvalue()
+    environ = {"RANK": group.rank, "WORLD_SIZE": group.world_size, "LOCAL_RANK": group.rank, "LOCAL_WORLD_SIZE": 2}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20000}
+    return captured(group, {name: str(value) for name, value in environ.items()}, lambda _: main(options))
 
 
 def test_it_measures_as_the_rank_that_it_was_started_as(pool):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import echelon
+from echelon.bench import start_tuning
 from echelon.cli import main
 from echelon.collectives.tuning import from_text
-from tests.cli.commands import refusal
+from tests.cli.commands import refusal, spawned_by
 
 SIMULATED = ["--backend", "simulated", "--max", "4K"]
 
@@ -37,13 +38,14 @@ def test_json_is_what_is_written(capsys, tmp_path):
     assert measured["links"]["between hosts"]["bandwidth"] == pytest.approx(1.17e9, rel=1e-3)
 
 
-def test_processes_tune_and_new_ones_go_by_it(capfd, monkeypatch, tmp_path):
+def test_processes_tune_and_new_ones_go_by_it(pool, capsys, monkeypatch, tmp_path):
     """The whole way: written where jobs look, read by the next job."""
+    monkeypatch.setattr(start_tuning, "spawn", spawned_by(pool, XDG_CONFIG_HOME=str(tmp_path), ECHELON_TUNED=""))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("ECHELON_TUNED")
     assert main(["tune", "-n", "2", "--max", "8", "--turns", "1"]) == 0
     path = tmp_path / "echelon" / "tuned.json"
-    assert f"wrote {path}: new jobs whose rank 0 is on this host go by it\n" in capfd.readouterr().out
+    assert f"wrote {path}: new jobs whose rank 0 is on this host go by it\n" in capsys.readouterr().out
     assert json.loads(path.read_text())["measured"]["backend"] == "tcp"
     assert echelon.init().table == from_text(path.read_text(), "it")
 
