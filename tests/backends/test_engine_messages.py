@@ -176,6 +176,20 @@ def test_a_step_waits_at_its_end_for_what_it_sent_and_not_before():
         assert joined
 
 
+def test_closing_waits_for_what_was_sent_and_says_so_if_nobody_takes_it(carried):
+    with gloo_world(2) as world:
+        kept = world[0].isend(torch.ones(3), 1)
+        with pytest.raises(echelon.Timeout, match="close of rank 0: a message for the engine was not received in time"):
+            world[0].close(timeout=0.05)
+        assert kept.exception() is not None
+    with gloo_world(2) as world, ThreadPoolExecutor(1) as thread:
+        work = world[0].isend(torch.ones(3), 1)
+        received = thread.submit(world[1].recv, 0)
+        world[0].close()
+        assert work.result() is None
+        assert received.result().tolist() == [1.0] * 3
+
+
 def die_when_connecting(group):
     """Rank 1 is killed when both have agreed on a message, and rank 0 connects to it."""
     if group.rank == 1:

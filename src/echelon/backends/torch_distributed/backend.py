@@ -235,12 +235,15 @@ class TorchBackend(Carried):
         self._take_apart()
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
+        has_left = True
         if self._messages is not None and not self._tcp.is_closed:
-            self._messages.finish(self.timeout if timeout is None else timeout)
+            has_left = self._messages.finish(self.timeout if timeout is None else timeout)
             for stream in self._streams.values():
                 stream.synchronize()
         self._notes.close(timeout)
         self._take_apart()
+        if not has_left:
+            raise Timeout(f"close of rank {self.rank}: a message for the engine was not received in time, and is lost")
 
     def _take_apart(self) -> None:
         for collectives in list(self._collectives):

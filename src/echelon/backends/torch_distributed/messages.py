@@ -125,12 +125,13 @@ class EngineMessages:
         error = Timeout(f"{work.description}: withdrawn after its time was up")
         self._tcp.end(lambda: work.complete(error=error))
 
-    def finish(self, timeout: float) -> None:
-        """Returns when what was sent has left, or failed, or the time is up."""
+    def finish(self, timeout: float) -> bool:
+        """Waits until what was sent has left, or failed; says whether it has within the time."""
         deadline = time.monotonic() + timeout
-        for work in list(self._leaving):
-            if not self._tcp.drive(work, max(0.0, deadline - time.monotonic())):  # type: ignore[arg-type]
-                return
+        return all(
+            self._tcp.drive(work, max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]
+            for work in list(self._leaving)
+        )
 
     def close(self) -> None:
         """Takes all channels apart."""
