@@ -39,7 +39,10 @@ class PointToPoint(Member):
     """What one rank says to another; the two need call nothing else in the same order."""
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, timeout: Seconds = None) -> None:
-        """Sends a tensor to rank `dst`; returns when `tensor` may be changed again, not when it was received."""
+        """Sends a tensor to rank `dst`; returns when `tensor` may be changed again, not when it was received.
+
+        A tensor on a GPU, which an engine carries, may be changed once its receive has come.
+        """
         with self.backend.attend():
             self._wait(self.isend(tensor, dst, tag), [dst], timeout)
 
