@@ -106,6 +106,7 @@ def busy_with(what: str) -> Iterator[None]:
 def measure(group: echelon.ProcessGroup, options: argparse.Namespace, world: object = None) -> int:
     """Measures as one rank, the first one prints; returns how many values were wrong."""
     torch.set_num_threads(1)
+    sys.setswitchinterval(options.switch_interval or sys.getswitchinterval())
     question = QUESTIONS[options.question]
     subjects = contestants(group, world, options.question in ("all_reduce", "others"))
     names = [subject.name for subject in subjects]
@@ -170,6 +171,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--beside", nargs="+", choices=BESIDE, help="what a thread of each rank does meanwhile")
     parser.add_argument("--turns", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=0.02, help="about how long a turn takes")
+    parser.add_argument("--switch-interval", type=float, help="seconds, see sys.setswitchinterval")
     parser.add_argument("--without-mpi", action="store_true")
     parser.add_argument("--mpi-rank", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,6 +1,8 @@
 """What a rank does with strangers, and with what only looks like one of its own."""
 
+import asyncio
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -10,6 +12,7 @@ import torch
 
 from echelon.backends import hall
 from echelon.backends.members import Job
+from echelon.backends.sockets import Sockets
 from echelon.backends.tcp import TcpBackend
 from echelon.errors import AuthenticationError, ConnectError, ProtocolError
 from tests.backends.worlds import (
@@ -126,6 +129,29 @@ def test_strangers_that_keep_coming_keep_nobody_out(monkeypatch):
             flood()
             for stranger in strangers:
                 stranger.close()
+
+
+def leave_the_hall_when_somebody_comes(turns):
+    """Leaves so many turns of the event loop after a stranger has come."""
+
+    async def leave():
+        with Sockets() as sockets, socket.socket() as stranger:
+            listener = await sockets.listen("127.0.0.1", 0)
+            async with hall.Hall(Job(0, 2, SECRET), sockets, listener):
+                await asyncio.sleep(0.01)
+                stranger.connect(listener.getsockname())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+    asyncio.run(leave())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_who_comes_while_the_hall_is_left_is_hung_up_on(turns, recwarn):
+    """A connection that was accepted just then belonged to nobody, and warned of that when it was found."""
+    leave_the_hall_when_somebody_comes(turns)
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn if warning.category is ResourceWarning] == []
 
 
 def is_open(connection):

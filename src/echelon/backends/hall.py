@@ -96,10 +96,22 @@ class Hall:
         return task
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
+        """Accepts, for ever. `loop.sock_accept` would lose a connection that comes while this is being cancelled."""
+        loop, coming = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._listener, coming.set)
+        try:
+            await self._accept_all(coming)
+        finally:
+            loop.remove_reader(self._listener)
+
+    async def _accept_all(self, coming: asyncio.Event) -> None:
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                coming.clear()
+                await coming.wait()
+                continue
             except OSError as error:  # such as too many open files
                 logger.warning("%s cannot accept a connection: %s", self._job, error)
                 await asyncio.sleep(0.05)
