@@ -19,10 +19,11 @@ import torch
 from run import RANKS, Alone, Work, equal_parts, loss_of, measure, our_step, schedule_of
 
 import echelon
-from echelon.backends import poller, wire
-from echelon.backends.line import Head
+from echelon.backends import wire
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import message_head
+from echelon.backends.tcp import poller
+from echelon.backends.tcp.backend import message_head
+from echelon.backends.tcp.line import Head
 from echelon.backends.work import Work as Operation
 from echelon.pipeline import Pipeline, keyed, schedules
 from echelon.pipeline.buffers import Buffers

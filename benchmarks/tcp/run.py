@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from echelon import ProcessGroup
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 
 ONE_WAY_SIZES = (1 << 20, 64 << 20)
 REDUCED_SIZES = (8, 64 << 10, 1 << 20, 64 << 20)

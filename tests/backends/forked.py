@@ -15,7 +15,7 @@ import traceback
 import torch
 
 from echelon.backends.shared.backend import share
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.backend import engage
 from echelon.group import ProcessGroup
 from tests.backends.worlds import SECRET, free_address

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.backends import wire
-from echelon.backends.connection import Connection
 from echelon.backends.delivery import Receive
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of, dtype_code, dtype_of
 from echelon.backends.tag import Tag
+from echelon.backends.tcp.connection import Connection
 from echelon.backends.work import Work
 from echelon.errors import PeerFailed, ProtocolError
 

@@ -7,7 +7,7 @@ import pytest
 
 from echelon.backends.shared.backend import share
 from echelon.backends.simulated import SimulatedBackend
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.backend import engage
 from echelon.testing import check_backend, clause_names, ranks_in_threads, simulated_ranks
 

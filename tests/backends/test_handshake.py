@@ -10,10 +10,10 @@ import threading
 import pytest
 import torch
 
-from echelon.backends import hall
-from echelon.backends.members import Job
-from echelon.backends.sockets import Sockets
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp import hall
+from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.members import Job
+from echelon.backends.tcp.sockets import Sockets
 from echelon.errors import AuthenticationError, ConnectError, ProtocolError
 from tests.backends.worlds import (
     MAGIC,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.backends import hall
-from echelon.backends.members import machine_id
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp import hall
+from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.members import machine_id
 from echelon.errors import AuthenticationError, ConnectError
 from tests.backends.worlds import MAGIC, SECRET, dial, free_address, prove, receive, start
 

@@ -1,8 +1,8 @@
 """What a rank takes in of its lines, and when it stops."""
 
-from echelon.backends.limit import Limit
-from echelon.backends.lines import _MOST_AT_ONCE, Lines
 from echelon.backends.matching import Mailbox
+from echelon.backends.tcp.limit import Limit
+from echelon.backends.tcp.lines import _MOST_AT_ONCE, Lines
 
 
 class Endless:

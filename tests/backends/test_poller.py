@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from echelon.backends.poller import Poller
+from echelon.backends.tcp.poller import Poller
 
 
 @pytest.fixture
@@ -62,6 +62,6 @@ def test_who_may_spin_sees_what_comes_without_sleeping(poller, pipe, monkeypatch
 
     poller._epoll.close()
     monkeypatch.setattr(poller, "_epoll", Epoll())
-    monkeypatch.setattr("echelon.backends.poller.SPIN_SECONDS", 60.0)
+    monkeypatch.setattr("echelon.backends.tcp.poller.SPIN_SECONDS", 60.0)
     assert poller.wait(10.0, spins=True) == [(pipe[0], 1)]
     assert looks == [0, 0, 0]

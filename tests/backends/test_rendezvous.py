@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from echelon.backends.members import split_address
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.members import split_address
 from echelon.errors import ConnectError, InvalidRank, InvalidWorldSize, ProtocolError
 from tests.backends.worlds import (
     SECRET,

@@ -16,7 +16,7 @@ import torch
 
 from echelon.backends import wire
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout
 from tests.backends.forked import run_forked
 from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world

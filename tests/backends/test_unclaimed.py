@@ -5,8 +5,8 @@ import struct
 import pytest
 import torch
 
-from echelon.backends import peers
 from echelon.backends.tag import Tag
+from echelon.backends.tcp import peers
 from echelon.errors import PeerFailed, Timeout
 from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import echelon
-from echelon.backends import members, rendezvous, tcp
 from echelon.backends.simulated import SimulatedBackend
+from echelon.backends.tcp import members, rendezvous, tcp
 from echelon.collectives.algorithms import find
 from echelon.simulation.network import host_numbers
 from tests.backends import forked

@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.backends.interfaces import Interface
+from echelon.backends.tcp.interfaces import Interface
 from echelon.doctor import engine, host, network
 from echelon.doctor.finding import Finding, Status
 

@@ -15,7 +15,7 @@ from echelon.backends.base import Backend
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.work import Received, Work
 from echelon.errors import Failure
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed
 
-from echelon.backends.interfaces import default_address, interfaces, is_loopback
 from echelon.backends.shared.support import obstacle
+from echelon.backends.tcp.interfaces import default_address, interfaces, is_loopback
 from echelon.doctor import engine, host, network, probes
 from echelon.doctor.finding import Finding
 from echelon.doctor.variables import check_variables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echelon.backends.interfaces import Interface, is_loopback
+from echelon.backends.tcp.interfaces import Interface, is_loopback
 from echelon.doctor.finding import Finding, error, ok, warning
 from echelon.launch.interface import TORCH_VARIABLES, VARIABLE
 from echelon.launch.translation import PORTS

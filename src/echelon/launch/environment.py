@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from echelon.backends.members import join_address
+from echelon.backends.tcp.members import join_address
 from echelon.backends.torch_distributed.names import ENGINES
 from echelon.errors import LaunchError
 from echelon.launch.mpi import from_open_mpi, from_pmi

@@ -12,7 +12,7 @@ import secrets
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import ConnectError
 from echelon.launch import environment
 from echelon.launch.environment import Environment

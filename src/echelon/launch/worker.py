@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from echelon.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.failure import RankFailure, describe_exit, exit_status

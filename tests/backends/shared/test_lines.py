@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from echelon.backends.delivery import Receive
-from echelon.backends.line import Arrivals
 from echelon.backends.matching import Mailbox
 from echelon.backends.shared import inlet, mail, post
 from echelon.backends.shared.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.shared.line import SharedLine
 from echelon.backends.shared.segment import Segment
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import message_head
+from echelon.backends.tcp.backend import message_head
+from echelon.backends.tcp.line import Arrivals
 from echelon.backends.work import Work
 
 SIZES = mail.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)

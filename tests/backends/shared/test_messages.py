@@ -13,7 +13,7 @@ import torch
 import echelon
 from echelon.backends.shared import inlet, mail
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from tests.backends.forked import run_forked
 from tests.backends.shared.ranks import shared_kib, values
 from tests.backends.shared.test_failures import kill_this_process, seconds_after

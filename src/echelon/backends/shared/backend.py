@@ -15,7 +15,6 @@ import torch
 
 from echelon.backends.base import Backend
 from echelon.backends.carried import Carried
-from echelon.backends.members import machine_id
 from echelon.backends.native import Call, NativeCollectives
 from echelon.backends.shared import layout
 from echelon.backends.shared.board import Board
@@ -26,7 +25,8 @@ from echelon.backends.shared.post import Post
 from echelon.backends.shared.segment import Window
 from echelon.backends.shared.waiting import Waiter
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.members import machine_id
 from echelon.errors import LaunchError, Timeout
 
 logger = logging.getLogger("echelon")

@@ -17,12 +17,12 @@ import torch
 
 from echelon.backends import wire
 from echelon.backends.delivery import Delivery
-from echelon.backends.line import Arrivals, Head
 from echelon.backends.memory import as_bytes, new_tensor
 from echelon.backends.shared import mail, post
 from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.shared.post import Post
 from echelon.backends.shared.segment import Window
+from echelon.backends.tcp.line import Arrivals, Head
 from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 
 _MAX_LENT_BYTES = 256 << 20

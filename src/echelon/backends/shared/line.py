@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from echelon.backends.delivery import Delivery
-from echelon.backends.line import Arrivals, Line
 from echelon.backends.shared.inlet import Inlet
 from echelon.backends.shared.outlet import Outlet
 from echelon.backends.shared.post import Post
 from echelon.backends.tag import Tag
+from echelon.backends.tcp.line import Arrivals, Line
 from echelon.backends.work import Work
 from echelon.errors import EchelonError
 

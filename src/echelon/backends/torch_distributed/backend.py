@@ -32,7 +32,7 @@ from echelon.backends.native import Call, NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.backends.shared.backend import share
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import TcpBackend
+from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
 from echelon.backends.torch_distributed.channels import Route
 from echelon.backends.torch_distributed.collectives import TorchCollectives

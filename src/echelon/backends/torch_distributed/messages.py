@@ -26,7 +26,7 @@ from echelon.backends.delivery import ANY, Delivery, Receive
 from echelon.backends.memory import as_bytes, bytes_of, dtype_of, new_tensor
 from echelon.backends.operators import Combine
 from echelon.backends.tag import Tag
-from echelon.backends.tcp import Passage, TcpBackend, message_head
+from echelon.backends.tcp.backend import Passage, TcpBackend, message_head
 from echelon.backends.torch_distributed.channels import Channel, Opener, Route
 from echelon.backends.torch_distributed.engine import Look
 from echelon.backends.work import Received, Work

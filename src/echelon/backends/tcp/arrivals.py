@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from echelon.backends.delivery import Delivery
-from echelon.backends.line import Arrivals, Head
 from echelon.backends.matching import Mailbox
+from echelon.backends.tcp.line import Arrivals, Head
 
 
 class MailboxArrivals(Arrivals):

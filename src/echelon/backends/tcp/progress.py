@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from echelon.backends.poller import Poller
+from echelon.backends.tcp.poller import Poller
 from echelon.backends.work import Work
 from echelon.errors import Closed
 

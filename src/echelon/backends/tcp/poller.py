@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from echelon.backends.line import Memory
+from echelon.backends.tcp.line import Memory
 
 Handler: TypeAlias = Callable[[int], None]
 """Called with the events of a file descriptor, with the lock held."""

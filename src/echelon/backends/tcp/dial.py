@@ -7,9 +7,9 @@ import os
 import socket
 from collections.abc import Iterable
 
-from echelon.backends.handshake import HungUp, prove_as_connector, receive_json, send_json
-from echelon.backends.members import Job, Member, join_address
-from echelon.backends.sockets import Sockets
+from echelon.backends.tcp.handshake import HungUp, prove_as_connector, receive_json, send_json
+from echelon.backends.tcp.members import Job, Member, join_address
+from echelon.backends.tcp.sockets import Sockets
 from echelon.errors import ConnectError, EchelonError
 
 _FIRST_PAUSE = 0.005

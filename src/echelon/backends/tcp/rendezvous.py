@@ -17,12 +17,12 @@ from collections.abc import Coroutine
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from echelon.backends.dial import dial, dial_pairs
-from echelon.backends.hall import Guest, Hall
-from echelon.backends.handshake import receive_json, send_json, tell
-from echelon.backends.interfaces import address_towards
-from echelon.backends.members import Job, Member, machine_id, read_table, split_address
-from echelon.backends.sockets import Sockets
+from echelon.backends.tcp.dial import dial, dial_pairs
+from echelon.backends.tcp.hall import Guest, Hall
+from echelon.backends.tcp.handshake import receive_json, send_json, tell
+from echelon.backends.tcp.interfaces import address_towards
+from echelon.backends.tcp.members import Job, Member, machine_id, read_table, split_address
+from echelon.backends.tcp.sockets import Sockets
 from echelon.errors import ConnectError, EchelonError, ProtocolError
 
 T = TypeVar("T")

@@ -23,20 +23,20 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from echelon.backends import wire
-from echelon.backends.arrivals import MailboxArrivals
-from echelon.backends.connection import Connection
 from echelon.backends.delivery import Delivery, Receive
-from echelon.backends.inquiries import Inquiry
-from echelon.backends.limit import Limit
-from echelon.backends.line import Head, Line, Memory
-from echelon.backends.lines import Lines
 from echelon.backends.matching import Mailbox
-from echelon.backends.members import Member
 from echelon.backends.memory import bytes_of
-from echelon.backends.poller import Poller
-from echelon.backends.progress import Progress
 from echelon.backends.status import Question, Standing, Status, status_of
 from echelon.backends.tag import Tag
+from echelon.backends.tcp.arrivals import MailboxArrivals
+from echelon.backends.tcp.connection import Connection
+from echelon.backends.tcp.inquiries import Inquiry
+from echelon.backends.tcp.limit import Limit
+from echelon.backends.tcp.line import Head, Line, Memory
+from echelon.backends.tcp.lines import Lines
+from echelon.backends.tcp.members import Member
+from echelon.backends.tcp.poller import Poller
+from echelon.backends.tcp.progress import Progress
 from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, EchelonError, Failure, PeerFailed, ProtocolError
 from echelon.flights import FlightRecorder

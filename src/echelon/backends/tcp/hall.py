@@ -16,9 +16,9 @@ import socket
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
-from echelon.backends.handshake import prove_as_acceptor, receive_json, tell
-from echelon.backends.members import Job, Member
-from echelon.backends.sockets import Sockets
+from echelon.backends.tcp.handshake import prove_as_acceptor, receive_json, tell
+from echelon.backends.tcp.members import Job, Member
+from echelon.backends.tcp.sockets import Sockets
 from echelon.errors import AuthenticationError, ConnectError, EchelonError, ProtocolError
 
 logger = logging.getLogger("echelon")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from echelon.backends.delivery import Receive
-from echelon.backends.limit import Limit
-from echelon.backends.line import Arrivals, Line, Memory
 from echelon.backends.tag import Tag
+from echelon.backends.tcp.limit import Limit
+from echelon.backends.tcp.line import Arrivals, Line, Memory
 from echelon.backends.work import Work
 from echelon.errors import EchelonError, PeerFailed
 

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from echelon.backends.interfaces import family_of
-from echelon.backends.members import join_address
+from echelon.backends.tcp.interfaces import family_of
+from echelon.backends.tcp.members import join_address
 from echelon.errors import ConnectError
 
 _BIND_ADDRESS_NO_PORT = 24

@@ -20,19 +20,19 @@ import torch
 from echelon.backends import wire
 from echelon.backends.base import Backend
 from echelon.backends.delivery import ANY, Receive
-from echelon.backends.inquiries import Inquiry
 from echelon.backends.lanes import Lanes
-from echelon.backends.line import Line, Memory
 from echelon.backends.matching import Mailbox
-from echelon.backends.members import Job, Member, machine_id
 from echelon.backends.memory import dtype_code
 from echelon.backends.operators import Combine
-from echelon.backends.peers import MAX_UNCLAIMED_BYTES, Peers
-from echelon.backends.poller import Poller
-from echelon.backends.progress import Attendance, Progress
-from echelon.backends.rendezvous import Store, World, meet, meet_through_store
 from echelon.backends.status import Question, Status
 from echelon.backends.tag import Tag
+from echelon.backends.tcp.inquiries import Inquiry
+from echelon.backends.tcp.line import Line, Memory
+from echelon.backends.tcp.members import Job, Member, machine_id
+from echelon.backends.tcp.peers import MAX_UNCLAIMED_BYTES, Peers
+from echelon.backends.tcp.poller import Poller
+from echelon.backends.tcp.progress import Attendance, Progress
+from echelon.backends.tcp.rendezvous import Store, World, meet, meet_through_store
 from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
 from echelon.errors import AuthenticationError, Closed, EchelonError, Failure, PeerFailed, Timeout
 

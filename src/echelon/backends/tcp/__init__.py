@@ -1,0 +1,1 @@
+"""Ranks on one host or several, over TCP: one authenticated connection for each pair."""
