@@ -1,8 +1,5 @@
 """torch's own DistributedDataParallel on Gloo as the yardstick: the same gradients on the same ranks."""
 
-import os
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +7,7 @@ from torch import nn
 from echelon import DDP
 from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
 from tests.data_parallel.passes import backward, batch, gradients, loss_of, part
+from tests.torch_groups import gloo
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this torch was built without Gloo, which is the yardstick"
@@ -29,25 +27,6 @@ class ConvNet(nn.Module):
 
 
 MODELS = {"mlp": mlp, "shared": lambda: fill(Shared()), "conv": lambda: fill(ConvNet())}
-
-
-KEPT = []
-"""Groups of torch that are not destroyed before the process ends. The destructor holds the interpreter's lock while it
-joins threads, and one that still destroys a collective of a backward waits for that lock, for the sake of the context
-that the collective has kept of that backward."""
-
-
-@contextmanager
-def gloo(group, path):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=group.rank, world_size=group.world_size
-    )
-    KEPT.append(torch.distributed.group.WORLD)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def train(model, group):

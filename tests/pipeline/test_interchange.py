@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as of_torch
 
@@ -16,6 +15,7 @@ from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import build, names
 from tests.pipeline.named import sizes_of
+from tests.torch_groups import gloo
 
 MULTI = {
     "looped-bfs": of_torch.ScheduleLoopedBFS,
@@ -112,8 +112,7 @@ def test_torch_takes_our_schedules(name, ranks, microbatches, tmp_path):
 
 def run_in_torch(group, path, placement, num_microbatches, folder):
     """Trains one step of a chain of linear layers in torch's runtime; returns this rank's gradients by stage."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=group.rank, world_size=group.world_size)
-    try:
+    with gloo(group, f"{folder}/store"):
         layers = chain(len(placement))
         device = torch.device("cpu")
         mine = [stage for stage, rank in enumerate(placement) if rank == group.rank]
@@ -123,8 +122,6 @@ def run_in_torch(group, path, placement, num_microbatches, folder):
         inputs, target = batch(num_microbatches)
         runtime.step(*([inputs] if 0 in mine else []), target=target if len(placement) - 1 in mine else None)
         return {stage: layers[stage].weight.grad.tolist() for stage in mine}
-    finally:
-        dist.destroy_process_group()
 
 
 def chain(num_stages: int) -> list[torch.nn.Linear]:
