@@ -7,7 +7,7 @@ import torch
 
 import echelon
 from echelon.backends.simulated import SimulatedBackend
-from echelon.backends.tcp import members, rendezvous, tcp
+from echelon.backends.tcp import backend, members, rendezvous
 from echelon.collectives.algorithms import find
 from echelon.simulation.network import host_numbers
 from tests.backends import forked
@@ -104,9 +104,9 @@ def test_simulated_ranks_are_on_the_hosts_of_their_network():
 
 def connect_as_if_elsewhere(rank, *arguments, **options):
     """Lets a rank, in a process of its own, believe that two and two are on a machine."""
-    for module in (members, rendezvous, tcp):
+    for module in (members, rendezvous, backend):
         module.machine_id = lambda: f"machine {rank // 2}"
-    return tcp.TcpBackend(rank, *arguments, **options)
+    return backend.TcpBackend(rank, *arguments, **options)
 
 
 def sums_over(group):
