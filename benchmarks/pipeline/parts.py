@@ -2,7 +2,8 @@
 
     python benchmarks/pipeline/parts.py
 
-First what each part of a message takes alone, in one process. Then what one rank that holds all stages adds to the
+First what each part of a message takes alone, in one process; then a whole message between two ranks, again and again,
+and where both have computed before it. Then what one rank that holds all stages adds to the
 arithmetic, with no messages at all. Then steps of two ranks that look for 0.2, 2 or 20 ms at what the other writes
 before they sleep, in turns.
 """
@@ -15,6 +16,7 @@ import time
 import timeit
 from collections.abc import Callable
 
+import numpy
 import torch
 from run import RANKS, Alone, Work, equal_parts, loss_of, measure, our_step, schedule_of
 
@@ -58,6 +60,25 @@ def parts_of_a_message() -> dict[str, float]:
         "random numbers of a forward": draw,
     }
     return {name: min(timeit.repeat(part, number=2000, repeat=9)) / 2000 * 1e6 for name, part in found.items()}
+
+
+def one_way(group: echelon.ProcessGroup, num_layers: int) -> list[float]:
+    """Returns when this rank sent each message, or had it; both compute layers before, the sender twice as many."""
+    torch.set_num_threads(1)
+    weights = [torch.randn(512, 512) for _ in range(2 * num_layers)]
+    tensor = torch.randn(TINY.samples, 512)
+    times = []
+    for number in range(200):
+        sends = group.rank == number % 2
+        for weight in weights[: 2 * num_layers if sends else num_layers]:
+            tensor @ weight
+        if sends:
+            times.append(time.monotonic())
+            group.send(tensor, 1 - group.rank)
+        else:
+            group.recv(1 - group.rank)
+            times.append(time.monotonic())
+    return times
 
 
 def alone(name: str) -> tuple[int, float, float]:
@@ -108,6 +129,11 @@ def main() -> None:
     print("| part of a message | us |\n|---|---|")
     for part, microseconds in parts_of_a_message().items():
         print(f"| {part} | {microseconds:.1f} |")
+    for layers in (0, 4):
+        sent, came = (numpy.array(times) for times in echelon.spawn(one_way, RANKS, (layers,)))
+        microseconds = float(numpy.median(abs(came - sent)[20:]) * 1e6)
+        what = f"after {2 * layers} layers of 512" if layers else "again and again"
+        print(f"| from rank to rank, {what} | {microseconds:.1f} |")
     print("\n| one rank, no messages | actions | us per action | us around a step |\n|---|---|---|---|")
     for name in ("1f1b", "zb-v"):
         count, inside, around = alone(name)

@@ -36,6 +36,7 @@ __all__ = [
     "fake_tensors",
     "guards_of",
     "hooks_after_gradient",
+    "is_in_backward",
     "make_process_group",
     "operators_of",
     "register_work",
@@ -120,6 +121,11 @@ def run_backward(
         edges, gradients, keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=into_leaves
     )
     return [] if into_leaves else list(found)
+
+
+def is_in_backward() -> bool:
+    """Returns whether this thread is computing a backward. torch tells only its own reducers."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def storage_users(tensor: torch.Tensor) -> int:

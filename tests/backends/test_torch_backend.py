@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import echelon
+from echelon import functional
+from echelon._torch_private import is_in_backward
 from echelon.backends.native import Call
 from echelon.backends.operators import operator
 from echelon.backends.shared.backend import share
@@ -261,3 +263,24 @@ def test_a_group_that_nobody_has_any_more_keeps_no_connections():
             return len(group.backend._collectives)
 
         assert on_every_rank(world, act) == [1, 1]
+
+
+def test_gloo_keeps_nothing_of_a_backward(monkeypatch):
+    """Else its thread and whoever takes the process group apart can wait for each other for ever."""
+    began = []
+    begin = dist.all_reduce
+
+    def all_reduce(*arguments, **options):
+        began.append(is_in_backward())
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with gloo_world(2) as world:
+
+        def act(group):
+            tensor = torch.ones(3, requires_grad=True)
+            functional.all_reduce(tensor * 2, group).sum().backward()
+            return tensor.grad.tolist()
+
+        assert on_every_rank(world, act) == [[4.0] * 3] * 2
+    assert began == [False] * 4

@@ -119,16 +119,33 @@ def test_parts_never_overlap_and_all_come_back(steps):
         lent.append(part)
     for part in lent:
         arena.give_back(*part)
-    assert [arena.take(MAX_PART_BYTES) for _ in range(4)] == [
+    assert sorted(arena.take(MAX_PART_BYTES) for _ in range(4)) == [
         (number * MAX_PART_BYTES, MAX_PART_BYTES) for number in range(4)
     ]
     assert arena.take(1) is None
 
 
-def test_what_was_given_back_is_given_out_first_and_wholes_are_named():
+@pytest.mark.parametrize("num_bytes", [100_000, 2_000_000])
+def test_what_was_given_back_is_given_out_first(num_bytes):
     arena = Arena(2 * MAX_PART_BYTES)
-    first, second = arena.take(100_000), arena.take(100_000)
+    first = arena.take(num_bytes)
+    arena.take(num_bytes)
     assert arena.give_back(*first) is None
-    assert arena.take(100_000) == first
+    assert arena.take(num_bytes) == first
+
+
+def test_wholes_are_named():
+    arena = Arena(2 * MAX_PART_BYTES)
+    first, second = arena.take(2_000_000), arena.take(2_000_000)
     assert arena.give_back(*first) is None
     assert arena.give_back(*second) == 0
+    assert arena.take(MAX_PART_BYTES) == (0, MAX_PART_BYTES)
+
+
+def test_small_parts_are_kept_apart_until_there_is_no_other_room():
+    arena = Arena(MAX_PART_BYTES)
+    parts = [arena.take(100_000) for _ in range(8)]
+    assert [arena.give_back(*part) for part in parts] == [None] * 8
+    assert [arena.take(100_000) for _ in range(4)] == parts[3::-1]
+    assert [arena.give_back(*part) for part in parts[:4]] == [None] * 4
+    assert arena.take(MAX_PART_BYTES) == (0, MAX_PART_BYTES)

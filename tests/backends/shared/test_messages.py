@@ -197,7 +197,7 @@ def test_a_received_tensor_is_the_memory_that_it_was_written_to():
     assert run_forked(keep_some, 2, backend="shm")[1] >= 4 * 8 * 1024
 
 
-LENGTHS_TO_TAKE = (100, 4096, 4097, MIB, 4 * MIB, 4 * MIB + 1)
+LENGTHS_TO_TAKE = (100, 16384, 16385, MIB, 4 * MIB, 4 * MIB + 1)
 """Numbers of float32: within a record, in a part as a whole, round in a circle."""
 
 

@@ -104,7 +104,7 @@ class Slots:
         return slot
 
 
-SIZES = Sizes(256 << 10, 16 << 10, 256 << 10, 16 << 20, 4 << 20)
+SIZES = Sizes(512 << 10, 64 << 10, 256 << 10, 16 << 20, 4 << 20)
 
 _PREFIX = struct.Struct("<IIQQQ")
 _PAYLOAD_ALIGNMENT = 16

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from echelon._torch_private import all_gather_into
+from echelon._torch_private import all_gather_into, is_in_backward
 from echelon.backends.memory import as_bytes
 
 _LOOK = timedelta(seconds=0.02)
@@ -144,11 +145,11 @@ class Engine:
 
     def _run(self, begin: Callable[[], dist.Work | None], tensor: torch.Tensor) -> None:
         try:
-            work = begin()
-            if work is None:
-                return
             if tensor.device.type != "cpu":
-                work.wait()
+                if (work := begin()) is not None:
+                    work.wait()
+                return
+            if (work := _begun_aside(begin) if is_in_backward() else begin()) is None:
                 return
             while not _has_ended(work):
                 self._look_while(work)
@@ -162,6 +163,25 @@ class Engine:
             # Its end may be far away, and taking the process group apart waits for it: that is left to a thread.
             threading.Thread(target=_outlive, args=(work, self._group), daemon=True).start()
             raise
+
+
+def _begun_aside(begin: Callable[[], dist.Work | None]) -> dist.Work | None:
+    """Begins an operation in a thread of its own, of which Gloo then keeps the context instead of the caller's.
+
+    A context in a backward refers to Python's objects. Gloo's thread lets go of it some time after the operation has
+    ended, for which it needs the interpreter's lock; whoever takes the process group apart joins that thread with the
+    lock held, so the two would wait for each other for ever.
+    """
+    begun: Future[dist.Work | None] = Future()
+
+    def act() -> None:
+        try:
+            begun.set_result(begin())
+        except BaseException as error:  # it belongs to the caller
+            begun.set_exception(error)
+
+    threading.Thread(target=act, name="echelon beside backward", daemon=True).start()
+    return begun.result()
 
 
 def _has_ended(work: dist.Work) -> bool:
