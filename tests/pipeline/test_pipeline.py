@@ -193,6 +193,34 @@ def test_data_parallel_pipelines_weigh_all_samples_equally(run, no_sync):
         torch.testing.assert_close(result[0], loss)
 
 
+def train_replicas(group):
+    """Returns the losses of three steps, and the weights after them."""
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    pipe = Pipeline(make_model(2), mesh["pp"], "1f1b", 2, nn.functional.mse_loss, data_parallel=mesh["dp"])
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    inputs, target = (tensor.chunk(2)[mesh.coordinates["dp"]] for tensor in make_batch(8))
+    losses = []
+    for _ in range(3):
+        losses.append(pipe.step(inputs, target=target).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, pipe.state_dict()
+
+
+def test_replicas_train_as_one_process_does(run):
+    model, losses = make_model(2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        losses.append(train_alone(model, make_batch(8), 1)[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] < losses[0]
+    for found, weights in run(train_replicas, 4):
+        torch.testing.assert_close(found, losses)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-12, atol=1e-14)
+
+
 class Several(nn.Module):
     """Passes a nested value on: tensors that need gradients, one that does not, and plain data."""
 
