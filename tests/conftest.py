@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 
 import pytest
 
@@ -26,6 +27,15 @@ def run(request):
     pool = request.getfixturevalue("pool")
     backend = "gloo" if request.param == "gloo" else "auto"
     return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=backend)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory):
+    """A launcher that is killed leaves its folder behind, as torchrun always does: where pytest tidies up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(autouse=True)
