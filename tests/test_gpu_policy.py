@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import echelon
-from echelon.backends.aside import Aside
 from echelon.backends.host_copies import HostCopies, Landing
 from echelon.calls.gpu_policy import OFF, ON, VARIABLE, fallback_is_on
 from echelon.group import ProcessGroup
 from echelon.launch.environment import REQUIRED
 from tests.backends.worlds import gloo_world
+from tests.noted import Noted
 
 
 class StandIn(HostCopies):
@@ -243,22 +243,6 @@ def test_anything_else_is_an_error_that_lists_what_is_not(text):
         f"ECHELON_ENABLE_GPU_FALLBACK={text!r}: use one of 1, true, yes, on to turn it on, or one of 0, false, off or "
         "nothing to turn it off"
     )
-
-
-class Noted(Aside):
-    """Writes down what happens in which thread."""
-
-    def __init__(self, log):
-        self.log = log
-        self.caller = threading.get_ident()
-
-    def queued(self, function):
-        result = function()
-        self.log.append(("queued", threading.get_ident() == self.caller))
-        return result
-
-    def join(self):
-        self.log.append(("joined", threading.get_ident() == self.caller))
 
 
 def test_an_asynchronous_operation_is_queued_beside_and_joined_by_who_takes_its_result():

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.backends.aside import Aside
 from echelon.backends.torch_distributed import backend as torch_backend
 from echelon.backends.torch_distributed.channels import Channel, Route
 from echelon.backends.torch_distributed.engine import Engine
@@ -23,6 +22,7 @@ from echelon.testing import check_backend, clause_names, ranks_in_threads
 from tests.backends.forked import run_forked
 from tests.backends.test_contract import gloo_world as connected_world
 from tests.backends.worlds import gloo_world
+from tests.noted import Noted
 from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
 from tests.test_group_failures import on_every_rank
 
@@ -203,22 +203,6 @@ def die_when_connecting(group):
 
 def test_a_peer_that_dies_while_the_engine_connects_is_named(carried):
     assert run_forked(die_when_connecting, 2, backend="gloo") == {0: 1}
-
-
-class Noted(Aside):
-    """Writes down what happens in which thread."""
-
-    def __init__(self, log):
-        self.log = log
-        self.caller = threading.get_ident()
-
-    def queued(self, function):
-        result = function()
-        self.log.append(("queued", threading.get_ident() == self.caller))
-        return result
-
-    def join(self):
-        self.log.append(("joined", threading.get_ident() == self.caller))
 
 
 def test_a_message_is_queued_beside_the_caller_s_stream_and_joined_by_who_takes_its_result(carried):
