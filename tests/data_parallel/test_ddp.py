@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP
-from echelon.data_parallel.reducer import has_time_beside
+from echelon.data_parallel.spare_cores import has_time_beside
 from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
 from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
 

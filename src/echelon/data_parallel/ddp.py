@@ -10,28 +10,29 @@ module is an ordinary one again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, get_args
+from typing import get_args
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from echelon._torch_private import at_end_of_backward
 from echelon.data_parallel.agreement import check_same_model
-from echelon.data_parallel.broadcast import average_tensors, broadcast_tensors
+from echelon.data_parallel.broadcast import broadcast_tensors
+from echelon.data_parallel.buffers import Buffers, synchronize_buffers
 from echelon.data_parallel.forwards import watch_forwards
 from echelon.data_parallel.gradients import take_over, watch_gradients
 from echelon.data_parallel.hooks import GradientHook
-from echelon.data_parallel.join import Next, announce, first_active
-from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer, has_time_beside
+from echelon.data_parallel.join import Joining, Next, first_active
+from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
+from echelon.data_parallel.spare_cores import has_time_beside
+from echelon.data_parallel.transparent import Transparent
+from echelon.data_parallel.watched import Watched
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 
-Buffers: TypeAlias = Literal["broadcast", "average", "local"]
 
-
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(Transparent):
     """Trains the same module on every rank, each on its own part of the batch.
 
     After `backward()` each gradient is the mean over all ranks, bit-identical on all of them: what one process gets
@@ -48,8 +49,6 @@ class DistributedDataParallel(torch.nn.Module):
 
     Not supported, and refused: sparse gradients, `backward(create_graph=True)`.
     """
-
-    module: torch.nn.Module
 
     def __init__(
         self,
@@ -89,25 +88,18 @@ class DistributedDataParallel(torch.nn.Module):
         self._buffers_are = buffers
         self._hook = hook
         self._synchronise = True
-        self._joins = False
-        self._last_active = 0
         self._runs_beside = True
         self._is_armed = False
         self._is_prepared = False
-        self._named: list[tuple[str, torch.nn.Parameter]] = []
-        self._watched: list[bool] = []
-        self._handles: list[RemovableHandle] = []
         _check_has_shapes(module)
         take_over(module.named_parameters())
         check_same_model(module, group, self._options)
         self._reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
+        self._joining = Joining(self._reducer.group)
+        self._watched: Watched | None = None
         self.module = module  # last: from here on new attributes are the module's
         self.broadcast_parameters()
         self._watch()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,17 +129,14 @@ class DistributedDataParallel(torch.nn.Module):
             UnsupportedOp: there is a SyncBatchNorm in training, which calls collectives.
         """
         _check_calls_no_collectives(self.module)
-        self._joins = True
-        try:
+        with self._joining.on():
             yield
-            while (src := first_active(steps := self._announce(Next.NOTHING))) is not None:
-                self._shadow(steps[src], src)
+            for step, src in self._joining.others():
+                self._shadow(step, src)
             if self._hook is not None:
-                self._hook.at_end(self._all_parameters(), self._reducer.group)
-            self.broadcast_parameters(self._last_active)
+                self._hook.at_end(list(self.module.parameters()), self._reducer.group)
+            self.broadcast_parameters(self._joining.last_active)
             self._reducer.forget()
-        finally:
-            self._joins = False
 
     def sync_gradients(self) -> None:
         """Replaces all gradients by their mean over all ranks, now; also under `no_sync`.
@@ -157,7 +146,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             UnsupportedOp, Closed, CollectiveMismatch, PeerFailed, Timeout: as `GradientReducer.finish`.
         """
-        self._announce(Next.REDUCTION)
+        self._joining.announce(Next.REDUCTION)
         self._is_prepared = False
         self._reducer.reduce()
 
@@ -171,71 +160,20 @@ class DistributedDataParallel(torch.nn.Module):
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_tensors(tensors, self._group, src, self._bucket_mb)
 
-    # As the module itself
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields the module's parameters under the module's names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the module's buffers under the module's names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def named_modules(
-        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields the module and its submodules under the module's names."""
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's own state_dict, which the bare module can load."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state_dict of the bare module, on this rank; the same on every rank, or broadcast_parameters() after.
-
-        Raises:
-            ValueError: assign=True, which would replace the parameters that are being watched.
-        """
-        if assign:
-            raise ValueError("assign=True replaces the parameters: load into the module first, then wrap it")
-        return self.module.load_state_dict(state_dict, strict)
-
-    def __getattr__(self, name: str) -> Any:
-        own = self.__dict__.get("_modules", {})
-        if name == "module" or "module" not in own:
-            return super().__getattr__(name)
-        return getattr(own["module"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A new value for something that the module reads must reach the module.
-        own = name in self.__dict__ or any(name in cls.__dict__ for cls in type(self).__mro__)
-        if own or name == "module" or "module" not in self.__dict__.get("_modules", {}):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
-
     def extra_repr(self) -> str:
         """Returns the rank and the number of buckets."""
         buckets = len(self._reducer.layout.buckets)
         return f"rank {self._group.rank} of {self._group.world_size}, {buckets} buckets of gradients"
 
-    def __getstate__(self) -> Any:
-        raise UnsupportedOp("a wrapper belongs to its group and cannot be copied or pickled: take ddp.module instead")
-
     # Inside
 
     def before_forward(self) -> None:
         """Called by the hooks of the module, at the beginning of a forward that records a graph."""
-        if not self._is_watched():
+        if self._watched is None or not self._watched.is_current():
             self._watch()
         # Once only, if a forward fails and is tried again: the other ranks do not know of that.
         if self.module.training and self._synchronise and not self._is_prepared:
-            self._prepare_forward(first_active(self._announce(Next.FORWARD)) or 0)
+            self._prepare_forward(first_active(self._joining.announce(Next.FORWARD)) or 0)
             self._is_prepared = True
 
     def on_forward(self, num_samples: int) -> None:
@@ -263,7 +201,7 @@ class DistributedDataParallel(torch.nn.Module):
             return
         self.on_backward()
         if not self._reducer.is_under_way:
-            self._announce(Next.REDUCTION)
+            self._joining.announce(Next.REDUCTION)
             self._runs_beside = has_time_beside(self._reducer.group)
         self._reducer.ready(index, launch=self._runs_beside)
 
@@ -290,36 +228,25 @@ class DistributedDataParallel(torch.nn.Module):
         self._reducer.show()
         self._reducer.abandon()
 
-    def _is_watched(self) -> bool:
-        now = list(self.module.parameters())
-        return len(now) == len(self._named) and all(
-            parameter is known and parameter.requires_grad == trainable
-            for parameter, (_, known), trainable in zip(now, self._named, self._watched, strict=True)
-        )
-
     def _watch(self) -> None:
         """Plans buckets for the parameters that there are and that require gradients now, and hooks them."""
         self._unwatch()
-        take_over(self.module.named_parameters())
-        known = {id(parameter) for _, parameter in self._named}
-        named = list(self.module.named_parameters())
-        if self._named and (late := [parameter for _, parameter in named if id(parameter) not in known]):
+        before, now = self._watched, Watched(self.module)
+        take_over(now.named)
+        if before is not None and (late := now.beyond(before)):
             # Where gradients travel, so that a rank which alone has new ones is told.
             check_same_model(self.module, self._reducer.group, self._options)
             broadcast_tensors(late, self._reducer.group, bucket_mb=self._bucket_mb)
-        self._named = named
-        self._watched = [parameter.requires_grad for _, parameter in named]
-        trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self._reducer.plan(trainable)
+        self._watched = now
+        self._reducer.plan(now.trainable)
         if self._reducer.is_needed:
             is_wide = self._hook is not None and self._hook.dtype is not None
-            self._handles = watch_gradients([parameter for _, parameter in trainable], self, before=is_wide)
-            self._handles += watch_forwards(self.module, self)
+            now.handles = watch_gradients([parameter for _, parameter in now.trainable], self, before=is_wide)
+            now.handles += watch_forwards(self.module, self)
 
     def _unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._watched is not None:
+            self._watched.release()
 
     def _prepare_forward(self, src: int) -> None:
         """Does what the hook and the buffers need before a forward that is to be synchronised.
@@ -328,31 +255,14 @@ class DistributedDataParallel(torch.nn.Module):
             src: the rank whose buffers are broadcast.
         """
         if self._hook is not None:
-            self._hook.before_forward(self._all_parameters(), self._reducer.group)
+            self._hook.before_forward(list(self.module.parameters()), self._reducer.group)
         buffers = list(self.module.buffers())
-        if self._buffers_are == "average":
-            fractional = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-            average_tensors(fractional, self._reducer.group, self._bucket_mb)
-            buffers = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
-        if self._buffers_are != "local":
-            broadcast_tensors(buffers, self._reducer.group, src, self._bucket_mb)
-
-    def _all_parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for _, parameter in self._named]
-
-    def _announce(self, step: Next) -> list[Next]:
-        """Tells the other ranks what is next, if ranks may leave early; returns what they do."""
-        if not self._joins:
-            return []
-        steps = announce(step, self._reducer.group)
-        active = first_active(steps)
-        self._last_active = self._last_active if active is None else active
-        return steps
+        synchronize_buffers(buffers, self._buffers_are, self._reducer.group, src, self._bucket_mb)
 
     def _shadow(self, step: Next, src: int) -> None:
         """Does what ranks with batches do, without any."""
         if step == Next.REDUCTION:
-            for parameter in self._all_parameters():
+            for parameter in self.module.parameters():
                 parameter.grad = None
             self._reducer.reduce()
             return
