@@ -1,6 +1,8 @@
 """One socket: frames are put together from whatever pieces arrive, and leave whole whatever room there is."""
 
+import select
 import socket
+from functools import partial
 
 import pytest
 import torch
@@ -232,3 +234,54 @@ def test_a_failure_ends_both_directions(pair):
     connection.fail(cause)
     assert arriving.exception() is leaving.exception() is cause
     assert connection.sock.fileno() == -1
+
+
+@pytest.fixture
+def tcp_pair():
+    """A connection to rank 1 over TCP, and the socket of that rank."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        yield Connection(1, ours, 1 << 30), theirs
+
+
+def is_readable(connection, seconds):
+    """Whether who polls is to read, at once or within some seconds."""
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
+
+
+def test_a_payload_is_read_in_parts_that_are_worth_a_call(tcp_pair):
+    """To wake for each 64 KiB that a link brings took half of the processor time."""
+    connection, peer = tcp_pair
+    mailbox, tensor = Mailbox(), torch.arange(150_000, dtype=torch.int32)
+    data, work = message(tensor), post(mailbox)
+    word = wire.Frame(wire.FrameKind.GOODBYE).encode()
+    pump = partial(connection.pump, into(mailbox))
+    peer.sendall(data[:100_000])
+    assert is_readable(connection, 20)
+    pump()
+    peer.sendall(data[100_000:200_000])
+    assert not is_readable(connection, 0)
+    peer.sendall(data[200_000:])
+    while not work.is_completed():
+        assert is_readable(connection, 20)
+        pump()
+    assert torch.equal(work.result(), tensor)
+    peer.sendall(word[:1])
+    assert is_readable(connection, 20)
+
+
+def test_the_end_of_a_stream_in_the_middle_of_a_payload_is_noticed(tcp_pair):
+    connection, peer = tcp_pair
+    mailbox, tensor = Mailbox(), torch.arange(150_000, dtype=torch.int32)
+    post(mailbox)
+    peer.sendall(message(tensor)[:100_000])
+    assert is_readable(connection, 20)
+    connection.pump(into(mailbox))
+    assert not is_readable(connection, 0)
+    peer.close()
+    assert is_readable(connection, 20)
+    assert not connection.pump(into(mailbox))

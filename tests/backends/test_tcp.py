@@ -17,6 +17,7 @@ import torch
 from echelon.backends import wire
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.sockets import is_loopback
 from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout
 from tests.backends.forked import run_forked
 from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
@@ -40,6 +41,36 @@ def test_one_socket_for_every_pair_and_no_delay():
         for backend in world:
             for sock in sockets_of(backend).values():
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.2", True),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("::1", "::1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("127.0.0.1", "10.0.0.2", False),
+    ],
+)
+def test_loopback_is_known_by_the_addresses(own, theirs, expected):
+    assert is_loopback(own, theirs) == expected
+
+
+def test_only_over_loopback_is_there_a_limit_to_what_is_on_its_way(monkeypatch):
+    """Between namespaces of one machine there may be a link that holds more, and stands idle with a small buffer."""
+    with tcp_world(2) as world:
+        (near,) = sockets_of(world[0]).values()
+        limited = near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    monkeypatch.setattr("echelon.backends.tcp.peers.is_loopback", lambda *_: False)
+    with tcp_world(2) as world, socket.socket() as untouched:
+        (far,) = sockets_of(world[0]).values()
+        assert limited == 2 * (1 << 18)  # the kernel counts what it adds
+        assert far.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= untouched.getsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF
+        )
+        assert far.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) != limited
 
 
 def test_a_world_of_one_needs_no_secret_and_no_socket(monkeypatch):

@@ -161,8 +161,7 @@ class TcpBackend(Backend):
         self._peers = Peers(poller, self._progress, self._mailbox, self.flight_recorder, max_unclaimed_bytes)
         with self._progress.lock:
             for peer, sock in sorted(world.sockets.items()):
-                is_local = self._hosts[peer] == self._hosts[self.rank]
-                self._peers.connect(peer, sock, max_message_bytes, is_local=is_local)
+                self._peers.connect(peer, sock, max_message_bytes)
             for member in world.members:
                 if member.rank != self.rank and member.machine == here:
                     self._peers.watch_process(member)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from echelon.backends import wire
 from echelon.backends.delivery import Delivery
+from echelon.backends.pieces import PIECE_BYTES
 from echelon.backends.tag import Tag
 from echelon.backends.work import Work
 from echelon.errors import EchelonError
@@ -24,6 +25,9 @@ from echelon.errors import EchelonError
 _BUFFER_BYTES = 1 << 16
 _READS_AT_ONCE = 64
 """How many reads one peer may have before the others get their turn."""
+_WAKING_BYTES = PIECE_BYTES
+"""How much of a payload is to have arrived before it is read: a link brings 64 KiB at a time, and to wake for each
+takes longer than to copy it."""
 
 
 class _Outgoing(NamedTuple):
@@ -49,6 +53,8 @@ class Connection:
         self._start = self._end = 0
         self._payload_left = 0
         self._payload_size = 0
+        self._mark = 1
+        """How many bytes are to have arrived before the socket counts as readable."""
         sock.setblocking(False)
 
     @property
@@ -127,6 +133,9 @@ class Connection:
     def pump(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> bool:
         """Reads what has arrived, up to a message that has no place; returns False at the end of the stream.
 
+        The socket counts as readable again when as much of a payload has come as is worth a call, or its last byte, or
+        the end of the stream.
+
         Args:
             on_frame: called with every frame's head; for data it returns the delivery that takes the payload.
 
@@ -134,6 +143,14 @@ class Connection:
             ProtocolError: the peer sent what cannot be a frame.
             OSError: the connection is broken.
         """
+        is_open = self._read(on_frame)
+        mark = 1 if self.is_held else max(1, min(self._payload_left, _WAKING_BYTES))
+        if mark != self._mark and is_open:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+            self._mark = mark
+        return is_open
+
+    def _read(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> bool:
         for _ in range(_READS_AT_ONCE):
             self._parse(on_frame)
             if self.is_held:

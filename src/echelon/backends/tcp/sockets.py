@@ -15,6 +15,14 @@ _BIND_ADDRESS_NO_PORT = 24
 """IP_BIND_ADDRESS_NO_PORT, for which Python 3.11 has no name: the port is chosen when it is known where to."""
 
 
+def is_loopback(own: str, theirs: str) -> bool:
+    """Says whether a connection between these two addresses stays in one network namespace: no link is between them.
+
+    To one of its addresses a host connects from that same one, or from another of 127.0.0.0/8.
+    """
+    return own == theirs or (own.startswith("127.") and theirs.startswith("127."))
+
+
 class Sockets:
     """Owns every socket that it opened or was given; leaving the context closes those that were not released."""
 
