@@ -100,6 +100,11 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         return self.backend.device
 
     @property
+    def is_native(self) -> bool:
+        """Whether the backend itself runs the collectives; else they are messages. The same on every rank."""
+        return self._caller.is_native
+
+    @property
     def table(self) -> Table:
         """Which algorithms the collectives run by: `echelon.collectives.select.STATIC`, or what tuning found."""
         return self._selector.table

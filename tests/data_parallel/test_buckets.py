@@ -12,14 +12,29 @@ PARAMETERS = st.lists(
 
 
 def test_the_picture_in_the_docstring():
-    sizes = [number * MEBIBYTE for number in (6, 5, 4, 3, 2)]
-    layout = bucket_layout(sizes, ["float32"] * 5, bucket_mb=6, first_bucket_mb=2)
-    assert layout.homes() == ((2, 1), (2, 0), (1, 1), (1, 0), (0, 0))
+    sizes = [number * MEBIBYTE for number in (2, 2, 5, 4, 3, 2)]
+    layout = bucket_layout(sizes, ["float32"] * 6, bucket_mb=6, first_bucket_mb=2)
+    assert layout.homes() == ((3, 0), (2, 1), (2, 0), (1, 1), (1, 0), (0, 0))
 
 
-def test_small_parameters_share_buckets_and_the_first_is_small():
-    layout = bucket_layout([MEBIBYTE // 2] * 12, ["float32"] * 12, bucket_mb=2)
-    assert [bucket.members for bucket in layout.buckets] == [(11, 10), (9, 8, 7, 6), (5, 4, 3, 2), (1, 0)]
+def test_small_parameters_share_buckets_and_the_first_and_the_last_are_small():
+    layout = bucket_layout([MEBIBYTE // 2] * 10, ["float32"] * 10, bucket_mb=2)
+    assert [bucket.members for bucket in layout.buckets] == [(9, 8), (7, 6, 5, 4), (3, 2), (1, 0)]
+
+
+def test_nothing_smaller_than_the_first_bucket_is_cut_off_the_last():
+    layout = bucket_layout([MEBIBYTE // 2] * 9, ["float32"] * 9, bucket_mb=2)
+    assert [bucket.members for bucket in layout.buckets] == [(8, 7), (6, 5, 4, 3), (2, 1, 0)]
+
+
+def test_only_the_last_bucket_of_all_is_small():
+    layout = bucket_layout([MEBIBYTE // 2] * 10, list("aaaabbbbaa"), bucket_mb=4)
+    assert [bucket.members for bucket in layout.buckets] == [(9, 8), (7, 6, 5, 4), (3, 2), (1, 0)]
+
+
+def test_what_fills_no_bucket_stays_together():
+    layout = bucket_layout([MEBIBYTE // 8] * 4, ["a"] * 4, bucket_mb=2)
+    assert [bucket.members for bucket in layout.buckets] == [(3, 2, 1, 0)]
 
 
 def test_a_bucket_has_one_kind_and_goes_when_its_last_parameter_is_there():
@@ -52,6 +67,10 @@ def test_every_layout_is_complete_ordered_and_bounded(parameters, bucket_mb, fir
     full = [bucket.members[-1] for bucket in layout.buckets]
     assert full == sorted(full, reverse=True)
     if sizes:
+        last = layout.buckets[layout.homes()[0][0]]
+        limit = min(first_bucket_mb, bucket_mb) * MEBIBYTE
+        rest = last.num_bytes - max(sizes[member] for member in last.members)
+        assert rest < 2 * limit or first_bucket_mb >= bucket_mb
         first = layout.buckets[layout.homes()[len(sizes) - 1][0]]
         assert len(first.members) == 1 or first.num_bytes - sizes[first.members[-1]] < first_bucket_mb * MEBIBYTE
 

@@ -159,3 +159,35 @@ def test_giving_up_is_told_to_all_and_harms_no_other_group(run):
     for message, total in ranks:
         assert "rank 1 failed: its backward failed with 1 of 6 buckets of gradients under way" in message
         assert total == 3.0
+
+
+def seconds_of_a_reduction(group):
+    _, reducer = make(group)
+    group.barrier()
+    begin = group.backend.now()
+    reducer.reduce()
+    return group.backend.now() - begin
+
+
+def test_two_buckets_travel_at_a_time():
+    """Six buckets of a message each, and the summary behind them: four times the latency, not seven."""
+    network = echelon.Network(latency=1.0, bandwidth=1e12)
+    took = echelon.simulate(seconds_of_a_reduction, 2, network=network).results
+    assert took == pytest.approx([4.0, 4.0], rel=0.01)
+
+
+def one_disagrees_about_the_second_bucket(group):
+    _, reducer = make(group)
+    if group.rank == 1:
+        reducer.groups[-1].barrier(async_op=True).exception()
+    with pytest.raises(echelon.EchelonError):
+        reducer.reduce()
+    with pytest.raises(echelon.Closed, match=r"given up because .*barrier.*: end all ranks"):
+        reducer.reduce()
+    with pytest.raises(echelon.CollectiveMismatch):
+        reducer.group.barrier()
+    return True
+
+
+def test_what_ended_a_bucket_is_why_the_reduction_is_given_up():
+    assert echelon.simulate(one_disagrees_about_the_second_bucket, 2, timeout=20.0).results == [True] * 2

@@ -82,6 +82,11 @@ class Caller:
         work.when_seen(lambda: self._unseen.pop(flight.sequence, None))
         return work
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the backend itself runs the collectives."""
+        return self._native is not None
+
     def mark(self, note: str) -> None:
         """Counts a call that says nothing to the other ranks, but which they must make as well."""
         with self._numbering:

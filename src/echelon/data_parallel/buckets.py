@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 MEBIBYTE = 1024 * 1024
 
 FIRST_BUCKET_MB = 1.0
-"""Size of the first bucket: small, so that communication starts soon after backward does."""
+"""Size of the first bucket: small, so that communication starts soon after backward does. And about that of the last,
+which nothing is left to hide behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,15 @@ def bucket_layout(
 
     Parameters are taken in the order in which backward computes their gradients; unless told, in reverse, which is
     about that. Each joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by
-    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. Buckets are
-    launched in the order of their last parameters, as that is when they are complete.
+    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. The last one is
+    cut in two where both are as large as the first then, and the end no larger than that takes. Buckets are launched in
+    the order of their last parameters, as that is when they are complete.
 
-    With sizes 6 5 4 3 2 MiB of one kind, buckets of 6 MiB and a first bucket of 2 MiB:
+    With sizes 2 2 5 4 3 2 MiB of one kind, buckets of 6 MiB and a first bucket of 2 MiB:
 
-        parameter   4    3    2   1   0
-        MiB         2    3    4   5   6
-        bucket      0    1    1   2   2
+        parameter   5    4    3   2   1   0
+        MiB         2    3    4   5   2   2
+        bucket      0    1    1   2   2   3
 
     Args:
         sizes: bytes of each parameter, in the model's order.
@@ -79,12 +81,15 @@ def bucket_layout(
             f"bucket_mb={bucket_mb}, first_bucket_mb={first_bucket_mb}: use a size in mebibytes above 0, such as 25"
         )
     limit = bucket_mb * MEBIBYTE
-    capacity = min(first_bucket_mb * MEBIBYTE, limit)
+    capacity = small = min(first_bucket_mb * MEBIBYTE, limit)
     opened: dict[str, _Open] = {}
     closed: list[_Open] = []
     order = list(reversed(range(len(sizes)))) if order is None else order
+    begin_of_last = _begin_of_last(sizes, kinds, order, small) if small < limit else None
     for index in order:
         kind = kinds[index]
+        if index == begin_of_last and kind in opened and opened[kind].num_bytes >= small:
+            closed.append(opened.pop(kind))
         if kind not in opened:
             opened[kind], capacity = _Open(kind, capacity), limit
         bucket = opened[kind]
@@ -96,6 +101,17 @@ def bucket_layout(
     position = {index: when for when, index in enumerate(order)}
     closed.sort(key=lambda bucket: position[bucket.members[-1]])
     return Layout(tuple(Bucket(bucket.kind, tuple(bucket.members), bucket.num_bytes) for bucket in closed))
+
+
+def _begin_of_last(sizes: Sequence[int], kinds: Sequence[str], order: Sequence[int], capacity: float) -> int | None:
+    """Returns the parameter from which on those of its kind fill a last bucket of that size; None: they never do."""
+    num_bytes = 0
+    for index in reversed(order):
+        if kinds[index] == kinds[order[-1]]:
+            num_bytes += sizes[index]
+            if num_bytes >= capacity:
+                return index
+    return None
 
 
 @dataclass(slots=True)

@@ -2,8 +2,10 @@
 
 Strategy. Buckets are launched by one thread, that of the caller, strictly in the order of the layout, whatever order
 their gradients come in: so the n-th collective of the group is the same bucket on every rank. Each is an asynchronous
-collective of a group of its own, which nobody else uses; only `finish` blocks, until all of them are done or failed. It
-ends because every rank launches every bucket in each reduction, those with gradients that this rank does not have, too.
+collective of a group of its own, which nobody else uses. Where collectives are messages, buckets take turns in two such
+groups: the bytes of one travel while the ranks of the other wait for each other. Only `finish` blocks, until all are
+done or failed. It ends because every rank launches every bucket in each reduction, those with gradients that this rank
+does not have, too.
 
 A summary travels behind the last bucket: which gradients each rank had, how many forwards led to them and of how many
 samples, and how many optimizer steps came before. So ranks that pair different iterations are told, and what no rank
@@ -25,7 +27,7 @@ from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.sample_weights import SampleWeights
 from echelon.data_parallel.summary import Summary
 from echelon.data_parallel.tally import Tally, mismatch
-from echelon.errors import Closed, PeerFailed, UnsupportedOp
+from echelon.errors import Closed, Failure, PeerFailed, UnsupportedOp
 from echelon.group import ProcessGroup
 
 Average: TypeAlias = Literal["ranks", "samples"]
@@ -77,6 +79,8 @@ class GradientReducer:
         self._leaves_gradients = hook is not None and hook.leaves_gradients
         self._learns_order = learns_order
         self.group = _of_its_own(group, "gradients")
+        self.groups = [self.group] if self.group.is_native else [self.group, _of_its_own(group, "gradients in between")]
+        """In which buckets are reduced, in turns; in the first also whatever else ranks tell each other."""
         # What the hook sends is numbered when it runs, not when it is due.
         self._hook_group = _of_its_own(group, "hook")
         self._awaited: list[set[int]] | None = None
@@ -251,11 +255,11 @@ class GradientReducer:
         if self._awaited is None:
             return
         reason = f"its backward failed with {self.num_launched} of {len(self._awaited)} buckets of gradients under way"
-        mine = PeerFailed(self.group.backend.rank, reason)
-        first = self.group.backend.revoke(self.group.context, self.group.ranks, mine)
-        self.group.backend.revoke(self._hook_group.context, self.group.ranks, first)
+        cause: Failure = PeerFailed(self.group.backend.rank, reason)
+        for group in self._failed_first():
+            cause = group.backend.revoke(group.context, group.ranks, cause)
         self._failure = (
-            f"an earlier reduction of gradients was given up because {first}: end all ranks, or wrap the model anew on "
+            f"an earlier reduction of gradients was given up because {cause}: end all ranks, or wrap the model anew on "
             "all of them"
         )
         self._awaited, self._launched, self._summary = None, [], None
@@ -285,10 +289,19 @@ class GradientReducer:
         if self._weights is not None:
             self._weights.weigh(memory.flat, self._tally.num_samples)
         if hook is None:
-            return self.group.all_reduce(memory.flat, "mean", async_op=True)
+            return self._group_of(memory.number).all_reduce(memory.flat, "mean", async_op=True)
         bucket = memory.bucket(1.0 if self._average == "ranks" else float(self._tally.num_samples))
         description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
         return group.backend.start(lambda: hook.reduce(bucket, group), description, group.context)
+
+    def _group_of(self, number: int) -> ProcessGroup:
+        return self.groups[number % len(self.groups)]
+
+    def _failed_first(self) -> list[ProcessGroup]:
+        """Returns all groups, that of a bucket which has failed before others: why, is why the rest is given up."""
+        failed = [number for number, work in enumerate(self._launched) if work.has_ended and work.exception()]
+        begin = failed[0] % len(self.groups) if failed and self._hook is None else 0
+        return [*self.groups[begin:], *self.groups[:begin], self._hook_group]
 
     def _own_summary(self) -> torch.Tensor:
         arrived = self._homes.arrived if self.group.rank == 0 else None

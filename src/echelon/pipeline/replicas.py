@@ -54,7 +54,7 @@ class Replicas:
         """The groups whose ranks wait for this one."""
         reducers = [*self._reducers.values(), *([] if self._of_ties is None else [self._of_ties])]
         own = [] if self._data_parallel is None else [self._data_parallel]
-        return own + [reducer.group for reducer in reducers] + self._ties.groups
+        return own + [group for reducer in reducers for group in reducer.groups] + self._ties.groups
 
     def start(self, stage: int) -> None:
         """Starts to average the gradients of a stage, unless inside of `no_sync`."""
