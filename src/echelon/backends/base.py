@@ -23,7 +23,7 @@ from echelon.backends.native import NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.tag import Tag
-from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
+from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
 from echelon.errors import (
     Closed,
     Failure,
@@ -192,6 +192,43 @@ class Backend(ABC):
         """Says whether a message of so many bytes from a rank is received in the memory that it was written to.
 
         It is then copied only if `out=` is given. Memory for what nobody takes is limited; beyond that it is copied.
+        """
+        return False
+
+    def send_at_once(
+        self,
+        tensor: torch.Tensor,  # noqa: ARG002
+        dst: int,  # noqa: ARG002
+        tag: Tag,  # noqa: ARG002
+        *,
+        note: str = "",  # noqa: ARG002
+    ) -> bool:
+        """Sends a message if all of it can leave now; returns False, having done nothing, if `isend` has to do it.
+
+        Without a Work, for what is done before anybody could wait for it. Arguments are not checked: they must be such
+        as `isend` takes. Messages keep their order, whichever of the two sends them.
+        """
+        return False
+
+    def recv_at_once(
+        self,
+        src: int,  # noqa: ARG002
+        tag: Tag,  # noqa: ARG002
+        *,
+        out: torch.Tensor | None = None,  # noqa: ARG002
+        note: str | None = "",  # noqa: ARG002
+    ) -> Message | None:
+        """Returns the next message from a rank if it is there, or comes before a thread would be put to sleep for it.
+
+        None, having done nothing, if `irecv` has to do it, in other cases too: where the message does not fit `out`, or
+        its note is another, say. Arguments are not checked: they must be such as `irecv` takes.
+        """
+        return None
+
+    def keeps_messages(self, src: int) -> bool:  # noqa: ARG002
+        """Says whether the messages of a rank stand in memory until somebody receives them, however late.
+
+        A receive that is posted early gains nothing then.
         """
         return False
 

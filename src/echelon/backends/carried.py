@@ -16,7 +16,7 @@ from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.work import Received, Work
+from echelon.backends.work import Message, Received, Work
 from echelon.errors import Failure
 
 T = TypeVar("T")
@@ -55,6 +55,14 @@ class Carried(Backend):
         self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
     ) -> Work[Received]:
         return self._tcp.irecv_any(sources, tag, note=note)
+
+    def send_at_once(self, tensor: torch.Tensor, dst: int, tag: Tag, *, note: str = "") -> bool:  # noqa: D102
+        return self._tcp.send_at_once(tensor, dst, tag, note=note)
+
+    def recv_at_once(  # noqa: D102
+        self, src: int, tag: Tag, *, out: torch.Tensor | None = None, note: str | None = ""
+    ) -> Message | None:
+        return self._tcp.recv_at_once(src, tag, out=out, note=note)
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         self._tcp.cancel(work)

@@ -87,6 +87,11 @@ class Mailbox:
         self.num_posted -= receive is not None
         return receive
 
+    def is_free(self, src: int, tag: Tag) -> bool:
+        """Says whether the next message of a source with this tag is for whoever asks now: nothing stands before."""
+        key = (src, tag)
+        return not (key in self._posted or key in self._unclaimed or self._num_from_any or self.failure(src, tag))
+
     def arrive(
         self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, comes_whole: bool = False
     ) -> Delivery:

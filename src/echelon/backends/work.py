@@ -17,6 +17,13 @@ DEFAULT_TIMEOUT = 600.0
 """Seconds that a blocking call waits unless told otherwise."""
 
 
+class Message(NamedTuple):
+    """A message that was received at once."""
+
+    tensor: torch.Tensor
+    note: str
+
+
 class Received(NamedTuple):
     """What came from whichever rank sent first."""
 
@@ -116,7 +123,7 @@ class Work(Generic[T]):
             return
         self._result, self._error, self._completed = result, error, True
         if self.flight is not None:
-            _end(self.flight, result, error)
+            end_with(self.flight, result, error)
         for callback in self._callbacks:
             callback()
         self._callbacks.clear()
@@ -140,14 +147,15 @@ class Work(Generic[T]):
         """Has the end of the operation written down in the flight recorder."""
         self.flight = flight
         if self._completed:
-            _end(flight, self._result, self._error)
+            end_with(flight, self._result, self._error)
 
     def __repr__(self) -> str:
         state = "under way" if not self._completed else "failed" if self._error else "done"
         return f"<Work {self.description}: {state}>"
 
 
-def _end(flight: Flight, result: object, error: BaseException | None) -> None:
+def end_with(flight: Flight, result: object, error: BaseException | None = None) -> None:
+    """Writes down the end of an operation, and of a message what came."""
     tensor = result.tensor if isinstance(result, Received) else result
     if isinstance(tensor, torch.Tensor):
         flight.got(describe(tensor.shape, tensor.dtype), tensor.nbytes)

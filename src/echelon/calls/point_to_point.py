@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe, plain
-from echelon.backends.work import Received, Work
+from echelon.backends.tag import Tag
+from echelon.backends.work import Received, Work, end_with
 from echelon.calls.member import Member, Seconds
 from echelon.calls.patience import wait_for
-from echelon.errors import InvalidWorldSize, Timeout
+from echelon.errors import EchelonError, InvalidWorldSize, Timeout
 from echelon.flights import Flight
 
 T = TypeVar("T")
@@ -35,6 +36,24 @@ class RecvFrom(NamedTuple):
     out: Tensor | None = None
 
 
+class _Sending(NamedTuple):
+    """A message that is to be sent, checked and written down."""
+
+    tensor: Tensor
+    peer: int
+    tag: Tag
+    flight: Flight
+
+
+class _Receiving(NamedTuple):
+    """A message that is to be received, checked and written down."""
+
+    peer: int
+    tag: Tag
+    out: Tensor | None
+    flight: Flight
+
+
 class PointToPoint(Member):
     """What one rank says to another; the two need call nothing else in the same order."""
 
@@ -43,8 +62,12 @@ class PointToPoint(Member):
 
         A tensor on a GPU, which an engine carries, may be changed once its receive has come.
         """
+        sending = self._sending(tensor, dst, tag)
+        if self.backend.send_at_once(sending.tensor, sending.peer, sending.tag):
+            sending.flight.end()
+            return
         with self.backend.attend():
-            self._wait(self.isend(tensor, dst, tag), [dst], timeout)
+            self._wait(self._send(sending), [dst], timeout)
 
     def recv(self, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None) -> Tensor:
         """Returns the next tensor that rank `src` sends with this tag; its shape and dtype travel along.
@@ -58,8 +81,13 @@ class PointToPoint(Member):
         Raises:
             SizeMismatch: the tensor does not fit `out`; it is dropped, and the group stays usable.
         """
+        receiving = self._receiving(src, tag, out)
+        message = self.backend.recv_at_once(receiving.peer, receiving.tag, out=out)
+        if message is not None:
+            end_with(receiving.flight, message.tensor)
+            return message.tensor
         with self.backend.attend():
-            return self._receive(self.irecv(src, tag, out), [src], timeout)
+            return self._receive(self._recv(receiving), [src], timeout)
 
     def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
         """Returns the next tensor that any rank of the group sends with this tag, and which rank it was.
@@ -104,20 +132,11 @@ class PointToPoint(Member):
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
-        self._check_message(tensor)
-        peer = self._peer(dst, "dst")
-        what = _sending(peer, tag, tensor.shape, tensor.dtype)
-        work = self.backend.isend(plain(tensor), peer, self._tag(tag))
-        work.record(self._recorded(what, tensor.nbytes))
-        return work
+        return self._send(self._sending(tensor, dst, tag))
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""
-        self._check_open()
-        peer = self._peer(src, "src")
-        work = self.backend.irecv(peer, self._tag(tag), out=out)
-        work.record(self._recorded(_receiving(peer, tag)))
-        return work
+        return self._recv(self._receiving(src, tag, out))
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
         """Starts to receive a tensor from any rank; the Work's result is what `recv_any` returns."""
@@ -157,6 +176,37 @@ class PointToPoint(Member):
                     works[number] = self.isend(*message)
         return [works[number] for number in range(len(messages))]
 
+    def _sending(self, tensor: Tensor, dst: int, tag: int) -> _Sending:
+        self._check_message(tensor)
+        peer, own_tag = self._peer(dst, "dst"), self._tag(tag)
+        what = _words_to(peer, tag, tensor.shape, tensor.dtype)
+        return _Sending(plain(tensor), peer, own_tag, self._recorded(what, tensor.nbytes))
+
+    def _send(self, sending: _Sending) -> Work[None]:
+        tensor, peer, tag, flight = sending
+        try:
+            work = self.backend.isend(tensor, peer, tag)
+        except EchelonError as error:
+            flight.end(error)
+            raise
+        work.record(flight)
+        return work
+
+    def _receiving(self, src: int, tag: int, out: Tensor | None) -> _Receiving:
+        self._check_out(out)
+        peer, own_tag = self._peer(src, "src"), self._tag(tag)
+        return _Receiving(peer, own_tag, out, self._recorded(_words_from(peer, tag)))
+
+    def _recv(self, receiving: _Receiving) -> Work[Tensor]:
+        peer, tag, out, flight = receiving
+        try:
+            work = self.backend.irecv(peer, tag, out=out)
+        except EchelonError as error:
+            flight.end(error)
+            raise
+        work.record(flight)
+        return work
+
     def _recorded(self, operation: str, num_bytes: int = 0) -> Flight:
         return self.backend.flight_recorder.begin(self.name, self.context, 0, 0, operation, num_bytes)
 
@@ -174,10 +224,10 @@ class PointToPoint(Member):
 
 
 @functools.lru_cache(256)
-def _sending(peer: int, tag: int, shape: torch.Size, dtype: torch.dtype) -> str:
+def _words_to(peer: int, tag: int, shape: torch.Size, dtype: torch.dtype) -> str:
     return f"send to rank {peer}, tag {tag} of {describe(shape, dtype)}"
 
 
 @functools.lru_cache(256)
-def _receiving(peer: int, tag: int) -> str:
+def _words_from(peer: int, tag: int) -> str:
     return f"receive from rank {peer}, tag {tag}"

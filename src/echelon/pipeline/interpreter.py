@@ -47,7 +47,6 @@ class Interpreter:
     def __init__(
         self,
         loaded: Loaded,
-        number: int,
         batch: Batch,
         stages: Mapping[int, Stage],
         group: ProcessGroup,
@@ -58,7 +57,6 @@ class Interpreter:
 
         Args:
             loaded: what to run.
-            number: of this run, the same on all ranks.
             batch: what to work on; losses and outputs are added to it.
             stages: this rank's, by their index.
             group: the ranks of the pipeline.
@@ -70,7 +68,6 @@ class Interpreter:
         schedule = loaded.program.schedule
         self._order = loaded.program.orders[group.rank]
         self._ports, self._split = loaded.ports, loaded.split
-        self._number = number
         self._batch = batch
         self._stages = stages
         self._group = group
@@ -122,14 +119,14 @@ class Interpreter:
 
     def _post(self, instruction: lowering.Post) -> None:
         transfer, peer = instruction.transfer, instruction.peer
-        self._incoming[transfer] = self._ports.post(self._number, transfer, peer)
+        self._incoming[transfer] = self._ports.post(transfer, peer)
 
     def _receive(self, instruction: lowering.Receive) -> None:
         self._here[instruction.transfer] = self._incoming.pop(instruction.transfer).wait()
 
     def _send(self, instruction: lowering.Send) -> None:
         value = self._made.pop(instruction.transfer)
-        self._outbox.add(self._ports.send(self._number, instruction.transfer, instruction.peer, value))
+        self._outbox.add(self._ports.send(instruction.transfer, instruction.peer, value))
 
     def _flush(self, _: lowering.Flush) -> None:
         self._outbox.flush()

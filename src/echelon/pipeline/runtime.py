@@ -51,7 +51,6 @@ class Runtime:
         self._recomputed = frozenset(recomputed)
         for stage in stages:
             stage.recomputes = stage.index in self._recomputed
-        self._steps = 0
         self._loaded: dict[Schedule, Loaded] = {}
         self._latest: tuple[Schedule, Loaded] | None = None
         self.buffers = Buffers()
@@ -81,7 +80,6 @@ class Runtime:
         """
         if not split_stages(schedule):
             return schedule
-        self._steps += 1
         findings = dict(self._probe(schedule, batch))
         reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
         with self.failures.told():
@@ -125,10 +123,9 @@ class Runtime:
         Raises:
             PeerFailed, Timeout, NotFinite: as for `run`.
         """
-        self._steps += 1
         loaded = self._load(schedule)
         self._meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
-        one = Interpreter(loaded, self._steps, batch, self._stages, self._group, on_stage_done, self._meter)
+        one = Interpreter(loaded, batch, self._stages, self._group, on_stage_done, self._meter)
         with self.failures.told(lambda: one.current):
             one.run(until_backward=until_backward)
         if not until_backward:
@@ -191,14 +188,14 @@ class Runtime:
                     assert batch.inputs is not None
                     value = batch.inputs[0]
                 elif placement[index - 1] != me:
-                    value = ports.post(self._steps, Transfer(index, 0, False), placement[index - 1]).wait()
+                    value = ports.post(Transfer(index, 0, False), placement[index - 1]).wait()
                 stage, is_last = self._stages[index], index == len(placement) - 1
                 finding = probe(stage, forward_of(stage, value, 0, batch, is_last=is_last))
                 if finding.halves is not None:
                     stage.halves = finding.halves
                 value = finding.output
                 if not is_last and placement[index + 1] != me:
-                    for work in ports.send(self._steps, Transfer(index + 1, 0, False), placement[index + 1], value):
+                    for work in ports.send(Transfer(index + 1, 0, False), placement[index + 1], value):
                         work.wait(self._group.timeout)
             yield index, finding
 

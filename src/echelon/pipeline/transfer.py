@@ -3,7 +3,11 @@
 A value is one message per tensor. The note of the first is the structure, and shapes and dtypes travel along, so
 nothing is agreed beforehand. The receiver expects what came the last time for the same microbatch: that many receives
 are posted, each with memory for a tensor of that shape, unless the message comes in memory that this rank can keep.
-What turns out otherwise comes all the same, in memory of its own.
+What turns out otherwise comes all the same, in memory of its own. Where messages stand in memory until they are
+received, no receive is posted before the value is needed.
+
+Messages have the same tag in every step: their order tells the steps apart, and what was worked out for a message, on
+both ends, is there for the next one like it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import torch
 
 from echelon.backends.tag import Tag
 from echelon.backends.wire import MAX_NOTE_BYTES
-from echelon.backends.work import Work
+from echelon.backends.work import Message, Work
 from echelon.calls.patience import wait_for
 from echelon.errors import PeerFailed, Timeout, UnsupportedOp
 from echelon.group import ProcessGroup
@@ -51,38 +55,53 @@ class Ports:
         self._group = group
         self._buffers = buffers
         self._seen: dict[Transfer, list[_Spec]] = {}
+        self._tags: dict[Transfer, Tag] = {}
 
-    def post(self, step: int, transfer: Transfer, peer: int) -> Incoming:
-        """Returns a value that will arrive from rank `peer` in step number `step`."""
+    def post(self, transfer: Transfer, peer: int) -> Incoming:
+        """Returns a value that will arrive from rank `peer`."""
         seen = self._seen.setdefault(transfer, [])
-        return Incoming(self._group, self._group.ranks[peer], step, transfer, seen, self._buffers)
+        return Incoming(self._group, self._group.ranks[peer], transfer, self._tag(transfer), seen, self._buffers)
 
-    def send(self, step: int, transfer: Transfer, peer: int, value: Value) -> list[Work[None]]:
-        """Starts to send a value to rank `peer`; its tensors must not change until all Works are done.
+    def send(self, transfer: Transfer, peer: int, value: Value) -> list[Work[None]]:
+        """Starts to send a value to rank `peer`; its tensors must not change before all Works are done.
 
         Raises:
             UnsupportedOp: it has more than 1023 tensors, or is no nested value.
         """
-        backend, dst = self._group.backend, self._group.ranks[peer]
-        return [
-            backend.isend(tensor, dst, _tag(self._group, step, transfer, part), note=note)
-            for part, (tensor, note) in enumerate(_messages(value))
-        ]
+        backend, dst, tag = self._group.backend, self._group.ranks[peer], self._tag(transfer)
+        works = []
+        for tensor, note in _messages(value):
+            if not backend.send_at_once(tensor, dst, tag, note=note):
+                works.append(backend.isend(tensor, dst, tag, note=note))
+            tag = tag._replace(step=tag.step + 1)
+        return works
+
+    def _tag(self, transfer: Transfer) -> Tag:
+        """Returns the tag of the first message of a transfer; each of the others has the next step."""
+        tag = self._tags.get(transfer)
+        if tag is None:
+            sequence = TRANSFERS | transfer.stage << 1 | transfer.backward
+            tag = self._tags[transfer] = Tag(self._group.context, sequence, transfer.microbatch * _PARTS)
+        return tag
 
 
 class Incoming:
     """A value that is expected. Posted early, so that it can arrive while this rank computes."""
 
+    __slots__ = ("_buffers", "_group", "_seen", "_src", "_tag", "_transfer", "_works")
+
     def __init__(
-        self, group: ProcessGroup, src: int, step: int, transfer: Transfer, seen: list[_Spec], buffers: Buffers
+        self, group: ProcessGroup, src: int, transfer: Transfer, tag: Tag, seen: list[_Spec], buffers: Buffers
     ) -> None:
         self._group = group
         self._src = src
-        self._step = step
         self._transfer = transfer
+        self._tag = tag
         self._seen = seen
-        self._works = [self._post(part, self._place(spec, buffers)) for part, spec in enumerate(seen)]
-        self._works = self._works or [self._post(0)]
+        self._buffers = buffers
+        self._works: list[Work[torch.Tensor]] = []
+        if not group.backend.keeps_messages(src):
+            self._works += [self._post(part) for part in range(max(1, len(seen)))]
 
     def wait(self) -> Value:
         """Returns the value; tensors that had required a gradient where they came from are leaves that require one.
@@ -96,39 +115,51 @@ class Incoming:
             raise error.noticed_by(self._operation()) from error
         except Timeout as error:
             raise Timeout(f"{self._operation()}: {error}") from error
-        self._seen[:] = [_Spec(tensor.shape, tensor.dtype, tensor.device) for tensor in arrived]
-        tensors = iter(arrived[self._works[0].note == _APART :])
-        return value_of(structure, lambda requires_grad: _leaf(next(tensors), requires_grad))
+        return value_of(structure, lambda requires_grad: _leaf(arrived.pop(0), requires_grad))
 
     def _arrived(self) -> tuple[str, list[torch.Tensor]]:
-        """Waits for the structure and for all messages."""
-        works = self._works
-        head = self._wait(works[0])
-        apart = works[0].note == _APART
-        structure = bytes(head.numpy()).decode() if apart else works[0].note
-        count = num_tensors(structure) + apart
-        for part in range(len(works), count):
-            works.append(self._post(part))
-        for work in works[count:]:
+        """Waits for all messages; returns the structure, and the tensors."""
+        first, note = self._take(0)
+        structure = bytes(first.numpy()).decode() if note == _APART else note
+        count = num_tensors(structure) + (note == _APART)
+        for work in self._works[count:]:
             self._group.backend.cancel(work)
-        return structure, [head, *(self._wait(work) for work in works[1:count])]
+        if self._works:
+            self._works += [self._post(part) for part in range(len(self._works), count)]
+        arrived = [first, *(self._take(part).tensor for part in range(1, count))]
+        self._seen[:] = [_Spec(tensor.shape, tensor.dtype, tensor.device) for tensor in arrived]
+        return structure, arrived[note == _APART :]
 
-    def _wait(self, work: Work[torch.Tensor]) -> torch.Tensor:
+    def _take(self, part: int) -> Message:
+        """Waits for a message."""
         group = self._group
-        return wait_for(group.backend, work, [self._src], group.context, group.timeout)
+        if self._works:
+            work = self._works[part]
+        else:
+            tag, place = self._tag_of(part), self._place(part)
+            if message := group.backend.recv_at_once(self._src, tag, out=place, note=None):
+                return message
+            work = self._post(part, place)
+        return Message(wait_for(group.backend, work, [self._src], group.context, group.timeout), work.note)
 
     def _operation(self) -> str:
         """Says what this rank is doing, for errors."""
         return f"rank {self._group.backend.rank}, waiting for {_in_words(self._transfer)}"
 
-    def _place(self, spec: _Spec, buffers: Buffers) -> torch.Tensor | None:
-        """Returns memory for a tensor that is expected, if the message does not come in memory of its own."""
+    def _tag_of(self, part: int) -> Tag:
+        return self._tag._replace(step=self._tag.step + part) if part else self._tag
+
+    def _place(self, part: int) -> torch.Tensor | None:
+        """Returns memory for a tensor like the last one, if the message does not come in memory of its own."""
+        if part >= len(self._seen):
+            return None
+        spec = self._seen[part]
         num_bytes = spec.shape.numel() * spec.dtype.itemsize
-        return None if self._group.backend.brings_memory(self._src, num_bytes) else buffers.take(*spec)
+        return None if self._group.backend.brings_memory(self._src, num_bytes) else self._buffers.take(*spec)
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
-        tag = _tag(self._group, self._step, self._transfer, part)
-        return self._group.backend.irecv(self._src, tag, out=place, note=None, must_fit=False)
+        place = self._place(part) if place is None else place
+        return self._group.backend.irecv(self._src, self._tag_of(part), out=place, note=None, must_fit=False)
 
 
 def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
@@ -146,11 +177,6 @@ def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
 def detached(value: Value) -> Value:
     """Returns a value whose tensors share memory with the given ones, but are leaves of a graph of their own."""
     return map_tensors(lambda tensor: _leaf(tensor, tensor.requires_grad), value)
-
-
-def _tag(group: ProcessGroup, step: int, transfer: Transfer, part: int) -> Tag:
-    sequence = TRANSFERS | (step & 0xFFFFFFFFFF) << 20 | transfer.stage << 1 | transfer.backward
-    return Tag(group.context, sequence, transfer.microbatch * _PARTS + part)
 
 
 def what_passes(tag: Tag) -> str:

@@ -193,6 +193,59 @@ def _order_is_kept(run_ranks: RunRanks) -> None:
     run_ranks(2, act)
 
 
+def _what_is_done_at_once_keeps_its_order(run_ranks: RunRanks) -> None:
+    """Messages with and without a Work, of two shapes, to receives with and without one, some of them posted early."""
+    count, tag = 60, Tag(3, 0, 1)
+
+    def act(backend: Backend) -> None:
+        if backend.rank == 0:
+            for index in range(count):
+                tensor = torch.full((1 + index // 7 % 2,), float(index))
+                if index % 5 == 0 or not backend.send_at_once(tensor, 1, tag, note="n"):
+                    backend.isend(tensor, 1, tag, note="n").wait(SECONDS)
+            return
+        index = 0
+        while index < count:
+            if index % 4 == 3:
+                works = [backend.irecv(0, tag, note="n") for _ in range(min(2, count - index))]
+                message = backend.recv_at_once(0, tag, note=None)
+                expect(message is None, "a message was received before one that had been asked for earlier")
+                got = [work.wait(SECONDS) for work in works]
+            else:
+                place = torch.zeros(1) if index % 2 else None
+                message = backend.recv_at_once(0, tag, out=place, note=None)
+                if message is not None:
+                    expect(message.note == "n", f"the note of message {index} came as {message.note!r}")
+                    expect(place is None or message.tensor is place, f"message {index} is not where it was to be")
+                got = [backend.irecv(0, tag, note="n").wait(SECONDS) if message is None else message.tensor]
+            for tensor in got:
+                wanted = [float(index)] * (1 + index // 7 % 2)
+                expect(tensor.tolist() == wanted, f"message {index} brought {tensor.tolist()}")
+                index += 1
+
+    run_ranks(2, act)
+
+
+def _what_does_not_fit_is_not_received_at_once(run_ranks: RunRanks) -> None:
+    def act(backend: Backend) -> None:
+        tag = Tag(3, 0, 1)
+        if backend.rank == 0:
+            for number in range(3):
+                backend.isend(torch.full((4,), float(number)), 1, tag, note="a").wait(SECONDS)
+            return
+        backend.irecv(0, tag, note="a").wait(SECONDS)
+        wrong, ints = torch.zeros(3), torch.zeros(4, dtype=torch.int32)
+        for out, note in ((wrong, "a"), (ints, "a"), (None, "b")):
+            expect(backend.recv_at_once(0, tag, out=out, note=note) is None, f"received at once: {out}, {note!r}")
+        expect(backend.recv_at_once(0, Tag(3, 0, 2)) is None, "a message with another tag was received")
+        expect(not wrong.any() and not ints.any(), "a message that does not fit was written nevertheless")
+        for number in (1, 2):
+            got = backend.irecv(0, tag, note="a").wait(SECONDS).tolist()
+            expect(got == [float(number)] * 4, f"message {number} brought {got}")
+
+    run_ranks(2, act)
+
+
 def _send_does_not_wait_for_the_receiver(run_ranks: RunRanks) -> None:
     """Both ranks send first; a large message too, since both directions are independent."""
 
@@ -405,6 +458,8 @@ _CLAUSES: dict[str, Callable[[RunRanks], None]] = {
         _what_need_not_fit_comes_nevertheless,
         _tags_never_mix,
         _order_is_kept,
+        _what_is_done_at_once_keeps_its_order,
+        _what_does_not_fit_is_not_received_at_once,
         _send_does_not_wait_for_the_receiver,
         _nothing_arrives_before_it_is_sent,
         _a_timeout_withdraws_the_receive,

@@ -68,6 +68,9 @@ class SharedMemoryBackend(Carried):
         sizes = self._post.sizes
         return src in self._local_ranks and sizes.inline_bytes < num_bytes <= sizes.whole_bytes
 
+    def keeps_messages(self, src: int) -> bool:  # noqa: D102
+        return src in self._local_ranks
+
     # Collectives
 
     def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102

@@ -11,23 +11,35 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from echelon.backends import wire
 from echelon.backends.delivery import Delivery
-from echelon.backends.memory import as_bytes, new_tensor
+from echelon.backends.memory import as_bytes, copy_from, new_tensor
 from echelon.backends.shared import mail, post
 from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.shared.post import Post
 from echelon.backends.shared.segment import Window
+from echelon.backends.tag import Tag
 from echelon.backends.tcp.line import Arrivals, Head
+from echelon.backends.work import Message
 from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 
 _MAX_LENT_BYTES = 256 << 20
 """How much of an arena may be tensors that were received; beyond that they are copied, so that the sender can go on."""
-_MAX_CACHED = 256
+_MAX_CACHED = 1024
+
+
+class _Known(NamedTuple):
+    """A small message as it stood in the ring."""
+
+    head: Head
+    start: bytes
+    """Of its record, up to the payload."""
+    record_bytes: int
+    payload_at: int
 
 
 class _Arrival:
@@ -109,6 +121,8 @@ class Inlet:
         """The message that is being written."""
         self._parts: _Parts | None = None
         self._heads: dict[bytes, Head] = {}
+        self._latest: dict[Tag, _Known] = {}
+        """Of small messages between two ranks, the last one with each tag."""
 
     def take_in(self, arrivals: Arrivals) -> bool:
         """Takes in the next message, or what there is of it; returns whether another may follow.
@@ -127,11 +141,48 @@ class Inlet:
         prefix = mail.read_prefix(self._memory[begin : begin + mail.PREFIX_BYTES], available, at, ring_bytes)
         if prefix.head_bytes:
             self._open(prefix, begin, arrivals)
-        self._taken += prefix.record_bytes
-        if self._taken - self._told_taken >= ring_bytes // 4:
+        self._take_out(prefix.record_bytes)
+        return self._arrival is not None or available != prefix.record_bytes
+
+    def has_record(self) -> bool:
+        """Says whether a record was written that was not taken in."""
+        return self._words[self._news + mail.RECORDS] != self._taken
+
+    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Takes in the next message if it is a small one like the last with its tag; None, having done nothing, if not.
+
+        Most messages are like one before to the last byte of their head, so nothing of it need be read again.
+
+        Args:
+            tag: of the message.
+            out: where it is to go; None: in a new tensor.
+            note: of the message; None: whatever it is.
+        """
+        known = self._latest.get(tag)
+        if known is None or self._arrival is not None:
+            return None
+        head, start, size, payload_at = known
+        at = self._taken % self._sizes.ring_bytes
+        begin = self._ring + at
+        available = self._words[self._news + mail.RECORDS] - self._taken
+        if not size <= available <= self._sizes.ring_bytes // 2 or at + size > self._sizes.ring_bytes:
+            return None  # when much is waiting, all of it is to be taken in, so that the writer can go on
+        if self._memory[begin : begin + len(start)] != start or not (note is None or note == head.note):
+            return None
+        if out is None:
+            out = new_tensor(head.shape, head.dtype)
+        elif out.shape != head.shape or out.dtype != head.dtype:
+            return None
+        copy_from(self._address + begin + payload_at, out)
+        self._take_out(size)
+        return Message(out, head.note)
+
+    def _take_out(self, size: int) -> None:
+        """Leaves the place of a record to others."""
+        self._taken += size
+        if self._taken - self._told_taken >= self._sizes.ring_bytes // 4:
             self._told_taken = self._words[self._answers + mail.TAKEN] = self._taken
             self._post.answer(self._writer)
-        return self._arrival is not None or available != prefix.record_bytes
 
     def fail(self, error: EchelonError) -> None:
         """Ends the message that is being written."""
@@ -141,13 +192,18 @@ class Inlet:
 
     def _open(self, prefix: mail.Prefix, begin: int, arrivals: Arrivals) -> None:
         start = begin + mail.PREFIX_BYTES
-        head = self._head(self._memory[start : start + prefix.head_bytes])
+        data = self._memory[start : start + prefix.head_bytes]
+        head = self._head(data)
         if head.num_bytes > self._sizes.inline_bytes:
             self._open_part(head, prefix, arrivals)
             return
         payload = mail.payload_at(prefix.head_bytes)
         if payload + head.num_bytes > prefix.record_bytes:
             raise ProtocolError(f"record of {prefix.record_bytes} bytes for a payload of {head.num_bytes}")
+        if not head.is_signed:
+            if len(self._latest) >= _MAX_CACHED:
+                self._latest.clear()
+            self._latest[head.tag] = _Known(head, prefix.encode() + data, prefix.record_bytes, payload)
         arrivals.take_small(head, self._address + begin + payload)
 
     def _head(self, data: bytes) -> Head:

@@ -10,7 +10,7 @@ from echelon.backends.shared.outlet import Outlet
 from echelon.backends.shared.post import Post
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.line import Arrivals, Line
-from echelon.backends.work import Work
+from echelon.backends.work import Message, Work
 from echelon.errors import EchelonError
 
 
@@ -43,11 +43,20 @@ class SharedLine(Line):
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:  # noqa: D102
         self._outlet.send(head, tensor, tag, work)
 
+    def put(self, head: bytes, tensor: torch.Tensor) -> bool:  # noqa: D102
+        return self._outlet.put(head, tensor)
+
     def flush(self) -> None:  # noqa: D102
         self._outlet.flush()
 
     def take_in(self, arrivals: Arrivals) -> bool:  # noqa: D102
         return self._inlet.take_in(arrivals)
+
+    def has_written(self) -> bool:  # noqa: D102
+        return self._inlet.has_record()
+
+    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:  # noqa: D102
+        return self._inlet.take(tag, out, note)
 
     def abandon(self, context: int, error: EchelonError) -> None:  # noqa: D102
         self._outlet.abandon(context, error)

@@ -88,11 +88,15 @@ class Outlet:
             tag: of the message.
             work: see above.
         """
-        if not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor):
+        if self.put(head, tensor):
             work.complete()
             return
         self.queue.append(_Outgoing(head, tensor, tag, work, self._sizes.num_pieces(tensor.nbytes)))
         self.flush()
+
+    def put(self, head: bytes, tensor: torch.Tensor) -> bool:
+        """Writes a small message if there is room and nothing before it; returns whether it did."""
+        return not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor)
 
     def flush(self) -> None:
         """Writes of what is queued as much as there is room for."""

@@ -88,6 +88,11 @@ class Post:
         offset = writer * RANGE_BYTES + _region_bytes(self.num_ranks, self.sizes) + reader * _ROOM_OF_ARENA
         return self._segment.map(offset, _ROOM_OF_ARENA)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether something that is to be written has no room."""
+        return self.num_waiting > 0
+
     def knock(self, rank: int) -> None:
         """Wakes a rank if it sleeps; to be called after news were written for it."""
         fence()

@@ -33,7 +33,7 @@ from echelon.backends.tcp.peers import MAX_UNCLAIMED_BYTES, Peers
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Attendance, Progress
 from echelon.backends.tcp.rendezvous import Store, World, meet, meet_through_store
-from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
+from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
 from echelon.errors import AuthenticationError, Closed, EchelonError, Failure, PeerFailed, Timeout
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class TcpBackend(Backend):
         here = machine_id() if world.members else ""
         self._has_cores = self._hosts.count(self._hosts[self.rank]) <= len(os.sched_getaffinity(0))
         self._lanes = Lanes(f"echelon rank {self.rank}", self.timeout)
-        poller = Poller()
+        self._poller = poller = Poller()
         self._progress = Progress(self.rank, poller, lambda: self._peers.is_busy(), self._may_spin, self.closed_error)
         self._peers = Peers(poller, self._progress, self._mailbox, self.flight_recorder, max_unclaimed_bytes)
         with self._progress.lock:
@@ -222,6 +222,26 @@ class TcpBackend(Backend):
         work: Work[Received] = Work(self, f"receive from any rank, {tag}", self.timeout)
         self._post(Receive(work, ANY, tag, None, note, sources))
         return work
+
+    def send_at_once(self, tensor: torch.Tensor, dst: int, tag: Tag, *, note: str = "") -> bool:  # noqa: D102
+        line = self._peers.line(dst)
+        if line is None:
+            return False
+        with self._progress.lock:
+            if self._progress.is_closed or self._mailbox.failure(dst, tag):
+                return False
+            return line.put(message_head(tag, tensor.dtype, tensor.shape, note), tensor)
+
+    def recv_at_once(  # noqa: D102
+        self, src: int, tag: Tag, *, out: torch.Tensor | None = None, note: str | None = ""
+    ) -> Message | None:
+        line = self._peers.line(src)
+        if line is None or not (line.has_written() or (self._may_spin() and self._poller.look_for(line))):
+            return None
+        with self._progress.lock:
+            if self._progress.is_closed or not self._mailbox.is_free(src, tag):
+                return None
+            return line.take(tag, out, note)
 
     def _post(self, receive: Receive) -> None:
         with self._progress.lock:

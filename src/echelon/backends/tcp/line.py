@@ -11,7 +11,7 @@ from echelon.backends import wire
 from echelon.backends.delivery import Delivery
 from echelon.backends.memory import dtype_of
 from echelon.backends.tag import Tag
-from echelon.backends.work import Work
+from echelon.backends.work import Message, Work
 from echelon.errors import EchelonError, ProtocolError
 
 
@@ -84,6 +84,10 @@ class Line(ABC):
         """
 
     @abstractmethod
+    def put(self, head: bytes, tensor: torch.Tensor) -> bool:
+        """Writes a message if there is room for all of it, and nothing before it; returns whether it did."""
+
+    @abstractmethod
     def flush(self) -> None:
         """Writes of what is queued as much as there is room for."""
 
@@ -93,6 +97,20 @@ class Line(ABC):
 
         Raises:
             ProtocolError: the peer wrote what cannot be a message.
+        """
+
+    @abstractmethod
+    def has_written(self) -> bool:
+        """Says whether the peer has written something that was not taken in. Needs no lock."""
+
+    @abstractmethod
+    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Takes in the next message if it is like the last one with its tag; None, having done nothing, if not.
+
+        Args:
+            tag: of the message.
+            out: where it is to go; None: in a new tensor.
+            note: of the message; None: whatever it is.
         """
 
     @abstractmethod
@@ -110,6 +128,11 @@ class Memory(Protocol):
     @property
     def doorbell(self) -> int:
         """A file descriptor that can be read, anew, when something was written while this rank slept."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something that is to be written has no room."""
         ...
 
     def has_news(self) -> bool:

@@ -57,6 +57,10 @@ class Lines:
         """Forgets all."""
         self._lines.clear()
 
+    def of(self, rank: int) -> Line | None:
+        """Returns the line to a rank, if there is one."""
+        return self._lines.get(rank)
+
     def send(self, rank: int, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> bool:
         """Writes or queues a message, see `Line.send`; returns False if there is no line to that rank."""
         line = self._lines.get(rank)

@@ -139,6 +139,10 @@ class Peers:
         if rank not in self._writing:
             self._flush(connection)
 
+    def line(self, rank: int) -> Line | None:
+        """Returns what messages to and from a rank take instead of a connection, if they do."""
+        return self._lines.of(rank)
+
     def tell(self, frame: wire.Frame, ranks: Iterable[int] | None = None) -> None:
         """Sends a frame without payload to those of `ranks` (None: all) that are still there."""
         for rank in list(self._connections if ranks is None else ranks):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from echelon.backends.tcp.line import Memory
+from echelon.backends.tcp.line import Line, Memory
 
 Handler: TypeAlias = Callable[[int], None]
 """Called with the events of a file descriptor, with the lock held."""
@@ -114,6 +114,24 @@ class Poller:
             return self._epoll.poll(seconds) if memory.fall_asleep() else []
         finally:
             memory.wake_up()
+
+    def look_for(self, line: Line) -> bool:
+        """Looks again and again whether a peer has written something; returns whether it did before one would sleep.
+
+        In the end it is `wait` that looks at all there is, so nothing else is looked at here: not while something of
+        this rank's own waits for room, however.
+        """
+        if self._memory is None or self._memory.is_full:
+            return False
+        for _ in range(_LOOKS):
+            if line.has_written():
+                return True
+        until = time.monotonic() + _MEMORY_SPIN_SECONDS
+        while time.monotonic() < until:
+            os.sched_yield()
+            if line.has_written():
+                return True
+        return False
 
     def dispatch(self, events: Events) -> None:
         """Calls the handlers of what has happened, and what is due."""
