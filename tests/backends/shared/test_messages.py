@@ -101,6 +101,42 @@ def test_small_messages_need_no_work():
     assert received[1] == 2
 
 
+def receive_in_turn(group):
+    """Rank 1 has one message taken in and not received, then a receive posted, when another message is written."""
+    backend, tag = group.backend, Tag(group.context, 0, 5)
+    if group.rank == 0:
+        group.send(torch.tensor([0]), 1, 5)
+        group.send(torch.tensor([1]), 1, 5)
+        for number in (2, 3):
+            group.recv(1, 6)
+            group.send(torch.tensor([number]), 1, 5)
+        return None
+    line, found = backend._tcp._peers.line(0), []
+    time.sleep(0.05)
+    found.append(group.recv(0, 5).item())
+    group.send(torch.ones(1), 0, 6)
+    wait_until(line.has_written)
+    early = backend.recv_at_once(0, tag)
+    found += [group.recv(0, 5).item(), group.recv(0, 5).item()]
+    with backend.attend():  # the thread in the background does not look
+        work = group.irecv(0, 5)
+        group.send(torch.ones(1), 0, 6)
+        wait_until(lambda: line.has_written() or work.is_completed())
+        late = backend.recv_at_once(0, tag)
+        return [*found, work.wait().item(), early is None, late is None]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_nothing_is_received_at_once_before_what_came_or_was_asked_for_earlier():
+    assert run_forked(receive_in_turn, 2, backend="shm")[1] == [0, 1, 2, 3, True, True]
+
+
 def send_and_leave(group):
     if group.rank == 0:
         for length in (1, 100_000, 6 * MIB):
