@@ -108,7 +108,8 @@ def check_finite(losses: Mapping[int, torch.Tensor], advice: str) -> None:
     Raises:
         NotFinite: one of them is not; of the first such microbatch.
     """
-    values = torch.stack(list(losses.values())).tolist() if losses else []
+    numbers = list(losses.values())
+    values = [numbers[0].item()] if len(numbers) == 1 else torch.stack(numbers).tolist() if numbers else []
     for microbatch, value in sorted(zip(losses, values, strict=True)):
         if not math.isfinite(value):
             raise NotFinite(

@@ -82,6 +82,11 @@ def structure_of(value: Value) -> str:
     return json.dumps(_describe(value), separators=(",", ":"))
 
 
+def is_bare(structure: str) -> bool:
+    """Says whether it is that of a tensor alone."""
+    return structure in _BARE
+
+
 def value_of(structure: str, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
     """Returns the value that a structure describes; `next_tensor(requires_grad)` gives its tensors from left to right.
 
