@@ -144,10 +144,11 @@ def count_buffers(group, num_microbatches, num_steps):
 
 def test_receive_buffers_are_as_many_as_the_plan_holds_not_as_there_are_microbatches(pool):
     """1F1B holds at most ranks - rank microbatches; up to 3 steps ahead, one more of each direction is posted."""
-    for counts in (simulate(count_buffers, 4, 16, 3), pool.run(count_buffers, 4, 16, 3)):
+    for run in (simulate, pool.run):
+        counts = run(count_buffers, 4, 16, 3)
         for rank, count in enumerate(counts):
             assert 0 < count <= (4 - rank) + 2 + 2
-        assert counts == simulate(count_buffers, 4, 32, 2), "twice as many microbatches need no more"
+        assert counts == run(count_buffers, 4, 32, 2), "twice as many microbatches need no more"
 
 
 def change_shapes(group):

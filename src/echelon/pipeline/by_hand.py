@@ -45,6 +45,7 @@ class ByHand:
     def forget(self) -> None:
         """Lets go of a forward whose backward will not come."""
         if self._begun is not None:
+            self._begun.run.withdraw()
             self._begun = None
             self._runtime.forget()
 

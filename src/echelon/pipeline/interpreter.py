@@ -117,6 +117,12 @@ class Interpreter:
                 act[type(instruction)](instruction)
                 self._num_run += 1
 
+    def withdraw(self) -> None:
+        """Takes back the receives that were posted for instructions that will not be run."""
+        for incoming in self._incoming.values():
+            incoming.withdraw()
+        self._incoming.clear()
+
     def _post(self, instruction: lowering.Post) -> None:
         transfer, peer = instruction.transfer, instruction.peer
         self._incoming[transfer] = self._ports.post(transfer, peer)

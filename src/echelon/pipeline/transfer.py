@@ -118,6 +118,11 @@ class Incoming:
         tensors = iter(arrived)
         return value_of(structure, lambda requires_grad: _leaf(next(tensors), requires_grad))
 
+    def withdraw(self) -> None:
+        """Says that the value will not come: what comes with its tags is another."""
+        for work in self._works:
+            self._group.backend.cancel(work)
+
     def _arrived(self) -> tuple[str, list[torch.Tensor]]:
         """Waits for all messages; returns the structure, and the tensors."""
         first, note = self._take(0)
