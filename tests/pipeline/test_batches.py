@@ -261,6 +261,19 @@ def test_state_dicts_fit_any_number_of_stages():
             torch.testing.assert_close(saved[name], value, rtol=1e-12, atol=1e-14)
 
 
+def misfit(group):
+    pipe = Pipeline([make_model(1), make_model(1)], group, "1f1b", 2, nn.functional.mse_loss)
+    saved = {name: value.clone() for name, value in pipe.state_dict().items()}
+    wrong = {name: value + 1 for name, value in saved.items()} | {f"{group.rank}.0.bias": torch.zeros(3)}
+    with pytest.raises(echelon.SizeMismatch, match=rf"shape of {group.rank}\.0\.bias: expected \[6\], got \[3\]"):
+        pipe.load_state_dict(wrong)
+    return all(torch.equal(value, saved[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_state_dict_of_other_shapes_is_refused_by_name_before_anything_is_loaded():
+    assert echelon.simulate(misfit, 2, timeout=20.0).results == [True, True]
+
+
 def from_meta(group):
     with torch.device("meta"):
         model = make_model_shape()
@@ -288,17 +301,26 @@ def test_a_model_on_the_meta_device_is_trained_once_it_is_loaded():
 def other_norm(group):
     pipe = Pipeline(make_model(2), group, "1f1b", 2, nn.functional.mse_loss)
     pipe.step(*make_batch(4)[:1], target=make_batch(4)[1])
-    norms = [pipe.clip_grad_norm_(1e9, norm_type) for norm_type in (1.0, float("inf"))]
-    next(pipe.parameters()).grad.fill_(float("nan"))
-    norms.append(pipe.clip_grad_norm_(1.0))
+    norms = [pipe.clip_grad_norm_(1e9, norm_type) for norm_type in (1.0, 3.5, float("inf"))]
+    if group.rank == 1:
+        next(pipe.parameters()).grad.fill_(float("nan"))
+    before = [p.grad.clone() for p in pipe.parameters()]
+    with pytest.raises(echelon.NotFinite, match="the norm of all gradients is nan"):
+        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert all(
+        torch.equal(p.grad.nan_to_num(), was.nan_to_num()) for p, was in zip(pipe.parameters(), before, strict=True)
+    )
+    with pytest.raises(echelon.UnsupportedOp, match=r"norm_type=0.0: give a number above 0"):
+        pipe.clip_grad_norm_(1.0, 0)
+    norms += [pipe.clip_grad_norm_(1.0, float("inf")), pipe.clip_grad_norm_(1.0)]
     return norms, [bool(p.grad.isnan().all()) for p in pipe.parameters()]
 
 
 def test_other_norms_are_those_of_one_process_and_nan_is_not_hidden():
     model = make_model(2)
     train_alone(model, make_batch(4), 2)
-    expected = [nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type) for norm_type in (1.0, float("inf"))]
+    expected = [nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type) for norm_type in (1.0, 3.5, float("inf"))]
     for norms, spoilt in echelon.simulate(other_norm, 2, timeout=20.0).results:
-        torch.testing.assert_close(torch.stack(norms[:2]), torch.stack(expected))
-        assert norms[2].isnan()
+        torch.testing.assert_close(torch.stack(norms[:3]), torch.stack(expected))
+        assert all(norm.isnan() for norm in norms[3:])
         assert all(spoilt)

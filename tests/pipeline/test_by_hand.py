@@ -135,3 +135,25 @@ def test_replicas_average_their_gradients():
     for gradients in results:
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-12, atol=1e-14)
+
+
+def cast_forward_only(group, recompute):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    pipe = Pipeline(model, group, "1f1b", 2, at=["2"], recompute=recompute)
+    inputs, target = make_batch(4, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = pipe.forward(inputs, train=True)
+    if output is not None:
+        assert output.dtype == torch.bfloat16
+        nn.functional.mse_loss(output.float(), target).backward()
+    pipe.backward(None if output is None else output.grad)
+    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+def test_a_forward_is_run_again_under_the_autocast_that_it_had():
+    """The backward comes after `with torch.autocast`, as torch says; the forward in it made other dtypes there."""
+    plain, again = (echelon.simulate(cast_forward_only, 2, (flag,), timeout=20.0).results for flag in (False, True))
+    for one, other in zip(plain, again, strict=True):
+        for name, gradient in one.items():
+            assert torch.equal(gradient, other[name]), name

@@ -26,6 +26,12 @@ def fail_with(group, case):
         model = nn.Sequential()
     elif case == "no such replicas":
         kwargs = {"data_parallel": 3}
+    elif case == "replicas of itself":
+        kwargs = {"data_parallel": group}
+    elif case == "recompute no stage":
+        kwargs = {"recompute": [2]}
+    elif case == "recompute some":
+        kwargs = {"recompute": "all"}
     elif case == "no such schedule":
         schedule = 7
     elif case == "no microbatches":
@@ -76,6 +82,9 @@ def told(model, group, schedule, count, samples, kwargs):
         ("numbers", "PartitionError", "entry 0 of the list of stages is 1"),
         ("no layers", "PartitionError", "0 layers cannot make 2 stages"),
         ("no such replicas", "UnsupportedOp", "data_parallel is a int"),
+        ("replicas of itself", "UnsupportedOp", "ranks [0, 1] are in the pipeline's group and in data_parallel"),
+        ("recompute no stage", "UnsupportedOp", "recompute=[2]: give True, or a list of stages from 0 to 1"),
+        ("recompute some", "UnsupportedOp", "recompute='all': give True"),
         ("no such schedule", "ScheduleError", "give a name"),
         ("no microbatches", "ScheduleError", "num_microbatches=0"),
         ("half a microbatch", "ScheduleError", "num_microbatches=2.5"),

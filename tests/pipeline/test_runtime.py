@@ -1,5 +1,7 @@
 """What the runtime promises beside right numbers: memory, buffers, schedules planned again."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,37 @@ def test_a_warning_names_the_module_that_cannot_be_split():
         )
         with pytest.warns(UserWarning, match=words):
             step(pipe, make_batch(4, torch.float32))
+
+
+def warned_alone(group):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = Pipeline([nn.Linear(WIDTH, WIDTH), Recurrent()], group, "zb-h1", 2, nn.functional.mse_loss)
+        try:
+            step(pipe, make_batch(4, torch.float32))
+        except (UserWarning, echelon.PeerFailed) as error:
+            return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_a_warning_that_is_an_error_on_one_rank_ends_the_step_on_all():
+    """Only the rank of the stage warns; the others went on and waited for it."""
+    (told, message), (raised, _) = simulate(warned_alone, 2)
+    assert (told, raised) == ("PeerFailed", "UserWarning")
+    assert "rank 1 failed: UserWarning: stage 1 does its backward as a whole" in message
+
+
+def try_list_at_build(group):
+    batch = make_batch(6, torch.float32)
+    stages = [nn.Linear(WIDTH, WIDTH), Recurrent(), nn.Linear(WIDTH, WIDTH)]
+    mine = [stage if index == group.rank else None for index, stage in enumerate(stages)]
+    pipe = Pipeline(mine, group, "zb-h1", 3, nn.functional.mse_loss, example=(batch[0],))
+    return split_stages(pipe.schedule)
+
+
+@pytest.mark.filterwarnings("ignore:stage 1 does its backward as a whole")
+def test_stages_of_a_list_are_tried_when_the_pipeline_is_built_if_there_is_an_example():
+    assert simulate(try_list_at_build, 3) == [{0, 2}] * 3
 
 
 # Memory
@@ -256,6 +289,26 @@ def test_recomputation_draws_the_same_random_numbers():
     assert torch.equal(loss, again)
     for name, gradient in plain.items():
         assert torch.equal(gradient, recomputed[name])
+
+
+def count_statistics(group, schedule, recompute):
+    torch.manual_seed(0)
+    num_stages = schedule.num_stages
+    stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double() for _ in range(num_stages)]
+    pipe = Pipeline(stages, group, schedule, loss_fn=nn.functional.mse_loss, recompute=recompute)
+    for _ in range(2):
+        step(pipe, make_batch(12))
+    return pipe.state_dict()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-v"])
+def test_running_statistics_count_a_microbatch_that_is_run_again_once(name):
+    schedule = named(name, 2, 4)
+    both = (simulate(count_statistics, 2, schedule, recompute) for recompute in (False, True))
+    for plain, again in zip(*both, strict=True):
+        assert {int(value) for key, value in again.items() if key.endswith("num_batches_tracked")} == {8}
+        for key, value in plain.items():
+            assert torch.equal(again[key], value), key
 
 
 def watch_reductions(group, name):

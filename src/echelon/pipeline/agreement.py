@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -17,24 +17,34 @@ from echelon.pipeline.schedule import Schedule
 logger = logging.getLogger("echelon")
 
 
+def check_groups(group: object, data_parallel: object) -> None:
+    """Refuses what are no groups, or not two that cross.
+
+    Raises:
+        UnsupportedOp: they are.
+    """
+    if not isinstance(group, ProcessGroup):
+        raise UnsupportedOp(f"group is a {type(group).__name__}: pass what echelon.init() returned, or mesh['pp']")
+    if data_parallel is None:
+        return
+    if not isinstance(data_parallel, ProcessGroup):
+        raise UnsupportedOp(f"data_parallel is a {type(data_parallel).__name__}: pass a group, such as mesh['dp']")
+    both = sorted(set(group.ranks) & set(data_parallel.ranks))
+    if data_parallel.backend is group.backend and len(both) > 1:
+        raise UnsupportedOp(
+            f"ranks {both} are in the pipeline's group and in data_parallel: pass the group of the ranks that hold "
+            "equal stages, such as mesh['dp']"
+        )
+
+
 def check_arguments(
-    group: object,
-    data_parallel: object,
-    loss_fn: object,
-    loss_weight: object,
-    metrics: object,
-    loss_reduction: str,
-    seed: object,
+    loss_fn: object, loss_weight: object, metrics: object, loss_reduction: object, seed: object
 ) -> None:
     """Refuses what is of the wrong kind.
 
     Raises:
         UnsupportedOp: an argument is.
     """
-    if not isinstance(group, ProcessGroup):
-        raise UnsupportedOp(f"group is a {type(group).__name__}: pass what echelon.init() returned, or mesh['pp']")
-    if not (data_parallel is None or isinstance(data_parallel, ProcessGroup)):
-        raise UnsupportedOp(f"data_parallel is a {type(data_parallel).__name__}: pass a group, such as mesh['dp']")
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight), ("metrics", metrics)):
         if not (function is None or callable(function)):
             raise UnsupportedOp(f"{name} is a {type(function).__name__}: pass a function, or leave it out")
@@ -55,8 +65,24 @@ def choose_schedule(
     """Returns the schedule asked for.
 
     Raises:
-        ScheduleError: it is not for these numbers.
+        ScheduleError: it has problems, or is not for these numbers.
+        UnsupportedOp: it has no backward.
     """
+    found = _schedule(schedule, num_ranks, num_microbatches, num_chunks, model, at)
+    found.check()
+    if found.forward_only:
+        raise UnsupportedOp(f"{found.name} has no backward: pass a training schedule, and call forward() for inference")
+    return found
+
+
+def _schedule(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_microbatches: int | None,
+    num_chunks: int | None,
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    at: Sequence[str] | None,
+) -> Schedule:
     if isinstance(schedule, Schedule):
         if schedule.num_ranks != num_ranks:
             raise ScheduleError(
@@ -79,16 +105,17 @@ def choose_schedule(
     return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
 
 
-def check_runnable(schedule: Schedule) -> None:
-    """Refuses schedules that cannot train.
+def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:
+    """Returns the stages that are to run their forward again.
 
     Raises:
-        UnsupportedOp: it has no backward.
+        UnsupportedOp: there are no such stages.
     """
-    if schedule.forward_only:
-        raise UnsupportedOp(
-            f"{schedule.name} has no backward: pass a training schedule, and call forward() for inference"
-        )
+    if isinstance(recompute, bool):
+        return list(range(num_stages)) if recompute else []
+    if not isinstance(recompute, Collection) or not all(stage in range(num_stages) for stage in recompute):
+        raise UnsupportedOp(f"recompute={recompute!r}: give True, or a list of stages from 0 to {num_stages - 1}")
+    return sorted(set(recompute))
 
 
 def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str]) -> ProcessGroup:
@@ -124,11 +151,14 @@ def agreed_parts(
 ) -> Parts:
     """Cuts the model, the same everywhere: where layers are measured, one rank does it and tells the others.
 
+    What is cut already needs no example for that.
+
     Raises:
         PartitionError: the model cannot be cut so.
     """
-    measures = isinstance(model, nn.Module) and at is None and (example is not None or example_kwargs is not None)
-    if not measures:
+    if not isinstance(model, nn.Module):
+        return split(model, schedule.num_stages, at=at)
+    if at is not None or (example is None and example_kwargs is None):
         return split(model, schedule.num_stages, at=at, example=example, example_kwargs=example_kwargs)
     mine: dict[str, JsonLike] = {}
     is_first = group.rank == 0 and (data_parallel is None or data_parallel.rank == 0)

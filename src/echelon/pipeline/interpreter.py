@@ -20,7 +20,7 @@ from echelon.pipeline.autocast import outside_autocast
 from echelon.pipeline.batch import Batch
 from echelon.pipeline.clock import clock_for
 from echelon.pipeline.junctions import Gradient
-from echelon.pipeline.loss import check_finite, check_loss, check_metrics, is_here
+from echelon.pipeline.loss import check_finite, check_loss, check_metrics, is_here, no_loss
 from echelon.pipeline.lowering import Instruction, Program, Transfer
 from echelon.pipeline.meter import Meter
 from echelon.pipeline.nested import Value, tensors_of
@@ -240,6 +240,8 @@ def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, *, is_
             output = stage.call(value, kwargs)
             if loss_fn is None:
                 return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
+            if batch.scale is not None and not batch.scale.counts(microbatch):
+                return Made(output, [no_loss(output)])
             return Made(output, [check_loss(loss_fn(output, target))])
 
     return Forward(value, batch.kwargs[microbatch], target, make)

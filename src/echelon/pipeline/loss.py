@@ -39,8 +39,9 @@ class LossScale:
     """Scales every microbatch's loss so that what is added up is the loss, and the gradient, of the whole batch.
 
     With "mean" microbatch i counts w_i / W, where w_i is its number of samples (or `weigh(target)`) and W the sum over
-    the whole batch, data-parallel ranks included; with "sum" it counts 1. Data-parallel ranks average their gradients,
-    so each scales by their number as well. The sum over data-parallel ranks is under way while the first forwards run.
+    the whole batch, data-parallel ranks included; with "sum" it counts 1. The loss of one that counts 0 is not asked
+    for: a mean over nothing is no number. Data-parallel ranks average their gradients, so each scales by their number
+    as well. The sum over data-parallel ranks is under way while the first forwards run.
     """
 
     def __init__(
@@ -60,6 +61,10 @@ class LossScale:
         if reduction == "sum":
             self._total = 1.0
 
+    def counts(self, microbatch: int) -> bool:
+        """Says whether the microbatch counts at all; does not wait."""
+        return self._weights[microbatch] > 0
+
     def factor(self, microbatch: int) -> float:
         """Returns what the microbatch's loss counts in the loss of the batch."""
         if self._sum is not None:
@@ -76,9 +81,13 @@ class LossScale:
 def _weight(target: Value, reduction: Reduction, weigh: Callable[[Value], float] | None) -> float:
     if reduction == "sum":
         return 1.0
-    if weigh is not None:
-        return float(weigh(target))
-    return float(batch_size(target, "target") or 0)
+    if weigh is None:
+        return float(batch_size(target, "target") or 0)
+    weight = weigh(target)
+    number = _number(weight)
+    if number is None or not 0 <= float(number) < math.inf:
+        raise SizeMismatch("a number of at least 0", weight, "loss_weight(target)", "say how much a microbatch counts")
+    return float(number)
 
 
 def check_loss(loss: object) -> torch.Tensor:
@@ -91,6 +100,13 @@ def check_loss(loss: object) -> torch.Tensor:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SizeMismatch("a tensor with one element", got, "loss_fn(output, target)", "reduce it to one number")
     return loss.reshape(())
+
+
+def no_loss(output: Value) -> torch.Tensor:
+    """Returns the loss of a microbatch that does not count: 0, with gradients of 0, whatever the output is."""
+    made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    nothing = [tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0).sum().real for tensor in made]
+    return sum(nothing[1:], nothing[0]) if nothing else torch.zeros(())
 
 
 def is_here(number: torch.Tensor) -> bool:

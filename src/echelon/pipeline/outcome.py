@@ -98,9 +98,9 @@ def tell_metrics(group: ProcessGroup, data_parallel: ProcessGroup | None, last: 
         names = list(batch.measured[0])
         total = torch.zeros(len(names), dtype=torch.float64)
         for microbatch, found in batch.measured.items():
-            total += torch.tensor(
-                [float(number) for number in found.values()], dtype=torch.float64
-            ) * batch.scale.factor(microbatch)
+            if batch.scale.counts(microbatch):
+                numbers = torch.tensor([float(number) for number in found.values()], dtype=torch.float64)
+                total += numbers * batch.scale.factor(microbatch)
         if data_parallel is not None:
             data_parallel.all_reduce(total)
         mine = dict(zip(names, total.tolist(), strict=True))

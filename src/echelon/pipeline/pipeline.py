@@ -14,9 +14,10 @@ from echelon.pipeline.agreement import (
     agreed_group,
     agreed_parts,
     check_arguments,
-    check_runnable,
+    check_groups,
     choose_schedule,
     own_group,
+    stages_to_recompute,
 )
 from echelon.pipeline.batch import Batch
 from echelon.pipeline.by_hand import ByHand
@@ -82,10 +83,12 @@ class Pipeline:
             at: names of the layers at which stages 1, 2, ... begin.
             example: positional inputs such as the model will get, as a tuple. Without `at`, one rank measures the
                 layers with them and divides them evenly; `Pipeline.at` says what it chose. If all ranks give it, stages
-                are tried with it whose backward is to be done in two halves (I and W); else the first step tries them.
+                whose backward is to be done in two halves (I and W) are tried with it, those of a list as well; else
+                the first step tries them.
             example_kwargs: keyword inputs, likewise.
             loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
-            loss_weight: loss_weight(target), what a microbatch counts in the mean; None: its number of samples.
+            loss_weight: loss_weight(target), what a microbatch counts in the mean, such as its number of tokens that
+                loss_fn does not ignore; None: its number of samples. loss_fn is not called for one that counts 0.
             metrics: metrics(output, target), a dict of numbers, called like loss_fn and without gradients; every rank
                 gets them from `step`, averaged (or added up) over the batch as the loss is.
             seed: of the random numbers that stages draw, such as dropout's; see `echelon.pipeline.keyed`.
@@ -95,37 +98,26 @@ class Pipeline:
         Raises:
             ScheduleError: an unknown name, a schedule with problems, or one for another number of ranks.
             PartitionError: the model cannot be cut that way.
-            UnsupportedOp: the schedule has actions that cannot be run.
+            UnsupportedOp: an argument of the wrong kind, or a schedule without a backward.
             CollectiveMismatch: the ranks of the group were not given the same schedule.
         """
-        check_arguments(group, data_parallel, loss_fn, loss_weight, metrics, loss_reduction, seed)
+        check_groups(group, data_parallel)
+        check_arguments(loss_fn, loss_weight, metrics, loss_reduction, seed)
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
-        self.schedule.check()
-        check_runnable(self.schedule)
-        recomputed = range(self.num_stages) if recompute is True else sorted(recompute or ())
-        self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={list(recomputed)}, seed={seed}"])
-        if data_parallel is not None:
-            data_parallel = own_group(data_parallel)
-        parts = agreed_parts(model, self.schedule, self._group, data_parallel, at, example, example_kwargs)
-        self.at = parts.at
-        """The layers that stages 1, 2, ... begin with; none for a list of stages."""
-        self.stages = keep(parts, self.schedule.placement, group.rank)
-        ties = agree_on_ties(find_ties(parts), self._group)
-        tied = TiedWeights(ties, self.stages, self.schedule.placement, self._group)
-        self._weights = Weights(self.stages, tied, self._group)
-        self._replicas = Replicas(self.stages, tied, data_parallel)
+        recomputed = stages_to_recompute(recompute, self.num_stages)
+        self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={recomputed}, seed={seed}"])
+        self._data_parallel = None if data_parallel is None else own_group(data_parallel)
+        self._objective = Objective(loss_fn, loss_reduction, loss_weight, metrics)
+        self._seed = seed
         self.num_steps = 0
         """How many training steps were made; random numbers depend on it. Set it to go on where another run ended."""
         self._num_inferences = 0
-        self._seed = seed
-        self._objective = Objective(loss_fn, loss_reduction, loss_weight, metrics)
-        self._data_parallel = data_parallel
-        self._is_settled = False
-        self._has_memory = False
         self._times: list[list[Span]] | None = None
+        self._hold(agreed_parts(model, self.schedule, self._group, self._data_parallel, at, example, example_kwargs))
         self._runtime = Runtime(self.stages, self._group, self._replicas.groups, recomputed)
-        self._by_hand = ByHand(self._runtime, self._replicas)
         self._runtime.load(self.schedule)
+        self._by_hand = ByHand(self._runtime, self._replicas)
+        self._is_settled = False
         self._settle_early(example, example_kwargs)
 
     def __repr__(self) -> str:
@@ -255,13 +247,19 @@ class Pipeline:
         """Leaves gradients unsynchronised inside; the first step after it averages all that was added up."""
         return self._replicas.no_sync()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
 
         As torch.nn.utils.clip_grad_norm_ does in one process, up to rounding; tied weights count once. Every rank must
         call it.
+
+        Raises:
+            UnsupportedOp: a norm_type that is not above 0.
+            NotFinite: with `error_if_nonfinite`, on all ranks, if the norm is not; nothing was scaled.
         """
-        return self._weights.clip(max_norm, norm_type)
+        return self._weights.clip(max_norm, norm_type, error_if_nonfinite)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Puts this rank's stages into training mode."""
@@ -303,10 +301,22 @@ class Pipeline:
 
         Raises:
             KeyError: an entry of this rank's stages is missing.
+            SizeMismatch: a parameter has another shape there; nothing was loaded.
         """
         self._weights.load_state_dict(state_dict)
 
     # Inside
+
+    def _hold(self, parts: Parts) -> None:
+        """Keeps this rank's parts, with weights that are the same wherever they are held."""
+        self.at = parts.at
+        """The layers that stages 1, 2, ... begin with; none for a list of stages."""
+        self.stages = keep(parts, self.schedule.placement, self._group.rank)
+        ties = agree_on_ties(find_ties(parts), self._group)
+        tied = TiedWeights(ties, self.stages, self.schedule.placement, self._group)
+        self._weights = Weights(self.stages, tied, self._group)
+        self._has_memory = False
+        self._replicas = Replicas(self.stages, tied, self._data_parallel)
 
     def _settle_early(self, example: Sequence[Value] | None, kwargs: Mapping[str, Value] | None) -> None:
         """Settles with an example, if all ranks have one and their stages have values."""

@@ -17,6 +17,7 @@ from echelon.pipeline.entry import entries
 from echelon.pipeline.junctions import CannotSplit, Group, Root, edge_of
 from echelon.pipeline.nested import Value, map_tensors
 from echelon.pipeline.repeated import RepeatedWork
+from echelon.pipeline.same_buffers import same_buffers
 from echelon.pipeline.saved import SavedTensors, num_bytes
 from echelon.pipeline.separate_uses import SeparateUses
 from echelon.pipeline.stage import Forward, Halves, Stage
@@ -108,12 +109,8 @@ def _owners(stage: Stage, weights: Sequence[Node]) -> str:
 
 @contextmanager
 def _without_trace(module: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), same_buffers(module):
         yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,11 +85,12 @@ class Runtime:
         with self.failures.told():
             told = self._group.all_gather_object(list(reasons))
         refused = [stage for stages in told if isinstance(stages, list) for stage in stages if isinstance(stage, int)]
-        for stage, reason in reasons.items():
-            warnings.warn(
-                f"stage {stage} does its backward as a whole (B instead of I and W in {schedule.name}): {reason}",
-                stacklevel=4,
-            )
+        with self.failures.told():  # who has warnings as errors fails here, alone
+            for stage, reason in reasons.items():
+                warnings.warn(
+                    f"stage {stage} does its backward as a whole (B instead of I and W in {schedule.name}): {reason}",
+                    stacklevel=4,
+                )
         settled = fused(schedule, refused)
         settled.check()
         self.load(settled)

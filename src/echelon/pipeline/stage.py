@@ -12,10 +12,12 @@ from torch.autograd.graph import GradientEdge
 
 from echelon._torch_private import run_backward
 from echelon.errors import ScheduleError
+from echelon.pipeline.autocast import Autocast
 from echelon.pipeline.deferred import SplitBackward
 from echelon.pipeline.entry import copied, enter, entries, gradient_at
 from echelon.pipeline.junctions import Gradient, Root, edge_of
 from echelon.pipeline.nested import Value, tensors_of
+from echelon.pipeline.same_buffers import same_buffers
 from echelon.pipeline.saved import SavedTensors, num_bytes
 from echelon.pipeline.separate_uses import SeparateUses
 
@@ -72,11 +74,11 @@ class _Microbatch:
         self.roots: list[GradientEdge] = []
         self.saved: SavedTensors | None = None
         self.split: SplitBackward | None = None
-        self.again: Forward | None = None
+        self.again: tuple[Forward, Autocast] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [
-            *(() if self.again is None else tensors_of(self.again.value)),
+            *(() if self.again is None else tensors_of(self.again[0].value)),
             *(() if self.saved is None else self.saved.tensors()),
             *(() if self.split is None else self.split.kept),
         ]
@@ -140,15 +142,20 @@ class Stage:
         held = self._held[microbatch] = _Microbatch()
         if not self.recomputes:
             return self._make(held, forward, splits)
-        held.again = forward
+        held.again = forward, Autocast.now()
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
             return forward.on_copies().entered().run()
 
     def recompute(self, microbatch: int, *, splits: bool) -> None:
-        """Runs the forward again; it draws the same random numbers, which belong to the microbatch."""
+        """Runs the forward again, as it was: with the same random numbers, which belong to the microbatch.
+
+        Buffers stay as the first run left them: running statistics count a microbatch once.
+        """
         held = self._held[microbatch]
         assert held.again is not None, "the forward comes before"
-        self._make(held, held.again, splits)
+        forward, autocast = held.again
+        with autocast.again(), same_buffers(self.module):
+            self._make(held, forward, splits)
         held.again = None
 
     def backward(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:

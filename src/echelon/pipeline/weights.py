@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from echelon.errors import UnsupportedOp
+from echelon.errors import NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.ties import TiedWeights
@@ -68,6 +68,7 @@ class Weights:
 
         Raises:
             KeyError: an entry of this rank's stages is missing.
+            SizeMismatch: a parameter has another shape there; nothing was loaded.
         """
         found = {name: self._find(name, state_dict) for name in self.state_dict()}
         missing = sorted(name for name, value in found.items() if value is None)
@@ -75,36 +76,60 @@ class Weights:
             raise KeyError(
                 f"the state dict has no {', '.join(missing)}: give that of the whole model, or of these stages"
             )
+        for name, parameter in self.named_parameters():
+            value = found.get(name)
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                raise SizeMismatch(
+                    list(parameter.shape), list(value.shape), f"shape of {name}", "load a state dict of the same model"
+                )
         for stage in self._stages:
             own = {name: found[stage.prefix + name] for name in stage.module.state_dict()}
             _give_memory(stage.module, own)
             stage.module.load_state_dict(own)
 
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was."""
-        gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
-        counted = [
-            parameter.grad.detach().double()
-            for _, parameter in self.named_parameters()
-            if parameter.grad is not None and self._ties.is_counted_here(parameter)
-        ]
-        norms = [torch.linalg.vector_norm(gradient, norm_type).cpu() for gradient in counted]
-        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
-        if norm_type == float("inf"):
-            norm = self._group.all_reduce(mine.max().reshape(1), op="max")[0]
-        else:
-            norm = self._group.all_reduce(mine.pow(norm_type).sum().reshape(1))[0].pow(1.0 / norm_type)
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
+
+        Raises:
+            UnsupportedOp: there is no such norm.
+            NotFinite: the norm is not, and that is to be an error; nothing was scaled.
+        """
+        norm = self._norm(float(norm_type))
+        if error_if_nonfinite and not norm.isfinite():
+            raise NotFinite(
+                f"the norm of all gradients is {norm.item()}: leave this step out, or lower the learning rate; nothing "
+                "was scaled"
+            )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # one that is no number spreads, as in torch
         if factor != 1.0:
             with torch.no_grad():
-                for gradient in gradients:
-                    gradient.mul_(factor.item())
+                for _, parameter in self.named_parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor.item())
         return norm
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
+        """Returns the norm of all gradients, those of tied weights counted once."""
+        if not norm_type > 0:
+            raise UnsupportedOp(f"norm_type={norm_type}: give a number above 0, or inf")
+        norms = [
+            torch.linalg.vector_norm(_precise(parameter.grad.detach()), norm_type).cpu()
+            for _, parameter in self.named_parameters()
+            if parameter.grad is not None and self._ties.is_counted_here(parameter)
+        ]
+        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        if norm_type == float("inf"):
+            return self._group.all_reduce(mine.max().reshape(1), op="max")[0]
+        return self._group.all_reduce(mine.pow(norm_type).sum().reshape(1))[0].pow(1.0 / norm_type)
 
     def _find(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Returns an entry, of a tied weight by any of its names: some formats save only one."""
         names = (name, *self._ties.names.get(name, ()))
         return next((state_dict[one] for one in names if one in state_dict), None)
+
+
+def _precise(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
 
 
 def _give_memory(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
