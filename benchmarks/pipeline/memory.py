@@ -5,11 +5,16 @@
 Two processes, 32 x (Linear 256 + GELU), 8 microbatches of 1024. The plan's figure is `pipe.memory().planned`: the peak
 of the schedule with the activations that were measured in a first step. Beside it stands what the system says that the
 process took more at its peak in a third step than before it (VmHWM of /proc/self/status), receive buffers included.
+
+A message that stays in the shared memory where its sender wrote it counts for the process that received it, while it
+refers to it. What earlier steps had looked at there does not count before the step: the process lets go of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import platform
 from pathlib import Path
@@ -18,12 +23,14 @@ import torch
 from torch import nn
 
 import echelon
+from echelon.backends.shared.arena import ARENA_BYTES
+from echelon.backends.shared.segment import RANGE_BYTES
 from echelon.pipeline import Pipeline, schedules
 
 RANKS, MICROBATCHES, SAMPLES, WIDTH, DEPTH = 2, 8, 1024, 256, 32
 CASES = [("gpipe", False), ("1f1b", False), ("zb-h1", False), ("zb-h2", False), ("zb-v", False), ("v-half", False)]
 CASES += [("v-min", False), ("dualpipe-v", False), ("gpipe", True)]
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS, CLEAR, MAPS = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/self/maps")
 
 
 def kibibytes(name: str) -> int:
@@ -31,8 +38,24 @@ def kibibytes(name: str) -> int:
     return int(line.split()[1])
 
 
-def run(group: echelon.ProcessGroup, name: str, recompute: bool) -> tuple[int, int, int]:
-    """Returns the bytes that were planned, counted, and taken by the process."""
+def let_go_of_received(rank: int) -> int:
+    """Takes what other ranks have written out of this process, though not out of memory; returns how many bytes.
+
+    A page comes back when it is looked at. A rank's own messages stay: they count for who receives them.
+    """
+    before = kibibytes("RssShmem")
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    for line in MAPS.read_text().splitlines():
+        where, _, offset, *_ = line.split()
+        begin, end = (int(number, 16) for number in where.split("-"))
+        if "memfd:echelon" in line and end - begin >= ARENA_BYTES and int(offset, 16) // RANGE_BYTES != rank:
+            assert madvise(begin, end - begin, mmap.MADV_DONTNEED) == 0, os.strerror(ctypes.get_errno())
+    return (before - kibibytes("RssShmem")) * 1024
+
+
+def run(group: echelon.ProcessGroup, name: str, recompute: bool) -> tuple[int, int, int, int]:
+    """Returns the bytes that were planned, counted, taken by the process, and what of that it received."""
     torch.set_num_threads(1)
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     schedule = schedules.build(name, RANKS, MICROBATCHES)
@@ -50,11 +73,12 @@ def run(group: echelon.ProcessGroup, name: str, recompute: bool) -> tuple[int, i
     pipe._runtime.buffers.forget_unused()  # they were filled before, and count as activations while they are
     gc.collect()
     group.barrier()
+    let_go_of_received(group.rank)
     CLEAR.write_text("5")
     before = kibibytes("VmRSS")
     pipe.step(inputs, target=target)
     taken = (kibibytes("VmHWM") - before) * 1024
-    return (*pipe.memory(), taken)
+    return (*pipe.memory(), taken, let_go_of_received(group.rank))
 
 
 def cuts(num_stages: int) -> list[str]:
@@ -67,13 +91,14 @@ def main() -> None:
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }  # what is freed goes back at once
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}\n")
-    print("| schedule | rank | planned (MB) | counted (MB) | the process's (MB) | ratio |")
-    print("|---|---|---|---|---|---|")
+    print("| schedule | rank | planned (MB) | counted (MB) | the process's (MB) | received (MB) | ratio |")
+    print("|---|---|---|---|---|---|---|")
     for name, recompute in CASES:
-        for rank, (planned, counted, taken) in enumerate(echelon.spawn(run, RANKS, (name, recompute))):
-            cells = [f"{size / 1e6:.1f}" for size in (planned, counted, taken)]
+        for rank, sizes in enumerate(echelon.spawn(run, RANKS, (name, recompute))):
+            planned, _, taken, _ = sizes
+            cells = " | ".join(f"{size / 1e6:.1f}" for size in sizes)
             title = name + (", recomputed" if recompute else "")
-            print(f"| {title} | {rank} | {' | '.join(cells)} | {taken / planned:.2f} |", flush=True)
+            print(f"| {title} | {rank} | {cells} | {taken / planned:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
