@@ -29,13 +29,16 @@ def split(value: Value, num_microbatches: int) -> list[Value]:
 
     What is no tensor, and tensors without a dim, go along whole.
     """
-
+    if isinstance(value, torch.Tensor):  # as mostly
+        return list(_pieces(value, num_microbatches))
     pieces = [_pieces(tensor, num_microbatches) for tensor in tensors_of(value)]
     return [_rebuilt(value, iter([row[index] for row in pieces])) for index in range(num_microbatches)]
 
 
 def split_arguments(inputs: tuple[Value, ...], num_microbatches: int) -> list[tuple[Value, ...]]:
     """Cuts positional arguments, as `split` does."""
+    if len(inputs) == 1:
+        return [(part,) for part in split(inputs[0], num_microbatches)]
     return [part for part in split(inputs, num_microbatches) if isinstance(part, tuple)]
 
 

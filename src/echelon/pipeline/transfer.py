@@ -176,6 +176,8 @@ class Incoming:
 def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
     """Returns the tensors that say all, and their notes."""
     structure = structure_of(value)
+    if isinstance(value, torch.Tensor):  # as mostly
+        return [(value.detach().contiguous(), structure)]
     tensors = [tensor.detach().contiguous() for tensor in tensors_of(value)]
     if len(tensors) >= _PARTS:
         raise UnsupportedOp(f"{len(tensors)} tensors pass between two stages: at most {_PARTS - 1} can; stack some")
