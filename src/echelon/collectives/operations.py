@@ -151,11 +151,20 @@ def barrier() -> Operation[None]:
 def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
     """Says whether `out` can be filled piece by piece with a result of that shape, which is made from `source`."""
     return (
-        list(out.shape) == list(shape)
-        and (out.dtype, out.device) == (source.dtype, source.device)
+        out.shape == tuple(shape)
+        and out.dtype is source.dtype
+        and out.device == source.device
         and is_plain(out)
-        and out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+        and _are_apart(out, source)
     )
+
+
+def _are_apart(out: Tensor, source: Tensor) -> bool:
+    """Says whether no byte of `out`, which is plain, is one of `source`."""
+    if not source.is_contiguous():
+        return out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+    start, other = out.data_ptr(), source.data_ptr()
+    return start + out.nbytes <= other or other + source.nbytes <= start
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Operation[Tensor]:
@@ -176,7 +185,7 @@ def place_of(out: Tensor | None, source: Tensor) -> Place:
 
     def place(shape: Sequence[int]) -> Tensor:
         if out is not None and can_hold(out, shape, source):
-            return out.detach()
+            return plain(out)
         return new_tensor(tuple(shape), source.dtype, source.device)
 
     return place

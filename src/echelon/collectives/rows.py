@@ -7,6 +7,7 @@ received where it belongs; only if ranks differ is anything copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def all_gather(tensor: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
     def native(collectives: NativeCollectives, call: Call) -> Tensor:
         return collectives.all_gather(call, plain(rows), place_of(out, rows))
 
-    return Operation(f"all_gather of {_kind(rows)}", act, native, rows.nbytes)
+    return Operation(_note("all_gather", rows.shape, rows.dtype), act, native, rows.nbytes)
 
 
 def gather(tensor: Tensor, dst: int, out: Tensor | None = None) -> Operation[Tensor | None]:
@@ -52,7 +53,7 @@ def gather(tensor: Tensor, dst: int, out: Tensor | None = None) -> Operation[Ten
     def native(collectives: NativeCollectives, call: Call) -> Tensor | None:
         return collectives.gather(call, plain(rows), dst, place_of(out, rows))
 
-    return Operation(f"gather(dst={dst}) of {_kind(rows)}", act, native, rows.nbytes)
+    return Operation(_note(f"gather(dst={dst})", rows.shape, rows.dtype), act, native, rows.nbytes)
 
 
 def scatter(tensor: Tensor | None, src: int, out: Tensor | None = None) -> Operation[Tensor]:
@@ -75,9 +76,9 @@ def scatter(tensor: Tensor | None, src: int, out: Tensor | None = None) -> Opera
     def place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         if tensor is not None:
             return place_of(out, tensor)(shape)
-        kind = list(shape), dtype, device
-        if out is not None and (list(out.shape), out.dtype, out.device) == kind and is_plain(out):
-            return out.detach()
+        kind = tuple(shape), dtype, device
+        if out is not None and (out.shape, out.dtype, out.device) == kind and is_plain(out):
+            return plain(out)
         return new_tensor(tuple(shape), dtype, device)
 
     return Operation(f"scatter(src={src})", act, native, 0 if tensor is None else tensor.nbytes)
@@ -115,7 +116,7 @@ def all_to_all(
                 f"out_splits={list(out_splits)}, but the ranks sent {list(counts)} rows: make them agree"
             )
 
-    return Operation(f"all_to_all of {_kind(rows)}", act, native, rows.nbytes)
+    return Operation(_note("all_to_all", rows.shape, rows.dtype), act, native, rows.nbytes)
 
 
 class _Result:
@@ -155,9 +156,12 @@ class _Result:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() else tensor.reshape(1)
 
 
-def _kind(rows: Tensor) -> str:
-    """What tensors must have in common to be concatenated."""
-    return f"rows of {describe(rows.shape[1:], rows.dtype)}"
+@lru_cache(1024)
+def _note(name: str, shape: torch.Size, dtype: torch.dtype) -> str:
+    """Returns what ranks compare: the operation, and what tensors must have in common to be concatenated."""
+    return f"{name} of rows of {describe(shape[1:], dtype)}"

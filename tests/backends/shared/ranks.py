@@ -6,11 +6,11 @@ import os
 import torch
 
 import echelon
-from echelon.backends.shared import exchange, moving, reducing
+from echelon.backends.shared import exchange, reducing
 
 KIB = 1 << 10
-SIZES = (0, 1, 64 * KIB, 64 * KIB + 1, 300 * KIB + 7, 1600 * KIB)
-"""Numbers of float32: around the limit of what is done at once, and some pieces."""
+SIZES = (0, 1, 64 * KIB, 64 * KIB + 1, 256 * KIB, 256 * KIB + 1, 300 * KIB + 7, 1600 * KIB)
+"""Numbers of float32: around the limits of what is done at once, and some pieces."""
 
 
 def values(rank, size, dtype=torch.float32):
@@ -83,6 +83,47 @@ def check_moving(group):
     assert strided.sum() == (12 if rank else 0)
 
 
+def refuse_slots(*_):
+    """Takes the place of `stream` where nothing may go through the slots."""
+    raise AssertionError("it went through the slots")
+
+
+def check_one_meeting_is_enough(group):
+    """Ordinary tensors of up to 1 MiB a rank are only moved, so they stand beside the announcements."""
+    rank, count, size = group.rank, group.world_size, 256 * KIB
+    exchange.stream = refuse_slots
+    group.empty(1)  # a group that has such memory goes by where tensors are
+    own, whole = values(rank, size), torch.cat([values(peer, size) for peer in range(count)])
+    assert torch.equal(group.all_gather(own), whole)
+    assert torch.equal(group.broadcast(own.clone(), 1), values(1, size))
+    for root in range(count):
+        got = group.gather(own, root)
+        assert got is None if rank != root else torch.equal(got, whole)
+        assert torch.equal(
+            group.scatter(own if rank == root else None, root), values(root, size).tensor_split(count)[rank]
+        )
+    came = torch.cat([values(peer, size).tensor_split(count)[rank] for peer in range(count)])
+    assert torch.equal(group.all_to_all(own), came)
+
+
+def check_out_beside_the_input(group):
+    """`out` may be memory of the tensor's own storage, of the tensor itself, or apart from it."""
+    rank, count = group.rank, group.world_size
+    mine = [values(peer, count) for peer in range(count)]
+    came = torch.stack([values[rank] for values in mine])
+    both = torch.cat([mine[rank], torch.zeros(count)])
+    assert group.all_to_all(both[:count], both[count:]).data_ptr() == both[count:].data_ptr()
+    assert torch.equal(both, torch.cat([mine[rank], came]))
+    assert torch.equal(group.all_to_all(both[:count], both[:count]), came)
+    assert torch.equal(both[:count], came)
+    strided = torch.stack([mine[rank], mine[rank]], 1)
+    assert torch.equal(group.all_to_all(strided[:, 0], strided.view(-1)[:count]), came)
+    shared = torch.cat([values(peer, 3) if peer == rank else torch.zeros(3) for peer in range(count)])
+    assert torch.equal(
+        group.all_gather(shared[3 * rank : 3 * rank + 3], shared), torch.cat([values(peer, 3) for peer in range(count)])
+    )
+
+
 def new_values(group, size, dtype=torch.float32):
     """Returns what this rank has, in memory that all share."""
     tensor = group.empty(size, dtype)
@@ -117,15 +158,10 @@ def check_symmetric(group):
     assert group.empty(7, torch.bool).dtype == torch.bool
 
 
-def refuse_slots(*_):
-    """Takes the place of `stream` where nothing may go through the slots."""
-    raise AssertionError("it went through the slots")
-
-
 def check_nothing_is_copied_twice(group):
     """Large operations on shared tensors, of one block or of several, are done without the slots."""
     rank, count = group.rank, group.world_size
-    for module in (exchange, moving, reducing):
+    for module in (exchange, reducing):
         module.stream = refuse_slots
     size = 300_000
     tensors = [new_values(group, count * size) for _ in range(2)]

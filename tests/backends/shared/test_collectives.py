@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.backends.forked import run_forked
 from tests.backends.shared import ranks
 
 
@@ -18,3 +19,12 @@ def test_every_dtype(pool, world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_what_moves(pool, world_size):
     pool.run(ranks.check_moving, world_size, backend="shm")
+
+
+def test_what_is_moved_goes_beside_the_announcement_up_to_1_mib():
+    run_forked(ranks.check_one_meeting_is_enough, 3, backend="shm")
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_out_may_be_of_the_same_storage(pool, backend):
+    pool.run(ranks.check_out_beside_the_input, 3, backend=backend)

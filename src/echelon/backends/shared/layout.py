@@ -7,7 +7,7 @@ The region of a group is one room per rank, one behind the other. Only its owner
     128       words     2 x 16 u64: which operation, its numbers, of which one the result is there, in turns
     1024      note      2 x 1536 bytes: what this rank believes the operation is, ended by a zero, in turns
     4096      result    2 x 2 KiB: what all ranks' data was combined to, in turns
-    8192      small     2 x 256 KiB: the data of small operations, in turns
+    8192      small     2 x 1028 KiB: the data of small operations, in turns
     ...       slots     the pieces of large operations
 
 "In turns": operation number n uses the one of number n % 2. Words that different ranks write never share a cache line.
@@ -31,11 +31,15 @@ RESULT_BYTES = 2 << 10
 """The largest result that one rank combines for others."""
 
 SMALL_BYTES = 256 << 10
-"""How many bytes of one rank an operation may have to need no more than one synchronisation."""
+"""How many bytes of one rank an operation may have to need no more than one synchronisation, whatever it does."""
+SHOWN_BYTES = 1 << 20
+"""How many bytes of an ordinary tensor a rank writes beside its announcement where they are only moved."""
+PLACE_BYTES = SHOWN_BYTES + (4 << 10)
+"""Of the place for a rank's small data, with room for the numbers that say what is there."""
 SLOTS_BYTES = 8 << 20
 """Of one rank, for the pieces of large operations."""
 
-SLOTS = _SMALL + 2 * SMALL_BYTES
+SLOTS = _SMALL + 2 * PLACE_BYTES
 """Where they begin in a room."""
 ROOM_BYTES = SLOTS + SLOTS_BYTES
 """Of one rank; whole pages, and touched only as far as they are used."""
@@ -72,4 +76,4 @@ def note_at(number: int) -> int:
 
 def small_at(number: int) -> int:
     """Returns where in a room the data of a small operation with that number begins."""
-    return _SMALL + (number & 1) * SMALL_BYTES
+    return _SMALL + (number & 1) * PLACE_BYTES

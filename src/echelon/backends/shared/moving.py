@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from echelon.backends.memory import as_bytes, dtype_code, dtype_of
+from echelon.backends.memory import dtype_code, dtype_of
 from echelon.backends.native import AnyPlace, Call, Gathered, Place
 from echelon.backends.shared import layout
-from echelon.backends.shared.exchange import Block, Exchange
+from echelon.backends.shared.exchange import Exchange
 from echelon.backends.shared.room import Shared
-from echelon.backends.shared.short_way import meet_with, part_together
-from echelon.backends.shared.streaming import pass_by, stream
+
+_CPU = torch.device("cpu")
 
 
 def barrier(shared: Shared, call: Call) -> None:
@@ -23,99 +25,92 @@ def barrier(shared: Shared, call: Call) -> None:
 
 def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> None:
     """Overwrites `tensor` with that of rank `src`, in place."""
+    is_source = shared.rank == src
     if tensor.nbytes > layout.SMALL_BYTES:
         flat = tensor.contiguous()
-        _broadcast_pieces(shared, call, as_bytes(flat), src)
-        if shared.rank != src and flat.data_ptr() != tensor.data_ptr():
+        exchange = Exchange.meet(shared, call, flat, (flat.nbytes,) if is_source else ())
+        exchange.collect(None if is_source else flat, (src,))
+        if not is_source and flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
         return
     small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
     shared.board.announce(call)
-    if shared.rank == src:
+    if is_source:
         small.write(tensor)
     shared.board.meet(call)
-    if shared.rank != src:
+    if not is_source:
         small.read(src, tensor)
-
-
-def _broadcast_pieces(shared: Shared, call: Call, data: torch.Tensor, src: int) -> None:
-    """Has rank `src` write a large tensor piece by piece, unless all can read it where it is."""
-    is_source = shared.rank == src
-    everywhere = meet_with(shared, call, data, owner=src)
-    if everywhere is not None:
-        if not is_source:
-            data.copy_(everywhere[src])
-        part_together(shared, call)
-        return
-    slots = shared.rooms.slots(torch.uint8)[src]
-    pieces = torch.split(data, shared.rooms.slot_bytes)
-
-    def write(number: int, slot: int) -> None:
-        slots[slot][: len(pieces[number])].copy_(pieces[number])
-
-    def read(number: int, slot: int) -> None:
-        pieces[number].copy_(slots[slot][: len(pieces[number])])
-
-    stream(shared, call, len(pieces), write if is_source else pass_by, pass_by if is_source else read)
 
 
 def all_gather(shared: Shared, call: Call, rows: torch.Tensor, place: Place) -> torch.Tensor:
     """Returns the rows of all ranks, of which each may have another number."""
-    return _collect(_show_rows(shared, call, rows), rows, place)
+    return _collect(_show_rows(shared, call, rows, None), rows, place)
 
 
 def gather(shared: Shared, call: Call, rows: torch.Tensor, dst: int, place: Place) -> torch.Tensor | None:
     """Returns the rows of all ranks on rank `dst`, None on others."""
-    exchange = _show_rows(shared, call, rows)
     if shared.rank == dst:
-        return _collect(exchange, rows, place)
-    exchange.read({})
+        return _collect(_show_rows(shared, call, rows, 0), rows, place)
+    _show_rows(shared, call, rows, None).collect(None, ())
     return None
 
 
 def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, place: AnyPlace) -> torch.Tensor:
     """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
-    if tensor is not None and shared.rank == src:
+    rank, count = shared.rank, shared.num_ranks
+    if tensor is not None and rank == src:
         whole = tensor.contiguous()
-        parts = whole.tensor_split(shared.num_ranks)
-        facts = [dtype_code(tensor.dtype), *tensor.shape]
-        exchange = Exchange.meet(shared, call, as_bytes(whole), [part.nbytes for part in parts], facts)
-        own = place(parts[src].shape, tensor.dtype, tensor.device).copy_(parts[src])
-        exchange.read({})
-        return own
-    exchange = Exchange.meet(shared, call, None, [])
-    code, rows, *rest = exchange.heads[src].facts
-    count = len(range(shared.rank, rows, shared.num_ranks))  # as torch.tensor_split: the first have one more
-    part = place((count, *rest), dtype_of(code), torch.device("cpu"))
-    exchange.read({Block(src, shared.rank): as_bytes(part)})
+        facts = (dtype_code(whole.dtype), *whole.shape)
+        exchange = Exchange.meet(shared, call, whole, _even(len(whole), count, _row_bytes(whole)).sizes, facts, src)
+    else:
+        exchange = Exchange.meet(shared, call, None, ())
+    code, num_rows, *rest = exchange.heads[src].facts
+    part = place((_even(num_rows, count, 0).counts[rank], *rest), dtype_of(code), _CPU)
+    exchange.collect(part, (src,), rank)
     return part
 
 
 def all_to_all(shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Place) -> Gathered:
     """Sends so many rows to each rank, and returns those that came."""
-    rank, rows = shared.rank, rows.contiguous()
-    parts = rows.tensor_split(shared.num_ranks) if splits is None else torch.split(rows, list(splits))
-    exchange = Exchange.meet(
-        shared, call, as_bytes(rows), [part.nbytes for part in parts], [len(part) for part in parts]
-    )
+    rank, count, rows = shared.rank, shared.num_ranks, rows.contiguous()
+    row_bytes = _row_bytes(rows)
+    parts = _even(len(rows), count, row_bytes) if splits is None else _Parts.of(tuple(splits), row_bytes)
+    exchange = Exchange.meet(shared, call, rows, parts.sizes, parts.counts, rank)
     counts = [head.facts[rank] for head in exchange.heads]
     result = place((sum(counts), *rows.shape[1:]))
-    places = torch.split(result, counts)
-    places[rank].copy_(parts[rank])
-    exchange.read({Block(peer, rank): as_bytes(part) for peer, part in enumerate(places) if peer != rank})
+    exchange.collect(result, range(count), rank)
     return Gathered(result, counts)
 
 
-def _show_rows(shared: Shared, call: Call, rows: torch.Tensor) -> Exchange:
-    return Exchange.meet(shared, call, as_bytes(rows.contiguous()), [rows.nbytes], [len(rows)])
+def _show_rows(shared: Shared, call: Call, rows: torch.Tensor, unread: int | None) -> Exchange:
+    whole = rows.contiguous()
+    return Exchange.meet(shared, call, whole, (whole.nbytes,), (len(whole),), unread)
 
 
 def _collect(exchange: Exchange, rows: torch.Tensor, place: Place) -> torch.Tensor:
-    """Returns the rows of all; those of this rank are given, since a rank does not read its own blocks."""
-    rank = exchange.shared.rank
-    counts = [head.facts[0] for head in exchange.heads]
-    result = place((sum(counts), *rows.shape[1:]))
-    places = torch.split(result, counts)
-    places[rank].copy_(rows)
-    exchange.read({Block(peer, 0): as_bytes(part) for peer, part in enumerate(places) if peer != rank})
+    """Returns the rows of all."""
+    result = place((sum([head.facts[0] for head in exchange.heads]), *rows.shape[1:]))
+    exchange.collect(result, range(exchange.shared.num_ranks))
     return result
+
+
+class _Parts(NamedTuple):
+    """Rows for each rank."""
+
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """In bytes."""
+
+    @classmethod
+    def of(cls, counts: tuple[int, ...], row_bytes: int) -> _Parts:
+        return cls(counts, tuple(count * row_bytes for count in counts))
+
+
+@lru_cache(1024)
+def _even(num_rows: int, num_ranks: int, row_bytes: int) -> _Parts:
+    """Returns parts as torch.tensor_split makes them: the first have one row more if it does not divide."""
+    return _Parts.of(tuple(len(range(rank, num_rows, num_ranks)) for rank in range(num_ranks)), row_bytes)
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.nbytes // max(len(rows), 1)

@@ -58,12 +58,12 @@ def reduce(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator:
 def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: Operator, place: Place) -> torch.Tensor:
     """Combines `tensor` over all ranks and returns this rank's part of dim 0."""
     rank, count = shared.rank, shared.num_ranks
-    parts = tensor.tensor_split(count)
-    result = place(parts[rank].shape)
+    result = place((len(range(rank, len(tensor), count)), *tensor.shape[1:]))  # as torch.tensor_split
     if tensor.nbytes <= layout.SMALL_BYTES:
-        places = _show(shared, call, tensor)
-        _combine(result, [place.tensor_split(count)[rank] for place in places], operator)
+        _show(shared, call, tensor)
+        _combine(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
         return result
+    parts = tensor.tensor_split(count)
     everywhere = meet_with(shared, call, tensor.contiguous().view(-1))
     if everywhere is not None:
         start = sum(part.numel() for part in parts[:rank])
@@ -206,7 +206,7 @@ def _combine(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Oper
     dtype = target.dtype
     wide = accumulation_dtype(dtype)
     first, second, *others = parts
-    if wide is dtype and not any(part is target for part in others):
+    if wide is dtype and not (others and any(part is target for part in others)):
         function = operator.function
         function(first, second, out=target)
         for part in others:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,15 +52,10 @@ class Rooms:
         self._data = region.data
         self._address = region.address
         self._starts = [rank * layout.ROOM_BYTES for rank in range(num_ranks)]
+        self._memory = region.memory
         self._words = memoryview(region.memory).cast("Q")
-        self._small_bytes = [
-            [
-                self._data[start + at : start + at + layout.SMALL_BYTES]
-                for at in (layout.small_at(0), layout.small_at(1))
-            ]
-            for start in self._starts
-        ]
         self._small: dict[tuple[int, torch.Size, torch.dtype], Small] = {}
+        self._small_parts: dict[tuple[int, torch.Size, torch.dtype], tuple[tuple[torch.Tensor, ...], ...]] = {}
         self.slot_bytes = layout.slot_bytes(num_ranks)
         """How large a slot is."""
         self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
@@ -80,23 +74,32 @@ class Rooms:
             small = self._small[key] = Small(self._rank, views, addresses, size)
         return small
 
-    def small_bytes(self, rank: int, number: int) -> torch.Tensor:
-        """Returns the place of a rank for the data of a small operation, as bytes."""
-        return self._small_bytes[rank][number & 1]
+    def small_parts(self, number: int, shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Returns the parts of `small`, one for each rank as torch.tensor_split makes them."""
+        key = (number & 1, shape, dtype)
+        parts = self._small_parts.get(key)
+        if parts is None:
+            if len(self._small_parts) >= _MAX_CACHED:
+                self._small_parts.clear()
+            places = self.small(number, shape, dtype).places
+            parts = tuple(zip(*(place.tensor_split(len(places)) for place in places), strict=True))
+            self._small_parts[key] = parts
+        return parts
 
-    def write_numbers(self, rank: int, number: int, values: Sequence[int]) -> None:
-        """Writes numbers at the beginning of the place for a rank's small data."""
-        start = self._first_word(rank, number)
-        for index, value in enumerate(values, start):
-            self._words[index] = value
+    def small_at(self, rank: int, number: int) -> int:
+        """Returns where in this process a rank's place for the data of a small operation begins."""
+        return self._address + self._starts[rank] + layout.small_at(number)
 
-    def read_numbers(self, rank: int, number: int, start: int, count: int) -> tuple[int, ...]:
-        """Reads numbers that a rank has written."""
-        first = self._first_word(rank, number) + start
-        return tuple(self._words[first : first + count])
+    def write_text(self, number: int, text: bytes) -> None:
+        """Writes at the beginning of this rank's place for small data; the first word says how many words it is."""
+        start = self._starts[self._rank] + layout.small_at(number)
+        self._memory[start : start + len(text)] = text
 
-    def _first_word(self, rank: int, number: int) -> int:
-        return (self._starts[rank] + layout.small_at(number)) // layout.WORD_BYTES
+    def read_text(self, rank: int, number: int) -> bytes:
+        """Returns what a rank has written with `write_text`."""
+        start = self._starts[rank] + layout.small_at(number)
+        num_words = self._words[start // layout.WORD_BYTES]
+        return self._memory[start : start + num_words * layout.WORD_BYTES]
 
     def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """Returns the slots of every rank, by rank and slot, each a flat tensor."""

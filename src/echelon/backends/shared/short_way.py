@@ -9,18 +9,16 @@ from echelon.backends.native import Call
 from echelon.backends.shared.room import Shared
 
 
-def meet_with(shared: Shared, call: Call, flat: torch.Tensor, owner: int | None = None) -> list[torch.Tensor] | None:
+def meet_with(shared: Shared, call: Call, flat: torch.Tensor) -> list[torch.Tensor] | None:
     """Announces a large operation on a flat tensor, and returns when all ranks have come.
 
     Args:
         shared: by the group.
         call: the operation.
         flat: as many elements on all ranks.
-        owner: the rank whose tensor is to be reached; None: those of all are.
 
     Returns:
-        The flat tensors of all ranks, or only the owner's, if all can be reached; such an operation ends with
-        `part_together`. Else None.
+        The flat tensors of all ranks, if all can be reached; such an operation ends with `part_together`. Else None.
     """
     board, count = shared.board, shared.symmetric.count
     reach = shared.symmetric.reach(as_bytes(flat))
@@ -29,8 +27,7 @@ def meet_with(shared: Shared, call: Call, flat: torch.Tensor, owner: int | None 
     if not count:
         return None
     announced = [[board.word(rank, index) for index in range(3)] for rank in range(shared.num_ranks)]
-    sizes = [flat.nbytes if owner in (None, rank) else 0 for rank in range(shared.num_ranks)]
-    everywhere = reach.everywhere(announced, sizes)
+    everywhere = reach.everywhere(announced, [flat.nbytes] * shared.num_ranks)
     return None if everywhere is None else [part.view(flat.dtype) for part in everywhere]
 
 

@@ -70,6 +70,11 @@ class Reach(NamedTuple):
     """The number of the tensor's block, 0 for ordinary memory; how many bytes after the beginning of the rank's part
     the tensor is; a bit for each of the last blocks that the rank has. Nothing, if the group never had a block."""
 
+    @property
+    def has_tensor(self) -> bool:
+        """Whether the rank's own tensor is in a block."""
+        return bool(self.words and self.words[0])
+
     def everywhere(self, announced: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[torch.Tensor] | None:
         """Returns the bytes of the tensors of all ranks, if all ranks can reach them.
 
