@@ -149,9 +149,10 @@ class _Result:
                     self.places[rank].copy_(part)
             return self._buffer
         shape = (sum(map(len, parts)), *parts[0].shape[1:])
-        if self._out is not None and self._out is not self._buffer and can_hold(self._out, shape, parts[0]):
-            torch.cat(list(parts), out=self._out.detach())
-            return self._out
+        out = self._out
+        if out is not None and out is not self._buffer and all(can_hold(out, shape, part) for part in parts):
+            torch.cat(list(parts), out=out.detach())
+            return out
         return torch.cat(list(parts))
 
 
