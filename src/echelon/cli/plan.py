@@ -13,7 +13,9 @@ from echelon.cli.plan_compare import Memory, compare_schedules
 from echelon.cli.plan_files import Files
 from echelon.cli.plan_report import as_values, print_plan, to_json, write
 from echelon.cli.plan_request import Request, check_limit
+from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedules.recommendation import held_microbatches
+from echelon.trace import Time
 
 
 def plan(
@@ -98,8 +100,13 @@ def plan(
     console = Console(highlight=False)
     if compare:
         compare_schedules(console, request, stage_costs, memory, as_json)
-        return
-    limit = memory.limit
+    else:
+        _plan_one(console, request, stage_costs, memory.limit, files, as_json)
+
+
+def _plan_one(
+    console: Console, request: Request, stage_costs: Costs, limit: Time | None, files: Files, as_json: bool
+) -> None:
     found = request.make(stage_costs, limit)
     timeline = found.simulate(stage_costs)
     held = held_microbatches(found, stage_costs, timeline)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.action import Action, Step, actions_of
+from echelon.pipeline.action import Action, Overlapped, Step, actions_of
 from echelon.pipeline.cost import Costs, StageCosts
 from echelon.pipeline.memory import peaks
 from echelon.trace import LazySequence, Time, Timeline, Transfer
@@ -127,21 +127,15 @@ def play(
                     waiting[neighbour] = None
                     ready.append(neighbour)
             else:
-                sides = [
-                    (moves[side.kind], side.stage, side.stage * num_microbatches + side.microbatch) for side in step
-                ]
-                awaited = [key ^ move.complement for move, _, key in sides if move.known[key] is None]
-                if awaited:
-                    waiting[rank] = awaited[0]
+                pair = _pair(step, now, num_microbatches, moves, costs)
+                if pair.awaited is not None:
+                    waiting[rank] = pair.awaited
                     break
-                now = max(now, *(cast(Time, move.known[key]) for move, _, key in sides))
-                rank_starts.append(now)
-                now += _overlapped_time(step.forward, step.backward, costs)
+                rank_starts.append(pair.start)
+                now = pair.end
                 rank_ends.append(now)
-                for move, stage, key in sides:
-                    move.known[key + move.shift] = now + move.delays[stage]
-                    neighbour = move.neighbours[stage]
-                    if waiting[neighbour] == (key + move.shift) ^ move.complement:
+                for neighbour, made in pair.made:
+                    if waiting[neighbour] == made:
                         waiting[neighbour] = None
                         ready.append(neighbour)
     return Played(starts, ends)
@@ -199,6 +193,31 @@ def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Need])
     for need in arrived:
         (inputs if need.kind == "F" else gradients)[need.stage * num_microbatches + need.microbatch] = 0
     return _Arrivals(inputs, gradients)
+
+
+class _Pair(NamedTuple):
+    """A forward and a backward run as one, or what they wait for."""
+
+    awaited: int | None
+    start: Time = 0
+    end: Time = 0
+    made: Sequence[tuple[int, int]] = ()
+    """Who may wait for what they make, and by what it is known."""
+
+
+def _pair(step: Overlapped, free: Time, num_microbatches: int, moves: dict[str, _Move], costs: StageCosts) -> _Pair:
+    """Runs a pair, when both sides have what they need, as early as `free`."""
+    sides = [(moves[kind], stage, stage * num_microbatches + microbatch) for stage, kind, microbatch in step]
+    for move, _, key in sides:
+        if move.known[key] is None:
+            return _Pair(key ^ move.complement)
+    start = max(free, *(cast(Time, move.known[key]) for move, _, key in sides))
+    end = start + _overlapped_time(step.forward, step.backward, costs)
+    made = []
+    for move, stage, key in sides:
+        move.known[key + move.shift] = end + move.delays[stage]
+        made.append((move.neighbours[stage], (key + move.shift) ^ move.complement))
+    return _Pair(None, start, end, made)
 
 
 def _overlapped_time(forward: Action, backward: Action, costs: StageCosts) -> Time:
