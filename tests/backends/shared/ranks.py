@@ -88,10 +88,10 @@ def refuse_slots(*_):
     raise AssertionError("it went through the slots")
 
 
-def check_one_meeting_is_enough(group):
-    """Ordinary tensors of up to 1 MiB a rank are only moved, so they stand beside the announcements."""
+def check_what_stands_beside_the_announcement(group):
+    """Ordinary tensors of up to 1 MiB a rank do, where they are only moved or more than 2 ranks combine them."""
     rank, count, size = group.rank, group.world_size, 256 * KIB
-    exchange.stream = refuse_slots
+    exchange.stream = reducing.stream = refuse_slots
     group.empty(1)  # a group that has such memory goes by where tensors are
     own, whole = values(rank, size), torch.cat([values(peer, size) for peer in range(count)])
     assert torch.equal(group.all_gather(own), whole)
@@ -104,6 +104,7 @@ def check_one_meeting_is_enough(group):
         )
     came = torch.cat([values(peer, size).tensor_split(count)[rank] for peer in range(count)])
     assert torch.equal(group.all_to_all(own), came)
+    assert torch.equal(group.all_reduce(own), whole.view(count, size).sum(0))
 
 
 def check_out_beside_the_input(group):
@@ -218,14 +219,14 @@ def go_on_without_a_block(group):
 
 def check_mixed(group):
     """One rank passes a shared tensor, others ordinary ones, or shared ones of another block: it works all the same."""
-    size = 400_000
-    expected = sum(values(rank, size) for rank in range(group.world_size))
-    first, second = new_values(group, size), new_values(group, size)
-    tensors = [values(0, size), first, second]
-    assert torch.equal(group.all_reduce(tensors[group.rank % 3]), expected)
-    again = new_values(group, 2 * size)
-    view = again[group.rank * 1000 : group.rank * 1000 + size].copy_(values(group.rank, size))
-    assert torch.equal(group.all_reduce(view), expected)
+    for size in (200_000, 400_000):
+        expected = sum(values(rank, size) for rank in range(group.world_size))
+        first, second = new_values(group, size), new_values(group, size)
+        tensors = [values(0, size), first, second]
+        assert torch.equal(group.all_reduce(tensors[group.rank % 3]), expected)
+        again = new_values(group, 2 * size)
+        view = again[group.rank * 1000 : group.rank * 1000 + size].copy_(values(group.rank, size))
+        assert torch.equal(group.all_reduce(view), expected)
 
 
 def shared_kib():

@@ -21,8 +21,8 @@ def test_what_moves(pool, world_size):
     pool.run(ranks.check_moving, world_size, backend="shm")
 
 
-def test_what_is_moved_goes_beside_the_announcement_up_to_1_mib():
-    run_forked(ranks.check_one_meeting_is_enough, 3, backend="shm")
+def test_up_to_1_mib_takes_no_slots():
+    run_forked(ranks.check_what_stands_beside_the_announcement, 3, backend="shm")
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])

@@ -29,9 +29,13 @@ def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Opera
         _reduce_small(shared, call, tensor, operator)
         return
     flat = tensor.contiguous().view(-1)
-    everywhere = meet_with(shared, call, flat)
+    at_once = shared.num_ranks > 2 and flat.nbytes <= layout.SHOWN_BYTES
+    small = shared.rooms.small(call.sequence, flat.shape, flat.dtype) if at_once else None
+    everywhere, are_shown = meet_with(shared, call, flat, small)
     if everywhere is not None:
         _reduce_slices(shared, call, everywhere, operator)
+    elif are_shown:
+        _reduce_shown(shared, call, flat, operator)
     elif shared.num_ranks == 2:
         _reduce_pieces(shared, call, flat, operator, readers=(0, 1))
     else:
@@ -47,7 +51,7 @@ def reduce(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator:
             _combine(tensor, places, operator)
         return
     flat = tensor.contiguous().view(-1)
-    everywhere = meet_with(shared, call, flat)
+    everywhere, _ = meet_with(shared, call, flat)
     if everywhere is None:
         _reduce_pieces(shared, call, flat, operator, readers=(dst,))
     else:
@@ -64,7 +68,7 @@ def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: O
         _combine(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
         return result
     parts = tensor.tensor_split(count)
-    everywhere = meet_with(shared, call, tensor.contiguous().view(-1))
+    everywhere, _ = meet_with(shared, call, tensor.contiguous().view(-1))
     if everywhere is not None:
         start = sum(part.numel() for part in parts[:rank])
         _combine_slice(result.view(-1), everywhere, start, operator)
@@ -111,6 +115,19 @@ def _show(shared: Shared, call: Call, tensor: torch.Tensor) -> Sequence[torch.Te
     small.write(tensor)
     board.meet(call)
     return small.places
+
+
+def _reduce_shown(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator) -> None:
+    """Each rank combines its part of what all have written, and reads the parts that others have combined."""
+    rank = shared.rank
+    shown = shared.rooms.small_parts(call.sequence, flat.shape, flat.dtype)
+    targets = flat.tensor_split(shared.num_ranks)
+    _combine(targets[rank], shown[rank], operator)
+    shown[rank][rank].copy_(targets[rank])
+    part_together(shared, call)
+    for peer, target in enumerate(targets):
+        if peer != rank:
+            target.copy_(shown[peer][peer])
 
 
 def _reduce_slices(shared: Shared, call: Call, everywhere: Sequence[torch.Tensor], operator: Operator) -> None:

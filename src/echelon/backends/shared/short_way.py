@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from echelon.backends.memory import as_bytes
 from echelon.backends.native import Call
-from echelon.backends.shared.room import Shared
+from echelon.backends.shared.room import Shared, Small
 
 
-def meet_with(shared: Shared, call: Call, flat: torch.Tensor) -> list[torch.Tensor] | None:
+class Met(NamedTuple):
+    """What a rank knows when all ranks have come."""
+
+    everywhere: list[torch.Tensor] | None
+    """The flat tensors of all ranks, if all can be reached; such an operation ends with `part_together`."""
+    are_shown: bool
+    """Whether all ranks have written theirs beside their announcements."""
+
+
+def meet_with(shared: Shared, call: Call, flat: torch.Tensor, small: Small | None = None) -> Met:
     """Announces a large operation on a flat tensor, and returns when all ranks have come.
 
     Args:
         shared: by the group.
         call: the operation.
         flat: as many elements on all ranks.
-
-    Returns:
-        The flat tensors of all ranks, if all can be reached; such an operation ends with `part_together`. Else None.
+        small: where ranks show their tensors, those that are not where all can reach them; None: they do not.
     """
-    board, count = shared.board, shared.symmetric.count
+    board = shared.board
     reach = shared.symmetric.reach(as_bytes(flat))
     board.announce(call, reach.words)
+    if small is not None and not reach.has_tensor:
+        small.write(flat)
     board.meet(call)
-    if not count:
-        return None
+    if not shared.symmetric.count:
+        return Met(None, small is not None)
     announced = [[board.word(rank, index) for index in range(3)] for rank in range(shared.num_ranks)]
+    if small is not None and not any(number for number, *_ in announced):
+        return Met(None, True)
     everywhere = reach.everywhere(announced, [flat.nbytes] * shared.num_ranks)
-    return None if everywhere is None else [part.view(flat.dtype) for part in everywhere]
+    return Met(None if everywhere is None else [part.view(flat.dtype) for part in everywhere], False)
 
 
 def part_together(shared: Shared, call: Call) -> None:
