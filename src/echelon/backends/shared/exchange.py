@@ -32,8 +32,6 @@ from echelon.backends.shared.streaming import pass_by, stream
 from echelon.backends.shared.symmetric import Reach
 
 _ALIGNMENT = 64
-_ONE_COPY_BYTES = 4096
-"""To copy so many at once is faster than to leave out what nobody reads."""
 
 
 class Head(NamedTuple):
@@ -43,12 +41,29 @@ class Head(NamedTuple):
     """The bytes of each."""
     facts: tuple[int, ...]
     """Whatever else their readers need to know."""
+    unread: int | None
+    """The block that no other rank reads, so it is not shown; None: there is none."""
     is_shown: bool
-    """Whether they stand beside the announcement."""
+    """Whether the others stand beside the announcement."""
+    offsets: tuple[int, ...]
+    """Where each begins in the rank's own memory; the last number is where they end."""
     starts: tuple[int, ...]
-    """Where each begins there, one behind the other; the last number is where they end."""
+    """Where each begins beside the announcement, likewise."""
     text: bytes
     """All that, as it stands in memory."""
+
+    @property
+    def num_lanes(self) -> int:
+        """How many blocks there are to be read."""
+        return len(self.sizes) - (self.unread is not None)
+
+    def lane(self, number: int) -> int:
+        """Returns the place of a block among those to be read."""
+        return number - (self.unread is not None and number > self.unread)
+
+    def read_sizes(self) -> list[int]:
+        """Returns the sizes of the blocks to be read."""
+        return [size for number, size in enumerate(self.sizes) if number != self.unread]
 
 
 class Exchange(NamedTuple):
@@ -57,7 +72,6 @@ class Exchange(NamedTuple):
     shared: Shared
     call: Call
     whole: torch.Tensor | None
-    unread: int | None
     heads: Sequence[Head]
     """By rank."""
     reach: Reach
@@ -81,22 +95,22 @@ class Exchange(NamedTuple):
             whole: all blocks, one behind the other: a contiguous tensor; None: this rank has none.
             sizes: of the blocks, in bytes.
             facts: see `Head`.
-            unread: the block that no other rank reads; None: there is none.
+            unread: see `Head`.
         """
         rooms, number = shared.rooms, call.sequence
         reach = shared.symmetric.reach(whole)
         limit = layout.SMALL_BYTES if reach.has_tensor else layout.SHOWN_BYTES
-        head = _head(sizes, facts, limit)
+        head = _head(sizes, facts, unread, limit)
         shared.board.announce(call, reach.words)
         rooms.write_text(number, head.text)
         if head.is_shown and whole is not None and sizes:
-            _write(rooms.small_at(shared.rank, number), whole, head, unread)
+            _write(rooms.small_at(shared.rank, number), whole.data_ptr(), head)
         shared.board.meet(call)
         heads = [
             head if rank == shared.rank else _read_head(rooms.read_text(rank, number))
             for rank in range(shared.num_ranks)
         ]
-        return cls(shared, call, whole, unread, heads, reach)
+        return cls(shared, call, whole, heads, reach)
 
     def collect(self, result: torch.Tensor | None, owners: Sequence[int], number: int = 0) -> None:
         """Reads one block of each of some ranks; all ranks call it.
@@ -120,7 +134,7 @@ class Exchange(NamedTuple):
             self._stream(targets, number)
             return
         for owner, target in targets.items():
-            start = sum(self.heads[owner].sizes[:number])
+            start = self.heads[owner].offsets[number]
             target.copy_(wholes[owner][start : start + target.numel()])
         part_together(self.shared, self.call)
 
@@ -130,11 +144,10 @@ class Exchange(NamedTuple):
         end = target + result.nbytes
         for owner in owners:
             head = heads[owner]
-            start = head.starts[number]
             if self.whole is not None and owner == self.shared.rank:
-                source = self.whole.data_ptr() + start - head.starts[0]
+                source = self.whole.data_ptr() + head.offsets[number]
             else:
-                source = rooms.small_at(owner, sequence) + start
+                source = rooms.small_at(owner, sequence) + head.starts[number]
             size = head.sizes[number]
             assert target + size <= end
             ctypes.memmove(target, source, size)
@@ -146,60 +159,65 @@ class Exchange(NamedTuple):
         if not shared.symmetric.count:
             return None
         announced = [[shared.board.word(rank, index) for index in range(3)] for rank in range(shared.num_ranks)]
-        return self.reach.everywhere(announced, [sum(head.sizes) for head in self.heads])
+        return self.reach.everywhere(
+            announced, [head.offsets[-1] if any(head.read_sizes()) else 0 for head in self.heads]
+        )
 
     def _stream(self, targets: dict[int, torch.Tensor], number: int) -> None:
-        shared, own_head = self.shared, self.heads[self.shared.rank]
+        """Has the blocks pass through the slots, side by side."""
+        rank, heads = self.shared.rank, self.heads
         own: Sequence[torch.Tensor] = ()
-        if self.whole is not None and own_head.sizes:
-            own = torch.split(as_bytes(self.whole), list(own_head.sizes))
-        slots = shared.rooms.slots(torch.uint8)
-        width = shared.rooms.slot_bytes // max(len(head.sizes) for head in self.heads) // _ALIGNMENT * _ALIGNMENT
-        longest = max(size for head in self.heads for size in head.sizes)
-        if shared.rank in targets:
-            targets.pop(shared.rank).copy_(own[number])
-        lanes = [(lane, block) for lane, block in enumerate(own) if lane != self.unread]
+        if self.whole is not None and heads[rank].sizes:
+            own = torch.split(as_bytes(self.whole), list(heads[rank].sizes))
+        if rank in targets:
+            targets.pop(rank).copy_(own[number])
+        slots = self.shared.rooms.slots(torch.uint8)
+        num_lanes = max(1, max(head.num_lanes for head in heads))
+        width = self.shared.rooms.slot_bytes // num_lanes // _ALIGNMENT * _ALIGNMENT
+        shown = [(heads[rank].lane(n) * width, block) for n, block in enumerate(own) if n != heads[rank].unread]
+        wanted = [(owner, heads[owner].lane(number) * width, target) for owner, target in targets.items()]
 
         def write(piece: int, slot: int) -> None:
-            for lane, block in lanes:
+            for start, block in shown:
                 part = block[piece * width : (piece + 1) * width]
                 if len(part):
-                    slots[shared.rank][slot][lane * width : lane * width + len(part)].copy_(part)
+                    slots[rank][slot][start : start + len(part)].copy_(part)
 
         def read(piece: int, slot: int) -> None:
-            for owner, target in targets.items():
+            for owner, start, target in wanted:
                 part = target[piece * width : (piece + 1) * width]
                 if len(part):
-                    part.copy_(slots[owner][slot][number * width : number * width + len(part)])
+                    part.copy_(slots[owner][slot][start : start + len(part)])
 
-        stream(shared, self.call, -(-longest // width), write if lanes else pass_by, read if targets else pass_by)
+        longest = max((size for head in heads for size in head.read_sizes()), default=0)
+        stream(self.shared, self.call, -(-longest // width), write if shown else pass_by, read if wanted else pass_by)
 
 
-def _write(place: int, whole: torch.Tensor, head: Head, unread: int | None) -> None:
-    """Writes the blocks to where they are shown, in the place at that address."""
-    begin, end = head.starts[0], head.starts[-1]
-    source = whole.data_ptr() - begin
-    if unread is None or end - begin <= _ONE_COPY_BYTES:
-        ctypes.memmove(place + begin, source + begin, end - begin)
-        return
-    before, after = head.starts[unread], head.starts[unread + 1]
-    ctypes.memmove(place + begin, source + begin, before - begin)
-    ctypes.memmove(place + after, source + after, end - after)
+def _write(place: int, blocks: int, head: Head) -> None:
+    """Writes the blocks that stand at one address to where they are shown, in the place at another."""
+    offsets, starts = head.offsets, head.starts
+    before = len(head.sizes) if head.unread is None else head.unread
+    ctypes.memmove(place + starts[0], blocks, offsets[before])
+    if head.unread is not None:
+        after = offsets[before + 1]
+        ctypes.memmove(place + starts[before], blocks + after, offsets[-1] - after)
 
 
 @lru_cache(1024)
-def _head(sizes: tuple[int, ...], facts: tuple[int, ...], limit: int) -> Head:
+def _head(sizes: tuple[int, ...], facts: tuple[int, ...], unread: int | None, limit: int) -> Head:
     """Returns what a rank says of blocks of these sizes, which it shows if they have no more than `limit` bytes."""
-    num_words = 3 + len(sizes) + len(facts)
+    num_words = 4 + len(sizes) + len(facts)
     begin = -(-num_words * layout.WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
-    starts = tuple(accumulate(sizes, initial=begin))
-    is_shown = sum(sizes) <= limit and starts[-1] <= layout.PLACE_BYTES
-    text = array("Q", [num_words, len(sizes), is_shown, *sizes, *facts]).tobytes()
-    return Head(sizes, facts, is_shown, starts, text)
+    shown = [0 if number == unread else size for number, size in enumerate(sizes)]
+    starts = tuple(accumulate(shown, initial=begin))
+    is_shown = sum(shown) <= limit and starts[-1] <= layout.PLACE_BYTES
+    text = array("Q", [num_words, len(sizes), is_shown, 0 if unread is None else unread + 1, *sizes, *facts])
+    return Head(sizes, facts, unread, is_shown, tuple(accumulate(sizes, initial=0)), starts, text.tobytes())
 
 
 @lru_cache(1024)
 def _read_head(text: bytes) -> Head:
     """Returns what a peer has said; mostly it is the same as in the operation before."""
-    _, num_sizes, is_shown, *numbers = array("Q", text)
-    return _head(tuple(numbers[:num_sizes]), tuple(numbers[num_sizes:]), layout.SHOWN_BYTES if is_shown else -1)
+    _, num_sizes, is_shown, after_unread, *numbers = array("Q", text)
+    sizes, facts = tuple(numbers[:num_sizes]), tuple(numbers[num_sizes:])
+    return _head(sizes, facts, after_unread - 1 if after_unread else None, layout.SHOWN_BYTES if is_shown else -1)
