@@ -6,7 +6,8 @@ import os
 import torch
 
 import echelon
-from echelon.backends.shared import exchange, reducing
+from echelon.backends.shared import exchange, layout, reducing
+from echelon.backends.shared.streaming import stream
 
 KIB = 1 << 10
 SIZES = (0, 1, 64 * KIB, 64 * KIB + 1, 256 * KIB, 256 * KIB + 1, 300 * KIB + 7, 1600 * KIB)
@@ -123,6 +124,37 @@ def check_out_beside_the_input(group):
     assert torch.equal(
         group.all_gather(shared[3 * rank : 3 * rank + 3], shared), torch.cat([values(peer, 3) for peer in range(count)])
     )
+
+
+def check_own_blocks_stay(group):
+    """Counts the pieces that pass through the slots: none with what a rank has for itself."""
+    rank, count = group.rank, group.world_size
+    numbers = []
+
+    def count_pieces(shared, call, num_pieces, *stages):
+        numbers.append(num_pieces)
+        return stream(shared, call, num_pieces, *stages)
+
+    for module in (exchange, reducing):
+        module.stream = count_pieces
+    size = 3 * layout.slot_bytes(count) // 4  # of float32: three slots full
+    whole = values(rank, count * size)
+    all_values = [values(peer, count * size) for peer in range(count)]
+    expected = torch.cat([each.tensor_split(count)[rank] for each in all_values])
+    assert torch.equal(group.all_to_all(whole), expected)
+    assert torch.equal(group.scatter(whole if rank == 1 else None, 1), all_values[1].tensor_split(count)[rank])
+    for out in (None, whole.tensor_split(count)[rank]):
+        assert torch.equal(group.reduce_scatter(whole, out=out), sum(all_values).tensor_split(count)[rank])
+    assert numbers == [3 * (count - 1)] * 4
+    numbers.clear()
+    mine = values(rank, size)
+    splits = [size * (peer == rank) for peer in range(count)]
+    assert torch.equal(group.all_to_all(mine, in_splits=splits), mine)
+    got = group.gather(mine if rank == 0 else mine[:0], 0)
+    assert got is None if rank else torch.equal(got, mine)
+    assert not numbers  # what others read is so little that it stands beside the announcements
+    for module in (exchange, reducing):
+        module.stream = stream
 
 
 def new_values(group, size, dtype=torch.float32):

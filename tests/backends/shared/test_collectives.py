@@ -28,3 +28,8 @@ def test_up_to_1_mib_takes_no_slots():
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_out_may_be_of_the_same_storage(pool, backend):
     pool.run(ranks.check_out_beside_the_input, 3, backend=backend)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_a_rank_has_for_itself_is_not_shown(pool, world_size):
+    pool.run(ranks.check_own_blocks_stay, world_size, backend="shm")

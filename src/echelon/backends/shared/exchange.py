@@ -129,14 +129,22 @@ class Exchange(NamedTuple):
         if result is not None:
             sizes = [self.heads[owner].sizes[number] for owner in owners]
             targets = dict(zip(owners, torch.split(as_bytes(result), sizes), strict=True))
+        own = targets.pop(self.shared.rank, None)
         wholes = self._where_they_are()
         if wholes is None:
             self._stream(targets, number)
-            return
-        for owner, target in targets.items():
-            start = self.heads[owner].offsets[number]
-            target.copy_(wholes[owner][start : start + target.numel()])
-        part_together(self.shared, self.call)
+        else:
+            for owner, target in targets.items():
+                start = self.heads[owner].offsets[number]
+                target.copy_(wholes[owner][start : start + target.numel()])
+            part_together(self.shared, self.call)
+        if own is not None:
+            own.copy_(self._own_blocks()[number])
+
+    def _own_blocks(self) -> Sequence[torch.Tensor]:
+        """Returns the blocks of this rank as bytes."""
+        sizes = self.heads[self.shared.rank].sizes
+        return torch.split(as_bytes(self.whole), list(sizes)) if self.whole is not None and sizes else ()
 
     def _read_shown(self, result: torch.Tensor, owners: Sequence[int], number: int) -> None:
         rooms, heads, sequence = self.shared.rooms, self.heads, self.call.sequence
@@ -166,15 +174,14 @@ class Exchange(NamedTuple):
     def _stream(self, targets: dict[int, torch.Tensor], number: int) -> None:
         """Has the blocks pass through the slots, side by side."""
         rank, heads = self.shared.rank, self.heads
-        own: Sequence[torch.Tensor] = ()
-        if self.whole is not None and heads[rank].sizes:
-            own = torch.split(as_bytes(self.whole), list(heads[rank].sizes))
-        if rank in targets:
-            targets.pop(rank).copy_(own[number])
         slots = self.shared.rooms.slots(torch.uint8)
         num_lanes = max(1, max(head.num_lanes for head in heads))
         width = self.shared.rooms.slot_bytes // num_lanes // _ALIGNMENT * _ALIGNMENT
-        shown = [(heads[rank].lane(n) * width, block) for n, block in enumerate(own) if n != heads[rank].unread]
+        shown = [
+            (heads[rank].lane(n) * width, block)
+            for n, block in enumerate(self._own_blocks())
+            if n != heads[rank].unread
+        ]
         wanted = [(owner, heads[owner].lane(number) * width, target) for owner, target in targets.items()]
 
         def write(piece: int, slot: int) -> None:

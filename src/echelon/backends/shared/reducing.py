@@ -74,23 +74,7 @@ def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: O
         _combine_slice(result.view(-1), everywhere, start, operator)
         part_together(shared, call)
         return result
-    flats = [part.contiguous().view(-1) for part in parts]
-    size = shared.rooms.slot_bytes // tensor.itemsize // count  # of each part, in a slot
-    slots = shared.rooms.slots(tensor.dtype)
-    target = result.view(-1)
-
-    def write(piece: int, slot: int) -> None:
-        for peer, flat in enumerate(flats):
-            here = flat[piece * size : (piece + 1) * size]
-            slots[rank][slot][peer * size : peer * size + len(here)].copy_(here)
-
-    def read(piece: int, slot: int) -> None:
-        here = target[piece * size : (piece + 1) * size]
-        start = rank * size
-        if len(here):
-            _combine(here, [slots[peer][slot][start : start + len(here)] for peer in range(count)], operator)
-
-    stream(shared, call, -(-len(flats[0]) // size), write, read)
+    _reduce_shares(shared, call, [part.contiguous().view(-1) for part in parts], result.view(-1), operator)
     return result
 
 
@@ -211,6 +195,42 @@ def _reduce_parts(shared: Shared, call: Call, flat: torch.Tensor, operator: Oper
                 own.copy_(part(number, slot, peer, peer))
 
     stream(shared, call, len(pieces), write, combine, read)
+
+
+def _reduce_shares(
+    shared: Shared, call: Call, shares: Sequence[torch.Tensor], target: torch.Tensor, operator: Operator
+) -> None:
+    """Each rank writes pieces of the shares of all others, and combines what all have written for it.
+
+    Args:
+        shared: by the group.
+        call: the operation.
+        shares: what this rank has for each rank, flat; the first is the longest.
+        target: for the result, as long as this rank's share.
+        operator: see there.
+    """
+    rank, count = shared.rank, shared.num_ranks
+    size = shared.rooms.slot_bytes // target.itemsize // (count - 1)  # of each share, in a slot
+    slots = shared.rooms.slots(target.dtype)
+
+    def place(owner: int, reader: int, slot: int, length: int) -> torch.Tensor:
+        start = (reader - (reader > owner)) * size
+        return slots[owner][slot][start : start + length]
+
+    def write(piece: int, slot: int) -> None:
+        for peer, share in enumerate(shares):
+            here = share[piece * size : (piece + 1) * size]
+            if peer != rank and len(here):
+                place(rank, peer, slot, len(here)).copy_(here)
+
+    def read(piece: int, slot: int) -> None:
+        here, own = (flat[piece * size : (piece + 1) * size] for flat in (target, shares[rank]))
+        if len(here):
+            own = here if own.data_ptr() == here.data_ptr() else own  # `out` may be where the share is
+            parts = [own if peer == rank else place(peer, rank, slot, len(here)) for peer in range(count)]
+            _combine(here, parts, operator)
+
+    stream(shared, call, -(-len(shares[0]) // size), write, read)
 
 
 def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
