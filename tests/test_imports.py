@@ -103,6 +103,7 @@ NOT_PURE = {
         "repeated",
         "replicas",
         "runtime",
+        "same_buffers",
         "saved",
         "separate_uses",
         "stage",

@@ -92,6 +92,51 @@ def test_values_nest_as_they_like_and_sizes_change(run, schedule):
         torch.testing.assert_close(gradient, expected[name].grad, rtol=1e-12, atol=1e-14)
 
 
+class Conjugated(nn.Module):
+    """Makes what torch conjugates only where it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.complex(x, self.weight * x).conj()
+
+
+class Imaginary(nn.Module):
+    """Takes the imaginary part, whose memory torch negates only where it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 5, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x * self.weight).imag
+
+
+def conjugated(group):
+    pipe = Pipeline([Conjugated(), Imaginary()], group, "1f1b", 2, nn.functional.mse_loss)
+    losses = [pipe.step(*conjugated_batch()[:1], target=conjugated_batch()[1]).loss for _ in range(2)]
+    return losses, None, {name: p.grad for name, p in pipe.named_parameters()}, None
+
+
+def conjugated_batch():
+    inputs = torch.arange(20, dtype=torch.float64).reshape(4, 5) / 7
+    return inputs, inputs.flip(0)
+
+
+def test_what_torch_conjugates_or_negates_later_passes_as_what_it_stands_for(run):
+    results = run(conjugated, 2)
+    stages = [Conjugated(), Imaginary()]
+    inputs, target = conjugated_batch()
+    loss = nn.functional.mse_loss(stages[1](stages[0](inputs)), target)
+    (2 * loss).backward()
+    assert torch.stack(results[0][0]).tolist() == pytest.approx([loss.item()] * 2)
+    expected = dict(nn.Sequential(*stages).named_parameters())
+    for name, gradient in gradients_of(results).items():
+        torch.testing.assert_close(gradient, expected[name].grad)
+
+
 class Precise(nn.Module):
     """Leaves autocast, as some normalisations do: in its backward, the product must not be cast either."""
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from echelon.backends.memory import plain
 from echelon.backends.tag import Tag
 from echelon.backends.wire import MAX_NOTE_BYTES
 from echelon.backends.work import Message, Work
@@ -177,8 +178,8 @@ def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
     """Returns the tensors that say all, and their notes."""
     structure = structure_of(value)
     if isinstance(value, torch.Tensor):  # as mostly
-        return [(value.detach().contiguous(), structure)]
-    tensors = [tensor.detach().contiguous() for tensor in tensors_of(value)]
+        return [(plain(value), structure)]
+    tensors = [plain(tensor) for tensor in tensors_of(value)]
     if len(tensors) >= _PARTS:
         raise UnsupportedOp(f"{len(tensors)} tensors pass between two stages: at most {_PARTS - 1} can; stack some")
     if tensors and (structure.isascii() and len(structure) <= MAX_NOTE_BYTES):

@@ -231,6 +231,8 @@ def _what_does_not_fit_is_not_received_at_once(run_ranks: RunRanks) -> None:
         if backend.rank == 0:
             for number in range(3):
                 backend.isend(torch.full((4,), float(number)), 1, tag, note="a").wait(SECONDS)
+            for other in (torch.zeros(4, device="meta"), torch.zeros(4).to_sparse()):
+                expect(not backend.send_at_once(other, 1, tag), f"sent at once: {other}")
             return
         backend.irecv(0, tag, note="a").wait(SECONDS)
         wrong, ints = torch.zeros(3), torch.zeros(4, dtype=torch.int32)

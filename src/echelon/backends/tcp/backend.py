@@ -225,7 +225,7 @@ class TcpBackend(Backend):
 
     def send_at_once(self, tensor: torch.Tensor, dst: int, tag: Tag, *, note: str = "") -> bool:  # noqa: D102
         line = self._peers.line(dst)
-        if line is None:
+        if line is None or not (tensor.is_cpu and tensor.layout is torch.strided):
             return False
         with self._progress.lock:
             if self._progress.is_closed or self._mailbox.failure(dst, tag):

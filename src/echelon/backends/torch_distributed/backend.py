@@ -40,7 +40,7 @@ from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look
 from echelon.backends.torch_distributed.engines import is_timed
 from echelon.backends.torch_distributed.messages import EngineMessages
 from echelon.backends.torch_distributed.names import ENGINES, MESSAGES
-from echelon.backends.work import Received, Work
+from echelon.backends.work import Message, Received, Work
 from echelon.errors import ConnectError, EchelonError, PeerFailed, Timeout
 
 _SEQUENCE = (1 << 64) - 2
@@ -112,6 +112,14 @@ class TorchBackend(Carried):
         if self._messages is None:
             return super().irecv_any(sources, tag, note=note)
         return self._messages.irecv_any(sources, self.checked_receive_any(sources, tag), note)
+
+    def send_at_once(self, tensor: torch.Tensor, dst: int, tag: Tag, *, note: str = "") -> bool:  # noqa: D102
+        return self._messages is None and super().send_at_once(tensor, dst, tag, note=note)
+
+    def recv_at_once(  # noqa: D102
+        self, src: int, tag: Tag, *, out: torch.Tensor | None = None, note: str | None = ""
+    ) -> Message | None:
+        return super().recv_at_once(src, tag, out=out, note=note) if self._messages is None else None
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         if self._messages is None:
