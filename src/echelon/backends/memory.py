@@ -71,6 +71,14 @@ def copy_from(address: int, tensor: torch.Tensor) -> None:
         ctypes.memmove(tensor.data_ptr(), address, num_bytes)
 
 
+def copy_contiguous(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Overwrites a contiguous CPU tensor with the bytes of another one of as many; faster than torch's `copy_`."""
+    size = target.nbytes
+    assert source.nbytes == size
+    if size:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a contiguous tensor as a tensor of bytes."""
     flat = tensor.reshape(-1)

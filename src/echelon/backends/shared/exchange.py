@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from echelon.backends.memory import as_bytes
+from echelon.backends.memory import as_bytes, copy_contiguous
 from echelon.backends.native import Call
 from echelon.backends.shared import layout
 from echelon.backends.shared.room import Shared
@@ -136,10 +136,10 @@ class Exchange(NamedTuple):
         else:
             for owner, target in targets.items():
                 start = self.heads[owner].offsets[number]
-                target.copy_(wholes[owner][start : start + target.numel()])
+                copy_contiguous(wholes[owner][start : start + target.numel()], target)
             part_together(self.shared, self.call)
         if own is not None:
-            own.copy_(self._own_blocks()[number])
+            copy_contiguous(self._own_blocks()[number], own)
 
     def _own_blocks(self) -> Sequence[torch.Tensor]:
         """Returns the blocks of this rank as bytes."""
@@ -173,28 +173,30 @@ class Exchange(NamedTuple):
 
     def _stream(self, targets: dict[int, torch.Tensor], number: int) -> None:
         """Has the blocks pass through the slots, side by side."""
-        rank, heads = self.shared.rank, self.heads
-        slots = self.shared.rooms.slots(torch.uint8)
+        rank, heads, rooms = self.shared.rank, self.heads, self.shared.rooms
         num_lanes = max(1, max(head.num_lanes for head in heads))
-        width = self.shared.rooms.slot_bytes // num_lanes // _ALIGNMENT * _ALIGNMENT
+        width = rooms.slot_bytes // num_lanes // _ALIGNMENT * _ALIGNMENT
         shown = [
-            (heads[rank].lane(n) * width, block)
+            (heads[rank].lane(n) * width, block.data_ptr(), block.nbytes)
             for n, block in enumerate(self._own_blocks())
             if n != heads[rank].unread
         ]
-        wanted = [(owner, heads[owner].lane(number) * width, target) for owner, target in targets.items()]
+        wanted = [
+            (owner, heads[owner].lane(number) * width, target.data_ptr(), target.nbytes)
+            for owner, target in targets.items()
+        ]
 
         def write(piece: int, slot: int) -> None:
-            for start, block in shown:
-                part = block[piece * width : (piece + 1) * width]
-                if len(part):
-                    slots[rank][slot][start : start + len(part)].copy_(part)
+            place, begin = rooms.slot_at(rank, slot), piece * width
+            for lane, block, size in shown:
+                if begin < size:
+                    ctypes.memmove(place + lane, block + begin, min(width, size - begin))
 
         def read(piece: int, slot: int) -> None:
-            for owner, start, target in wanted:
-                part = target[piece * width : (piece + 1) * width]
-                if len(part):
-                    part.copy_(slots[owner][slot][start : start + len(part)])
+            begin = piece * width
+            for owner, lane, target, size in wanted:
+                if begin < size:
+                    ctypes.memmove(target + begin, rooms.slot_at(owner, slot) + lane, min(width, size - begin))
 
         longest = max((size for head in heads for size in head.read_sizes()), default=0)
         stream(self.shared, self.call, -(-longest // width), write if shown else pass_by, read if wanted else pass_by)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
+from echelon.backends.memory import copy_contiguous
 from echelon.backends.native import Call, Place
 from echelon.backends.operators import Operator, accumulation_dtype
 from echelon.backends.shared import layout
@@ -107,11 +111,11 @@ def _reduce_shown(shared: Shared, call: Call, flat: torch.Tensor, operator: Oper
     shown = shared.rooms.small_parts(call.sequence, flat.shape, flat.dtype)
     targets = flat.tensor_split(shared.num_ranks)
     _combine(targets[rank], shown[rank], operator)
-    shown[rank][rank].copy_(targets[rank])
+    copy_contiguous(targets[rank], shown[rank][rank])
     part_together(shared, call)
     for peer, target in enumerate(targets):
         if peer != rank:
-            target.copy_(shown[peer][peer])
+            copy_contiguous(shown[peer][peer], target)
 
 
 def _reduce_slices(shared: Shared, call: Call, everywhere: Sequence[torch.Tensor], operator: Operator) -> None:
@@ -119,7 +123,7 @@ def _reduce_slices(shared: Shared, call: Call, everywhere: Sequence[torch.Tensor
     for parts in _pieces_of_slices(shared, everywhere):
         _combine(parts[0], parts, operator)
         for part in parts[1:]:
-            part.copy_(parts[0])
+            copy_contiguous(parts[0], part)
     part_together(shared, call)
 
 
@@ -131,7 +135,7 @@ def _reduce_slices_to(
     for parts in _pieces_of_slices(shared, everywhere):
         total = scratch[: len(parts[0])]
         _combine(total, parts, operator)
-        parts[dst].copy_(total)
+        copy_contiguous(total, parts[dst])
     part_together(shared, call)
 
 
@@ -153,13 +157,13 @@ def _combine_slice(target: torch.Tensor, everywhere: Sequence[torch.Tensor], sta
 
 def _reduce_pieces(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator, readers: Sequence[int]) -> None:
     """Each rank writes its pieces; those who want the result read those of all others."""
-    rank, count = shared.rank, shared.num_ranks
-    slots = shared.rooms.slots(flat.dtype)
-    pieces = torch.split(flat, shared.rooms.slot_bytes // flat.itemsize)
+    rank, count, rooms = shared.rank, shared.num_ranks, shared.rooms
+    slots = rooms.slots(flat.dtype)
+    pieces = torch.split(flat, rooms.slot_bytes // flat.itemsize)
 
     def write(number: int, slot: int) -> None:
         piece = pieces[number]
-        _head(slots[rank][slot], piece).copy_(piece)
+        ctypes.memmove(rooms.slot_at(rank, slot), piece.data_ptr(), piece.nbytes)
 
     def read(number: int, slot: int) -> None:
         piece = pieces[number]
@@ -172,29 +176,52 @@ def _reduce_pieces(shared: Shared, call: Call, flat: torch.Tensor, operator: Ope
 
 def _reduce_parts(shared: Shared, call: Call, flat: torch.Tensor, operator: Operator) -> None:
     """Each rank writes its pieces, combines its part of each, and reads the parts that others have combined."""
-    rank, count = shared.rank, shared.num_ranks
-    slots = shared.rooms.slots(flat.dtype)
-    pieces = torch.split(flat, shared.rooms.slot_bytes // flat.itemsize)
-
-    def part(number: int, slot: int, owner: int, part: int) -> torch.Tensor:
-        return _head(slots[owner][slot], pieces[number]).tensor_split(count)[part]
+    rank, count, rooms = shared.rank, shared.num_ranks, shared.rooms
+    slots, itemsize = rooms.slots(flat.dtype), flat.itemsize
+    pieces = torch.split(flat, rooms.slot_bytes // itemsize)
+    addresses = [piece.data_ptr() for piece in pieces]
 
     def write(number: int, slot: int) -> None:
-        for peer, theirs in enumerate(pieces[number].tensor_split(count)):
+        place, piece = rooms.slot_at(rank, slot), addresses[number]
+        for peer, part in enumerate(_parts(len(pieces[number]), count, itemsize)):
             if peer != rank:
-                part(number, slot, rank, peer).copy_(theirs)
+                ctypes.memmove(place + part.begin, piece + part.begin, part.num_bytes)
 
     def combine(number: int, slot: int) -> None:
-        own, place = pieces[number].tensor_split(count)[rank], part(number, slot, rank, rank)
-        _combine(place, [own if peer == rank else part(number, slot, peer, rank) for peer in range(count)], operator)
-        own.copy_(place)
+        begin, end = _parts(len(pieces[number]), count, itemsize)[rank].elements
+        own, place = pieces[number][begin:end], slots[rank][slot][begin:end]
+        parts = [own if peer == rank else slots[peer][slot][begin:end] for peer in range(count)]
+        _combine(place, parts, operator)
+        copy_contiguous(place, own)
 
     def read(number: int, slot: int) -> None:
-        for peer, own in enumerate(pieces[number].tensor_split(count)):
+        piece = addresses[number]
+        for peer, part in enumerate(_parts(len(pieces[number]), count, itemsize)):
             if peer != rank:
-                own.copy_(part(number, slot, peer, peer))
+                ctypes.memmove(piece + part.begin, rooms.slot_at(peer, slot) + part.begin, part.num_bytes)
 
     stream(shared, call, len(pieces), write, combine, read)
+
+
+class _Part(NamedTuple):
+    """What one rank combines of a piece."""
+
+    elements: tuple[int, int]
+    """From which to which."""
+    begin: int
+    """The byte of the piece that it begins at."""
+    num_bytes: int
+
+
+@lru_cache(64)
+def _parts(length: int, count: int, itemsize: int) -> tuple[_Part, ...]:
+    """Returns the part of each rank, as torch.tensor_split makes them, of a piece of so many elements."""
+    ends = list(accumulate(len(range(rank, length, count)) for rank in range(count)))
+    begins = [0, *ends]
+    return tuple(
+        _Part((begin, end), begin * itemsize, (end - begin) * itemsize)
+        for begin, end in zip(begins, ends, strict=False)
+    )
 
 
 def _reduce_shares(
@@ -209,28 +236,37 @@ def _reduce_shares(
         target: for the result, as long as this rank's share.
         operator: see there.
     """
-    rank, count = shared.rank, shared.num_ranks
-    size = shared.rooms.slot_bytes // target.itemsize // (count - 1)  # of each share, in a slot
-    slots = shared.rooms.slots(target.dtype)
+    rank, count, rooms = shared.rank, shared.num_ranks, shared.rooms
+    size = rooms.slot_bytes // target.itemsize // (count - 1) // _ALIGNMENT * _ALIGNMENT  # of each share, in a slot
+    width = size * target.itemsize
+    slots = rooms.slots(target.dtype)
+    shown = [
+        (_lane(rank, peer) * width, share.data_ptr(), share.nbytes) for peer, share in enumerate(shares) if peer != rank
+    ]
 
-    def place(owner: int, reader: int, slot: int, length: int) -> torch.Tensor:
-        start = (reader - (reader > owner)) * size
+    def place(owner: int, slot: int, length: int) -> torch.Tensor:
+        start = _lane(owner, rank) * size
         return slots[owner][slot][start : start + length]
 
     def write(piece: int, slot: int) -> None:
-        for peer, share in enumerate(shares):
-            here = share[piece * size : (piece + 1) * size]
-            if peer != rank and len(here):
-                place(rank, peer, slot, len(here)).copy_(here)
+        begin = piece * width
+        for start, share, num_bytes in shown:
+            if begin < num_bytes:
+                ctypes.memmove(rooms.slot_at(rank, slot) + start, share + begin, min(width, num_bytes - begin))
 
     def read(piece: int, slot: int) -> None:
         here, own = (flat[piece * size : (piece + 1) * size] for flat in (target, shares[rank]))
         if len(here):
             own = here if own.data_ptr() == here.data_ptr() else own  # `out` may be where the share is
-            parts = [own if peer == rank else place(peer, rank, slot, len(here)) for peer in range(count)]
+            parts = [own if peer == rank else place(peer, slot, len(here)) for peer in range(count)]
             _combine(here, parts, operator)
 
     stream(shared, call, -(-len(shares[0]) // size), write, read)
+
+
+def _lane(owner: int, reader: int) -> int:
+    """Returns the place of a reader's share among those that a rank shows."""
+    return reader - (reader > owner)
 
 
 def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ from echelon.backends.shared.board import Board
 from echelon.backends.shared.segment import Window
 from echelon.backends.shared.symmetric import SymmetricMemory
 
-_MEMMOVE_BYTES = 2048
-"""Up to so many, moving bytes is faster than calling torch."""
 _MAX_CACHED = 512
 """How many shapes to keep views for; making one takes microseconds."""
 
@@ -31,14 +29,14 @@ class Small(NamedTuple):
 
     def write(self, tensor: torch.Tensor) -> None:
         """Copies a tensor into this rank's place."""
-        if self.num_bytes <= _MEMMOVE_BYTES and tensor.is_contiguous():
+        if tensor.is_contiguous():
             ctypes.memmove(self.addresses[self.rank], tensor.data_ptr(), self.num_bytes)
         else:
             self.places[self.rank].copy_(tensor)
 
     def read(self, rank: int, tensor: torch.Tensor) -> None:
         """Copies what a rank has written into a tensor."""
-        if self.num_bytes <= _MEMMOVE_BYTES and tensor.is_contiguous():
+        if tensor.is_contiguous():
             ctypes.memmove(tensor.data_ptr(), self.addresses[rank], self.num_bytes)
         else:
             tensor.copy_(self.places[rank])
@@ -110,6 +108,10 @@ class Rooms:
             slots = [list(torch.split(area, self.slot_bytes // dtype.itemsize)) for area in areas]
             self._slots[dtype] = slots
         return slots
+
+    def slot_at(self, rank: int, slot: int) -> int:
+        """Returns where in this process a slot of a rank begins."""
+        return self._address + self._starts[rank] + layout.SLOTS + slot * self.slot_bytes
 
 
 class Shared(NamedTuple):
