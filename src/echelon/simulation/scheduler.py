@@ -1,9 +1,9 @@
 """Runs threads one at a time, in the order of a virtual clock.
 
 Strategy. Every task is a thread that sleeps on a lock of its own, its gate; only the task whose gate was opened last
-runs. A task that has to wait takes the next event from a queue ordered by (time, draw from the seed), carries it out,
+runs. A task that has to wait takes the next event from a queue ordered by (time, draw), carries it out,
 and goes on until an event is the turn of a task: it opens that task's gate and sleeps on its own. So there is no
-scheduling thread, nothing is locked, and what happens depends on the program and the seed alone. It ends because every
+scheduling thread, nothing is locked, and what happens depends on the program and the draws alone. It ends because every
 task that is not running is in the queue, or waits; when the queue is empty and no time limit of the program's own is
 left, nothing can ever happen: that is a deadlock, and all tasks are made to leave with `Ended`.
 """
@@ -15,7 +15,6 @@ import ctypes
 import heapq
 import itertools
 import math
-import random
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +31,12 @@ _PATIENCE = 100
 class Scheduler:
     """The tasks of one simulation, its clock and its queue of events."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, draws: Callable[[], float]) -> None:
+        """Has no tasks yet.
+
+        Args:
+            draws: called for each event; of two at one time the one with the lower draw is first.
+        """
         self.now = 0.0
         """Seconds since the start."""
         self.awaits_nothing_lost = True
@@ -44,7 +48,8 @@ class Scheduler:
         self.error: BaseException | None = None
         """Why the simulation ended before its tasks did."""
         self.is_ending = False
-        self._random = random.Random(seed)
+        self.draw = draws
+        """Returns the next draw: what decides between events at the same time."""
         self._events: list[tuple[float, float, int, Task | Callable[[], object], int]] = []
         self._numbers = itertools.count()
         self._tasks: dict[Task, None] = {}
@@ -127,15 +132,9 @@ class Scheduler:
         """Says whether the calling thread is the task that runs."""
         return self._running is not None and self._running.ident == get_ident()
 
-    def draw(self) -> float:
-        """Returns the next draw, from 0 to 1: what decides between events at the same time."""
-        return self._random.random()
-
     def at(self, time: float, action: Callable[[], object], draw: float | None = None) -> None:
         """Has `action` called at `time`; it must not block. Of two at one time the lower draw is first."""
-        heapq.heappush(
-            self._events, (time, self._random.random() if draw is None else draw, next(self._numbers), action, -1)
-        )
+        heapq.heappush(self._events, (time, self.draw() if draw is None else draw, next(self._numbers), action, -1))
 
     def actions(self) -> list[Callable[[], object]]:
         """Returns what is to be called later."""
@@ -254,7 +253,7 @@ class Scheduler:
 
     def _schedule(self, task: Task, time: float) -> None:
         task.is_queued = True
-        heapq.heappush(self._events, (time, self._random.random(), next(self._numbers), task, task.turn))
+        heapq.heappush(self._events, (time, self.draw(), next(self._numbers), task, task.turn))
 
     def _notify(self, task: Task, turn: int) -> None:
         if task.turn == turn and not task.is_queued:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -62,7 +63,7 @@ class World:
         measures_memory: bool,
         hosts: tuple[int, ...],
     ) -> None:
-        self.scheduler = Scheduler(seed)
+        self.scheduler = Scheduler(random.Random(seed).random)
         self.faults = faults
         self.cost = cost
         self.meter = meter

@@ -21,7 +21,6 @@ from echelon.backends.memory import as_bytes, copy_from, new_tensor
 from echelon.backends.shared import mail, post
 from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.shared.post import Post
-from echelon.backends.shared.segment import Window
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.line import Arrivals, Head
 from echelon.backends.work import Message
@@ -266,8 +265,7 @@ class _Parts:
 
     def __init__(self, at: Post, writer: int) -> None:
         self.sizes = at.sizes
-        self._window: Window = at.map_arena(writer, at.number)
-        self._words = memoryview(self._window.memory).cast("Q")
+        self._window, self._words = at.map_arena(writer, at.number)
         self._line_words = at.words
         self._freed = at.answers(writer, at.number) + mail.FREED
         self._post = at

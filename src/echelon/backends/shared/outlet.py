@@ -101,10 +101,17 @@ class Outlet:
     def flush(self) -> None:
         """Writes of what is queued as much as there is room for."""
         self._write_all()
-        if bool(self.queue) != self._waits:
-            self._waits = not self._waits
-            self._post.num_waiting += 1 if self._waits else -1
-            self._words[self._news + mail.WAITING] = self._waits  # an answer that came before is seen by `has_news`
+        if self.queue and not self._waits:
+            self._say_whether_it_waits()
+            post.fence()
+            self._write_all()  # who answered before that rang for nobody, and a thread of this rank may sleep already
+        if self._waits and not self.queue:
+            self._say_whether_it_waits()
+
+    def _say_whether_it_waits(self) -> None:
+        self._waits = bool(self.queue)
+        self._post.num_waiting += 1 if self._waits else -1
+        self._words[self._news + mail.WAITING] = self._waits
 
     def _write_all(self) -> None:
         while self.queue and self._write(self.queue[0]):
@@ -233,6 +240,5 @@ class Outlet:
 
     def _mapped(self) -> Window:
         if self._window is None:
-            self._window = self._post.map_arena(self._post.number, self._reader)
-            self._arena_words = memoryview(self._window.memory).cast("Q")
+            self._window, self._arena_words = self._post.map_arena(self._post.number, self._reader)
         return self._window

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from echelon.backends.shared import mail
 from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
@@ -28,6 +29,14 @@ SLOT_WORDS = ARENA_BYTES // MIN_PART_BYTES
 PARTS = (SLOT_WORDS + NUM_SLOT_WORDS) * 8
 """Where in the window of an arena its parts begin."""
 _ROOM_OF_ARENA = PARTS + ARENA_BYTES
+
+
+class ArenaWindow(NamedTuple):
+    """An arena as one rank maps it."""
+
+    window: Window
+    words: memoryview
+    """The window as 64-bit numbers."""
 
 
 class Post:
@@ -83,10 +92,11 @@ class Post:
         first = _words_bytes(self.num_ranks)
         return first + (writer * self.num_ranks + reader) * self.sizes.ring_bytes
 
-    def map_arena(self, writer: int, reader: int) -> Window:
+    def map_arena(self, writer: int, reader: int) -> ArenaWindow:
         """Maps an arena: the words of its parts, those of slots, then the parts, see `PARTS`."""
         offset = writer * RANGE_BYTES + _region_bytes(self.num_ranks, self.sizes) + reader * _ROOM_OF_ARENA
-        return self._segment.map(offset, _ROOM_OF_ARENA)
+        window = self._segment.map(offset, _ROOM_OF_ARENA)
+        return ArenaWindow(window, memoryview(window.memory).cast("Q"))
 
     @property
     def is_full(self) -> bool:

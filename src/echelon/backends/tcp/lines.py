@@ -79,12 +79,15 @@ class Lines:
         for rank, line in list(self._lines.items()):
             self._go_on(rank, line)
 
-    def on_post(self, receive: Receive) -> None:
-        """Takes in what was put off, as far as it concerns a receive that was posted."""
+    def on_post(self, receive: Receive) -> bool:
+        """Takes in what was put off, as far as it concerns a receive that was posted; returns whether there was any."""
+        found = False
         for rank in (receive.src, *receive.sources) if receive.sources else (receive.src,):
             line = self._lines.get(rank)
             if line is not None and (line.delivery is not None or rank in self._limit.reached_by):
                 self._go_on(rank, line)
+                found = True
+        return found
 
     def take_in_last(self, rank: int) -> None:
         """Takes in all that a rank has written before it told its end. There is no more to come, so no limit counts."""

@@ -132,7 +132,11 @@ class Peers:
 
     def send(self, rank: int, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
         """Queues a message and writes at once what there is room for. The peer must not have failed."""
+        line = self._lines.of(rank)
+        others_wait = line is not None and line.wants_to_write
         if self._lines.send(rank, head, tensor, tag, work):
+            if others_wait:
+                self._progress.wake_waiters()
             return
         connection = self._connections[rank]
         connection.enqueue(head, bytes_of(tensor), tag, work)
@@ -166,6 +170,7 @@ class Peers:
         self._inquiries.remove(inquiry)
 
     def _flush(self, connection: Connection) -> None:
+        others_wait = connection.rank in self._writing
         try:
             connection.flush()
         except OSError as error:
@@ -175,6 +180,8 @@ class Peers:
         if connection.wants_to_write != (connection.rank in self._writing):
             self._writing ^= {connection.rank}
             self._watch(connection)
+        if others_wait:
+            self._progress.wake_waiters()
 
     def _watch(self, connection: Connection) -> None:
         """Tells the poller what to look for on a socket. The end of a connection shows in any case."""
@@ -192,10 +199,12 @@ class Peers:
 
     def on_post(self, receive: Receive) -> None:
         """Reads on where that was put off, as far as it concerns a receive that was posted."""
-        self._lines.on_post(receive)
+        if self._lines.on_post(receive):
+            self._progress.wake()  # what others wait for may be there, and more to be taken in
         for rank in [rank for rank in self._held if rank == receive.src or rank in receive.sources]:
             if rank in self._limit.reached_by or not receive.work.is_completed():
                 self._take_in(rank)
+                self._progress.wake_waiters()
 
     def _on_socket(self, connection: Connection, events: int) -> None:
         if events & select.EPOLLOUT:

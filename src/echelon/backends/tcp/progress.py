@@ -58,6 +58,8 @@ class Progress:
         self._num_waiters = 0
         self._is_polling = False
         self._background_polls = False
+        self._background_was_kept_out = False
+        """Whether the background thread sleeps because another one polled, which waits for nothing."""
         self._background: threading.Thread | None = None
         self._attendance = Attendance(self._on_leave)
 
@@ -76,7 +78,7 @@ class Progress:
                     now = time.monotonic()
                     if now >= deadline:
                         return False
-                    self.step(min(deadline - now, _STEP_SECONDS))
+                    self._step(min(deadline - now, _STEP_SECONDS), own_waits=1)
                 return True
             finally:
                 self._num_waiters -= 1
@@ -87,10 +89,13 @@ class Progress:
 
     def step(self, seconds: float) -> None:
         """Polls once, or sleeps until the thread that polls has something to say; gives up the lock meanwhile."""
+        self._step(seconds, own_waits=0)
+
+    def _step(self, seconds: float, own_waits: int) -> None:
         if self.is_closed:
             raise self._closed_error()
         if not self._is_polling:
-            self._poll(seconds, self._may_spin())
+            self._poll(seconds, self._may_spin(), own_waits)
             return
         if self._background_polls:
             self._poller.wake()
@@ -102,12 +107,19 @@ class Progress:
             raise self._closed_error()
         if not self._is_polling:
             self._poll(0, False)
+            if self._background_was_kept_out:
+                self._background_wanted.notify()
 
     def wake(self) -> None:
         """Has every waiting thread look again, because something was completed outside of polling."""
         if self._is_polling and not self.is_closed:
             self._poller.wake()
         self._changed.notify_all()
+
+    def wake_waiters(self) -> None:
+        """Has every thread that waits look again, because the calling one may have completed what is theirs."""
+        if self._num_waiters:
+            self.wake()
 
     def attend(self) -> Attendance:
         """Returns a context in which the calling thread waits for all that it starts. Needs no lock."""
@@ -142,6 +154,7 @@ class Progress:
             while not self.is_closed:
                 seconds = -1.0
                 if self._num_waiters or self._is_polling or not self._is_busy():
+                    self._background_was_kept_out = self._is_polling and not self._num_waiters
                     if self._background_wanted.wait(_GLANCE_SECONDS) or self._num_waiters or self._is_polling:
                         continue
                     seconds = 0.0
@@ -149,7 +162,8 @@ class Progress:
                 self._poll(seconds, False)
                 self._background_polls = False
 
-    def _poll(self, seconds: float, spins: bool) -> None:
+    def _poll(self, seconds: float, spins: bool, own_waits: int = 0) -> None:
+        """Polls once; `own_waits` is 1 if the calling thread is one of those that wait, else 0."""
         self._is_polling = True
         self.lock.release()
         try:
@@ -161,7 +175,7 @@ class Progress:
             self._changed.notify_all()
             return
         self._poller.dispatch(events)
-        if self._num_waiters > 1 or (self._num_waiters and self._background_polls):
+        if self._num_waiters > own_waits:
             self._changed.notify_all()
 
     # The end
