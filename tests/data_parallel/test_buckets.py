@@ -12,14 +12,25 @@ PARAMETERS = st.lists(
 
 
 def test_the_picture_in_the_docstring():
-    sizes = [number * MEBIBYTE for number in (2, 2, 5, 4, 3, 2)]
-    layout = bucket_layout(sizes, ["float32"] * 6, bucket_mb=6, first_bucket_mb=2)
-    assert layout.homes() == ((3, 0), (2, 1), (2, 0), (1, 1), (1, 0), (0, 0))
+    sizes = [number * MEBIBYTE for number in (1, 1, 2, 2, 3, 3, 4, 4, 2)]
+    layout = bucket_layout(sizes, ["float32"] * 9, bucket_mb=8, first_bucket_mb=2)
+    assert [bucket.members for bucket in layout.buckets] == [(8,), (7, 6), (5, 4), (3, 2), (1, 0)]
+    assert layout.homes() == ((4, 1), (4, 0), (3, 1), (3, 0), (2, 1), (2, 0), (1, 1), (1, 0), (0, 0))
 
 
 def test_small_parameters_share_buckets_and_the_first_and_the_last_are_small():
     layout = bucket_layout([MEBIBYTE // 2] * 10, ["float32"] * 10, bucket_mb=2)
     assert [bucket.members for bucket in layout.buckets] == [(9, 8), (7, 6, 5, 4), (3, 2), (1, 0)]
+
+
+def test_buckets_become_smaller_by_half_towards_the_end():
+    layout = bucket_layout([MEBIBYTE // 2] * 40, ["float32"] * 40, bucket_mb=6)
+    assert [bucket.num_bytes / MEBIBYTE for bucket in layout.buckets] == [1, 6, 6, 4, 2, 1]
+
+
+def test_what_is_left_before_the_buckets_that_become_smaller_is_one_of_its_own():
+    layout = bucket_layout([MEBIBYTE // 2] * 46, ["float32"] * 46, bucket_mb=6)
+    assert [bucket.num_bytes / MEBIBYTE for bucket in layout.buckets] == [1, 6, 6, 3, 4, 2, 1]
 
 
 def test_nothing_smaller_than_the_first_bucket_is_cut_off_the_last():

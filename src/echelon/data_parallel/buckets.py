@@ -10,6 +10,9 @@ MEBIBYTE = 1024 * 1024
 FIRST_BUCKET_MB = 1.0
 """Size of the first bucket: small, so that communication starts soon after backward does. And about that of the last,
 which nothing is left to hide behind."""
+_GROWTH = 2
+"""How much larger a bucket near the end is than the next: so it has been sent when that is full, over a link that
+carries twice what backward computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +59,16 @@ def bucket_layout(
 
     Parameters are taken in the order in which backward computes their gradients; unless told, in reverse, which is
     about that. Each joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by
-    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. The last one is
-    cut in two where both are as large as the first then, and the end no larger than that takes. Buckets are launched in
-    the order of their last parameters, as that is when they are complete.
+    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. Towards the end
+    they become smaller, by half each time, down to one as large as the first: what is still to be sent when the last
+    gradient is there cannot be hidden. But none smaller than the first is cut off for that. Buckets are launched in the
+    order of their last parameters, as that is when they are complete.
 
-    With sizes 2 2 5 4 3 2 MiB of one kind, buckets of 6 MiB and a first bucket of 2 MiB:
+    With sizes 1 1 2 2 3 3 4 4 2 MiB of one kind, buckets of 8 MiB and a first bucket of 2 MiB:
 
-        parameter   5    4    3   2   1   0
-        MiB         2    3    4   5   2   2
-        bucket      0    1    1   2   2   3
+        parameter   8   7   6   5   4   3   2   1   0
+        MiB         2   4   4   3   3   2   2   1   1
+        bucket      0   1   1   2   2   3   3   4   4
 
     Args:
         sizes: bytes of each parameter, in the model's order.
@@ -85,10 +89,10 @@ def bucket_layout(
     opened: dict[str, _Open] = {}
     closed: list[_Open] = []
     order = list(reversed(range(len(sizes)))) if order is None else order
-    begin_of_last = _begin_of_last(sizes, kinds, order, small) if small < limit else None
+    begins = _begins_near_the_end(sizes, kinds, order, small, limit)
     for index in order:
         kind = kinds[index]
-        if index == begin_of_last and kind in opened and opened[kind].num_bytes >= small:
+        if index in begins and kind in opened and opened[kind].num_bytes >= small:
             closed.append(opened.pop(kind))
         if kind not in opened:
             opened[kind], capacity = _Open(kind, capacity), limit
@@ -103,15 +107,21 @@ def bucket_layout(
     return Layout(tuple(Bucket(bucket.kind, tuple(bucket.members), bucket.num_bytes) for bucket in closed))
 
 
-def _begin_of_last(sizes: Sequence[int], kinds: Sequence[str], order: Sequence[int], capacity: float) -> int | None:
-    """Returns the parameter from which on those of its kind fill a last bucket of that size; None: they never do."""
-    num_bytes = 0
+def _begins_near_the_end(
+    sizes: Sequence[int], kinds: Sequence[str], order: Sequence[int], smallest: float, limit: float
+) -> set[int]:
+    """Returns the first parameters of the buckets that become smaller towards the end, the last of `smallest` bytes."""
+    begins: set[int] = set()
+    capacity, num_bytes = smallest, 0
     for index in reversed(order):
+        if capacity >= limit:
+            break
         if kinds[index] == kinds[order[-1]]:
             num_bytes += sizes[index]
             if num_bytes >= capacity:
-                return index
-    return None
+                begins.add(index)
+                capacity, num_bytes = _GROWTH * capacity, 0
+    return begins
 
 
 @dataclass(slots=True)
