@@ -7,15 +7,17 @@
         print(error)
 
 Each end is a network namespace, so this takes root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and `ip`. Where the kernel has
-netem, that makes the link. Where it has not, a process does: it takes packets from a TUN device in one namespace and,
-when the last of their bits would have left and the delay is over, puts them into that in the other. It measures time on
-a core that the ranks use too, so a step of theirs takes a little longer than over a real card; `ends.made_by` says
-which. As over a real card, TCP hands packets over 64 KiB at a time and knows segments of 1448 bytes: its slow start is
-real. Not counted are the headers that Ethernet and TCP add to every 1448 bytes, 6 percent.
+netem, that makes the link. Where it has not, a process does (slow_link.c, which takes a C compiler): it takes packets
+from a TUN device in one namespace and, when the last of their bits would have left and the delay is over, puts them
+into that in the other. It computes on a core that the ranks use too, so a step of theirs takes a little longer than
+over a real card; `ends.made_by` says which, and `ends.busy_seconds()` how much. As over a real card, TCP hands packets
+over 64 KiB at a time and knows segments of 1448 bytes: its slow start is real. Not counted are the headers that
+Ethernet and TCP add to every 1448 bytes, 6 percent.
 
-Strategy of that process: it alone holds both devices, sleeps until a packet comes or the next is due, and ends when its
-standard input does, that is, with whoever started it; the devices are gone with it. The link itself holds at most 50 ms
-of packets, as a switch does; what comes then is lost.
+Strategy of that process: it alone holds both devices. While packets are under way it looks every 250 us what has come
+and what is due, so each is up to 125 us early or late; else it sleeps until one comes. It ends when its standard input
+does, that is, with whoever started it; the devices are gone with it. The link itself holds at most 50 ms of packets, as
+a switch does; what comes then is lost.
 """
 
 from __future__ import annotations
@@ -25,24 +27,18 @@ import fcntl
 import os
 import re
 import secrets
-import select
 import shlex
 import socket
 import struct
 import subprocess
-import sys
-import time
-from collections import deque
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
-LONGEST_QUEUE = 0.05
-"""Seconds that a packet may wait for those before it."""
-HEADER = 10
-"""Bytes before each packet that say what a network card would still do to it: sums and cutting."""
-LARGEST = HEADER + 65_536
+SOURCE = Path(__file__).with_suffix(".c")
+"""Of the process that is the link where netem is not."""
 SET_INTERFACE, SET_OFFLOAD = 0x4004_54CA, 0x4004_54D0
 """Calls to a TUN device, and the flags below: linux/if_tun.h."""
 PACKETS_ONLY, NO_INFORMATION, WITH_HEADER = 0x0001, 0x1000, 0x4000
@@ -192,8 +188,10 @@ def _join_by_process(names: Sequence[str], bits_per_second: float, delay: float,
         stack.callback(os.close, devices[-1])
         _run("ip", "link", "set", name, "netns", name, "name", "slow")
     _set_up(names)
-    arguments = [*map(str, devices), str(8 / bits_per_second), str(delay)]
-    forwarder = subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.PIPE, pass_fds=devices)
+    program = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "slow_link")
+    _run("cc", "-O2", "-o", program, str(SOURCE))
+    command = [program, *map(str, devices), str(8 / bits_per_second), str(delay)]
+    forwarder = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=devices)
     stack.callback(forwarder.communicate, timeout=10)
     return forwarder.pid
 
@@ -218,54 +216,3 @@ def _tun_device(name: str) -> int:
         os.close(device)
         raise Unavailable(f"no slow link: cannot make a TUN device: {error.strerror}") from error
     return device
-
-
-class _Way:
-    """What is on its way from one device to the other."""
-
-    def __init__(self, source: int, target: int, seconds_per_byte: float, delay: float) -> None:
-        self.source = source
-        self._target = target
-        self._seconds_per_byte = seconds_per_byte
-        self._delay = delay
-        self._free_at = 0.0
-        self._packets: deque[tuple[float, bytes]] = deque()
-
-    def take(self) -> None:
-        """Takes all packets that the source has."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                packet = os.read(self.source, LARGEST)
-                now = time.monotonic()
-                begins = max(now, self._free_at)
-                if begins - now <= LONGEST_QUEUE:
-                    self._free_at = begins + (len(packet) - HEADER) * self._seconds_per_byte
-                    self._packets.append((self._free_at + self._delay, packet))
-
-    def deliver(self) -> float:
-        """Puts what is due into the target; returns the seconds until the next is."""
-        while self._packets:
-            seconds = self._packets[0][0] - time.monotonic()
-            if seconds > 0:
-                return seconds
-            os.write(self._target, self._packets.popleft()[1])
-        return 3600.0
-
-
-def forward(first: int, second: int, seconds_per_byte: float, delay: float) -> None:
-    """Moves packets between two devices until standard input ends."""
-    with contextlib.suppress(OSError):  # else on time as far as other processes let it
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    ways = (_Way(first, second, seconds_per_byte, delay), _Way(second, first, seconds_per_byte, delay))
-    while True:
-        seconds = min(way.deliver() for way in ways)
-        readable, _, _ = select.select([first, second, sys.stdin], [], [], seconds)
-        if sys.stdin in readable:
-            return
-        for way in ways:
-            if way.source in readable:
-                way.take()
-
-
-if __name__ == "__main__":
-    forward(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
