@@ -7,7 +7,8 @@
 Two ranks in network namespaces of their own, joined by a slow link (benchmarks/slow_link.py; it needs root). Steps of a
 local model, of Echelon's DDP over TCP and of torch's on Gloo take turns. What is not hidden is what DDP adds to the
 local step, as a share of what the same reduction takes with nothing beside it. Where a process is the link, it computes
-on the processors that the ranks compute with; how long is printed as well, by reduction of all gradients.
+on the processors that the ranks compute with; how long is printed as well, by reduction of all gradients, and what the
+ranks compute in a step: where all processors compute all the time, a step cannot take less than all that together.
 """
 
 from __future__ import annotations
@@ -33,14 +34,29 @@ BITS_PER_SECOND, DELAY = 1e9, 1e-3
 
 def rank(options: argparse.Namespace) -> None:
     with echelon.init(backend="tcp") as group:
+        before = sent_bytes()
         measured = measure(group, options, options.store)
+        sent = (sent_bytes() - before) / num_reductions(options)
     if group.rank == 0:
         local, ours, theirs = (statistics.median(row[0][variant] for row in measured.rounds) for variant in range(3))
         added = statistics.median(row[0][1] - row[0][0] for row in measured.rounds)
         alone = statistics.median(measured.reductions)
         cells = [f"{seconds * 1e3:.0f}" for seconds in (local, ours, theirs, alone)]
         hidden = "-" if options.is_local else f"{1 - added / alone:.0%}"
-        print(f"| {' | '.join(cells)} | {hidden} | {ours / theirs:.2f} |")
+        busy = [f"{statistics.median(row[1][variant] for row in measured.rounds) * 1e3:.0f}" for variant in range(3)]
+        moved = "-" if options.is_local else f"{sent / 2**20:.1f} MiB"
+        print(f"| {' | '.join(cells)} | {hidden} | {ours / theirs:.2f} | {' / '.join(busy)} | {moved} |")
+
+
+def num_reductions(options: argparse.Namespace) -> int:
+    """Returns how often all parameters travel: two variants reduce in each step, and send them when they are made."""
+    return 2 * (WARMUP + options.rounds) + NUM_ALONE + 1
+
+
+def sent_bytes() -> int:
+    """Returns what this end has sent over the link so far, with TCP's headers."""
+    counter = Path("/sys/class/net/slow/statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
 
 
 def report(options: argparse.Namespace) -> None:
@@ -50,8 +66,9 @@ def report(options: argparse.Namespace) -> None:
         f"{options.model} of {parameters / 1e6:.2f}M parameters, inputs {TASKS[options.model].batch} a rank; buckets "
         f"of {options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms; variants {', '.join(VARIANTS)}\n"
     )
-    print("| link | local step | Echelon | torch on Gloo | the reduction alone | hidden | Echelon / torch |")
-    print("|---|---|---|---|---|---|---|")
+    columns = "local step | Echelon | torch on Gloo | the reduction alone | hidden | Echelon / torch"
+    print(f"| link | {columns} | the ranks compute: {' / '.join(VARIANTS)} | each sends for a reduction |")
+    print("|---|---|---|---|---|---|---|---|---|")
     given = ["--model", options.model, "--bucket-mb", str(options.bucket_mb), "--rounds", str(options.rounds)]
     busy = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -60,9 +77,7 @@ def report(options: argparse.Namespace) -> None:
             with slow_link(BITS_PER_SECOND, DELAY) as ends:
                 name = f"1 Gbit/s, 1 ms, by {ends.made_by}"
                 print(f"| {name} {run_ranks(ends, command, {'GLOO_SOCKET_IFNAME': 'slow'})[0].strip()}", flush=True)
-                # Two variants reduce in each step, and both send all parameters once when they are made.
-                num_reductions = 2 * (WARMUP + options.rounds) + NUM_ALONE + 1
-                busy = ends.busy_seconds() / num_reductions
+                busy = ends.busy_seconds() / num_reductions(options)
         except Unavailable as error:
             print(error)
         command[3] += " local"
