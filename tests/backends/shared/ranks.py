@@ -90,7 +90,7 @@ def refuse_slots(*_):
 
 
 def check_what_stands_beside_the_announcement(group):
-    """Ordinary tensors of up to 1 MiB a rank do, where they are only moved or more than 2 ranks combine them."""
+    """Ordinary tensors of up to 1 MiB a rank do, where they are only moved or all-reduced."""
     rank, count, size = group.rank, group.world_size, 256 * KIB
     exchange.stream = reducing.stream = refuse_slots
     group.empty(1)  # a group that has such memory goes by where tensors are

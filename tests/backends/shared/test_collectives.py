@@ -21,8 +21,9 @@ def test_what_moves(pool, world_size):
     pool.run(ranks.check_moving, world_size, backend="shm")
 
 
-def test_up_to_1_mib_takes_no_slots():
-    run_forked(ranks.check_what_stands_beside_the_announcement, 3, backend="shm")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_up_to_1_mib_takes_no_slots(world_size):
+    run_forked(ranks.check_what_stands_beside_the_announcement, world_size, backend="shm")
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])

@@ -33,12 +33,14 @@ def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Opera
         _reduce_small(shared, call, tensor, operator)
         return
     flat = tensor.contiguous().view(-1)
-    at_once = shared.num_ranks > 2 and flat.nbytes <= layout.SHOWN_BYTES
-    small = shared.rooms.small(call.sequence, flat.shape, flat.dtype) if at_once else None
-    everywhere, are_shown = meet_with(shared, call, flat, small)
+    fits = flat.nbytes <= layout.SHOWN_BYTES
+    small = shared.rooms.small(call.sequence, flat.shape, flat.dtype) if fits else None
+    everywhere, shown = meet_with(shared, call, flat, small)
     if everywhere is not None:
         _reduce_slices(shared, call, everywhere, operator)
-    elif are_shown:
+    elif shown is not None and shared.num_ranks == 2:
+        _combine(flat, [flat if peer == shared.rank else place for peer, place in enumerate(shown)], operator)
+    elif shown is not None:
         _reduce_shown(shared, call, flat, operator)
     elif shared.num_ranks == 2:
         _reduce_pieces(shared, call, flat, operator, readers=(0, 1))

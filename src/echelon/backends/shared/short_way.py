@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ class Met(NamedTuple):
 
     everywhere: list[torch.Tensor] | None
     """The flat tensors of all ranks, if all can be reached; such an operation ends with `part_together`."""
-    are_shown: bool
-    """Whether all ranks have written theirs beside their announcements."""
+    shown: Sequence[torch.Tensor] | None
+    """The same, as all ranks have written them beside their announcements, if all have."""
 
 
 def meet_with(shared: Shared, call: Call, flat: torch.Tensor, small: Small | None = None) -> Met:
@@ -36,12 +37,12 @@ def meet_with(shared: Shared, call: Call, flat: torch.Tensor, small: Small | Non
         small.write(flat)
     board.meet(call)
     if not shared.symmetric.count:
-        return Met(None, small is not None)
+        return Met(None, None if small is None else small.places)
     announced = [[board.word(rank, index) for index in range(3)] for rank in range(shared.num_ranks)]
     if small is not None and not any(number for number, *_ in announced):
-        return Met(None, True)
+        return Met(None, small.places)
     everywhere = reach.everywhere(announced, [flat.nbytes] * shared.num_ranks)
-    return Met(None if everywhere is None else [part.view(flat.dtype) for part in everywhere], False)
+    return Met(None if everywhere is None else [part.view(flat.dtype) for part in everywhere], None)
 
 
 def part_together(shared: Shared, call: Call) -> None:

@@ -1,0 +1,197 @@
+"""What is each microsecond of a small all-reduce spent on?
+
+    python benchmarks/shared_memory/parts.py
+    python benchmarks/shared_memory/parts.py --ranks 4 --bytes 16K
+
+The same ranks do less and less of the same operation, in turns: the whole call, the call without the checks of its
+arguments, without its number and its record, and so on, down to two ranks that only count and look at each other's
+count. Each way leaves out what one layer of Echelon does, through that layer's own interface, so the difference of two
+is what that layer costs. The last lines are single calls, repeated by one rank while the other waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import torch
+
+import echelon
+from echelon.backends.native import Call
+from echelon.backends.operators import operator
+from echelon.backends.shared import layout
+from echelon.backends.shared.board import Board
+from echelon.backends.shared.room import Rooms
+from echelon.bench.sizes import read_size
+from echelon.calls.caller import Caller
+from echelon.collectives import operations
+from echelon.collectives.select import STATIC, Selector
+
+TURNS = 21
+CALLS = 1000
+_SECONDS = 600.0
+LEFT_OUT = (
+    "the checks of the arguments, the operation as a value",
+    "its number, its record, its time",
+    "its turn, whether all are alive, where the tensor is",
+    "writing, reading and adding the values",
+    "the announcement and its comparison, who sleeps",
+)
+"""What each way leaves out of the one before."""
+
+
+class Nobody:
+    """Looks into no operation."""
+
+    looks_at = float("inf")
+
+    def look(self, peer: int, has_come: Callable[[], bool]) -> None:
+        """Does nothing."""
+
+
+def numbered_calls(note: str) -> Iterator[Call]:
+    """Returns calls as ranks would make them that call the same over and over."""
+    nobody = Nobody()
+    return (Call(number, note, 7, float("inf"), nobody) for number in count(1))
+
+
+def all_ways(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[[], object]]:
+    """Returns the ways to all-reduce a tensor of so many bytes, each doing less than the one before."""
+    backend, ranks = group.backend, group.ranks
+    tensor = torch.zeros(max(1, num_bytes // 4))
+    selector, add = Selector(group.hosts, STATIC), operator("sum", tensor.dtype)
+    caller = Caller(backend, ranks, 1001, "parts", selector)
+    made = operations.all_reduce(tensor, "sum")
+    native = backend.native_collectives(1002, ranks)
+    assert native is not None, "these ranks share no memory"
+    calls = numbered_calls(made.note)
+    board, rooms = _board(group)
+    marks = numbered_calls(made.note)
+
+    def combined() -> None:
+        call = next(marks)
+        small = rooms.small(call.sequence, tensor.shape, tensor.dtype)
+        board.announce(call)
+        small.write(tensor)
+        board.meet(call)
+        first, second, *others = small.places
+        torch.add(first, second, out=tensor)
+        for other in others:
+            tensor.add_(other)
+
+    def met() -> None:
+        call = next(marks)
+        board.announce(call)
+        board.meet(call)
+
+    return {
+        "`group.all_reduce`": lambda: group.all_reduce(tensor),
+        "of an operation that is there": lambda: caller.call(made, False, _SECONDS),
+        "of a call that is there": lambda: native.all_reduce(next(calls), tensor, add),
+        "by board and rooms": combined,
+        "the meeting alone": met,
+        "counting alone": _counting(group),
+    }
+
+
+def _board(group: echelon.ProcessGroup) -> tuple[Board, Rooms]:
+    """Returns a board and rooms of their own, that nobody looks around from."""
+    backend, size = group.backend, group.world_size * layout.ROOM_BYTES
+    call = Call(1, "map", 0, time.monotonic() + _SECONDS, Nobody())
+    region = backend.map_region(call, 1003, group.ranks)  # type: ignore[attr-defined] # of shared memory
+    assert region.data.numel() >= size
+    board = Board(region, group.ranks, group.rank, backend.waiter, lambda *_: None)  # type: ignore[attr-defined]
+    return board, Rooms(region, group.world_size, group.rank)
+
+
+def _counting(group: echelon.ProcessGroup) -> Callable[[], None]:
+    """Returns what counts in shared memory and waits until all others have counted as far."""
+    backend, line = group.backend, 64
+    call = Call(1, "map", 0, time.monotonic() + _SECONDS, Nobody())
+    region = backend.map_region(call, 1004, group.ranks)  # type: ignore[attr-defined] # of shared memory
+    words = memoryview(region.memory).cast("Q")
+    own, others = group.rank * line, [rank * line for rank in range(group.world_size) if rank != group.rank]
+    give_way = os.sched_yield if backend.waiter.is_crowded else lambda: None  # type: ignore[attr-defined]
+
+    def act() -> None:
+        words[own] = now = words[own] + 1
+        for other in others:
+            while words[other] < now:
+                give_way()
+
+    return act
+
+
+def single_calls(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[[], object]]:
+    """Returns calls that an all-reduce is made of, which need no other rank."""
+    here, there, tensor = (torch.zeros(max(1, num_bytes // 4)) for _ in range(3))
+    source, target = here.data_ptr(), there.data_ptr()
+    recorder = group.backend.flight_recorder
+    words = memoryview(bytearray(64)).cast("Q")
+    return {
+        "an empty Python function": lambda: None,
+        "`words[i] >= level`, a look at a count": lambda: words[0] >= 1,
+        "`os.sched_yield()`": os.sched_yield,
+        "`tensor.is_contiguous()`": tensor.is_contiguous,
+        "`ctypes.memmove`": lambda: ctypes.memmove(target, source, num_bytes),
+        "`tensor.copy_`": lambda: there.copy_(here),
+        "`torch.add(out=)`": lambda: torch.add(here, there, out=tensor),
+        "the operation as a value": lambda: operations.all_reduce(tensor, "sum"),
+        "its record, begun and ended": lambda: recorder.begin("parts", 1005, 1, 0, "note").end(),
+    }
+
+
+def measure(group: echelon.ProcessGroup, num_bytes: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns microseconds by way, then those by single call: medians over turns."""
+    torch.set_num_threads(1)
+    ways = all_ways(group, num_bytes)
+    alone = single_calls(group, num_bytes)
+    found: dict[str, list[float]] = {name: [] for name in (*ways, *alone)}
+    for _ in range(TURNS):
+        for name, act in ways.items():
+            group.barrier()
+            found[name].append(_microseconds(act))
+        for name, act in alone.items():
+            group.barrier()
+            if group.rank == 0:
+                found[name].append(_microseconds(act))
+    medians = {name: statistics.median(times) for name, times in found.items() if times}
+    return {name: medians[name] for name in ways}, {name: medians[name] for name in alone if name in medians}
+
+
+def _microseconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        act()
+    return (time.perf_counter() - began) / CALLS * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--bytes", type=lambda text: read_size("--bytes", text), default=8)
+    options = parser.parse_args()
+    results = echelon.spawn(measure, options.ranks, (options.bytes,), backend="shm")
+    print(
+        f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}; "
+        f"all_reduce of {options.bytes} bytes, {options.ranks} ranks, medians of {TURNS} turns\n"
+    )
+    print("| what is done | us | what the next line leaves out | us |\n|---|---|---|---|")
+    names = list(results[0][0])
+    times = [max(ways[name] for ways, _ in results) for name in names]
+    for number, name in enumerate(names):
+        rest = f"{LEFT_OUT[number]} | {times[number] - times[number + 1]:.1f}" if number + 1 < len(names) else " | "
+        print(f"| {name} | {times[number]:.1f} | {rest} |")
+    print("\n| one call, by one rank | us |\n|---|---|")
+    for name, microseconds in results[0][1].items():
+        print(f"| {name} | {microseconds:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
