@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon import ProcessGroup
+from echelon.backends.memory import copy_contiguous
 from echelon.bench.figures import Case
 from echelon.bench.subject import Call, EchelonSubject, Subject
 
@@ -40,16 +41,33 @@ class Task(NamedTuple):
     targets: Sequence[Tensor]
 
     def act(self) -> None:
+        if len(self.sources) == 1:
+            for target in self.targets:
+                copy_contiguous(self.sources[0], target)
+            return
         for numbers in zip(*(part.split(_PIECE) for part in (*self.sources, *self.targets)), strict=True):
             sources, (first, *others) = numbers[: len(self.sources)], numbers[len(self.sources) :]
-            if len(sources) == 1:
-                first.copy_(sources[0])
-            else:
-                torch.add(sources[0], sources[1], out=first)
-                for source in sources[2:]:
-                    first.add_(source)
+            torch.add(sources[0], sources[1], out=first)
+            for source in sources[2:]:
+                first.add_(source)
             for other in others:
-                other.copy_(first)
+                copy_contiguous(first, other)
+
+
+def map_together(group: ProcessGroup, length: int) -> list[Tensor]:
+    """Returns a tensor of each rank, of as many float32, in memory that all map; all ranks call it."""
+    file = os.memfd_create("limit") if group.rank == 0 else -1
+    path = group.broadcast_object(f"/proc/{os.getpid()}/fd/{file}", src=0)
+    if group.rank == 0:
+        os.posix_fallocate(file, 0, length * group.world_size * 4)
+    group.barrier()
+    memory = torch.from_file(str(path), shared=True, size=length * group.world_size, dtype=torch.float32)
+    group.barrier()
+    if group.rank == 0:
+        os.close(file)
+    everywhere = list(memory.chunk(group.world_size))
+    everywhere[group.rank].zero_()
+    return everywhere
 
 
 class LimitSubject(Subject):
@@ -68,29 +86,13 @@ class LimitSubject(Subject):
     def call(self, case: Case, _: Tensor | None) -> Call:
         if case.operation == "barrier":
             return lambda: None
-        tasks = _TASKS[case.operation](case, self._group.rank, self._map(_length(case)))
+        tasks = _TASKS[case.operation](case, self._group.rank, map_together(self._group, _length(case)))
 
         def act() -> None:
             for task in tasks:
                 task.act()
 
         return act
-
-    def _map(self, length: int) -> list[Tensor]:
-        """Returns the tensors of all ranks, each of as many elements."""
-        group = self._group
-        file = os.memfd_create("limit") if group.rank == 0 else -1
-        path = group.broadcast_object(f"/proc/{os.getpid()}/fd/{file}", src=0)
-        if group.rank == 0:
-            os.posix_fallocate(file, 0, length * group.world_size * 4)
-        group.barrier()
-        memory = torch.from_file(str(path), shared=True, size=length * group.world_size, dtype=torch.float32)
-        group.barrier()
-        if group.rank == 0:
-            os.close(file)
-        everywhere = list(memory.chunk(group.world_size))
-        everywhere[group.rank].zero_()
-        return everywhere
 
     def close(self) -> None:
         """Does nothing: the memory goes with the calls."""
