@@ -78,11 +78,12 @@ def ways(group: echelon.ProcessGroup) -> dict[str, Callable[[], None]]:
     known = group.all_gather(torch.tensor([[os.getpid(), own.data_ptr()]]))
     process, address = (int(number) for number in known[(rank + 1) % count])
 
-    def through(copy: Copy, piece: int, source: int, target: int, *, into: bool) -> Callable[[], None]:
+    def through(copy: Copy, piece: int, source: torch.Tensor, target: torch.Tensor, into: bool) -> Callable[[], None]:
         def act() -> None:
+            start, end = source.data_ptr(), target.data_ptr()
             for number, begin in enumerate(range(0, BYTES, piece)):
                 slot = number % SLOTS * piece
-                copy(source + (begin if into else slot), target + (slot if into else begin), piece)
+                copy(start + (begin if into else slot), end + (slot if into else begin), piece)
 
         return act
 
@@ -96,18 +97,12 @@ def ways(group: echelon.ProcessGroup) -> dict[str, Callable[[], None]]:
 
         return act
 
-    usual = 512 << 10 if count == 2 else 2 << 20
     found: dict[str, Callable[[], None]] = {}
     for piece in (128 << 10, 512 << 10, 2 << 20):
         for name, copy in (("copy_", by_torch), ("numpy.copyto", by_numpy), ("memmove", by_memmove)):
-            found[f"into slots, {piece >> 10} KiB, {name}"] = through(
-                copy, piece, own.data_ptr(), mine.data_ptr(), into=True
-            )
-            found[f"out of slots, {piece >> 10} KiB, {name}"] = through(
-                copy, piece, theirs.data_ptr(), result.data_ptr(), into=False
-            )
-    if count == 2:
-        found[f"into slots and added, {usual >> 10} KiB"] = all_reduce(usual)
+            found[f"into slots, {piece >> 10} KiB, {name}"] = through(copy, piece, own, mine, True)
+            found[f"out of slots, {piece >> 10} KiB, {name}"] = through(copy, piece, theirs, result, False)
+    found["into slots, and added out of them, 512 KiB"] = all_reduce(512 << 10)
     for piece in (1 << 20, BYTES):
         kernel = out_of(process)
         found[f"out of the peer's memory, {piece >> 20} MiB, process_vm_readv"] = lambda copy=kernel, piece=piece: [
