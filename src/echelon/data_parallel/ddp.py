@@ -41,7 +41,8 @@ class DistributedDataParallel(Transparent):
     no rank used keep the gradient None; those that only some used get the right mean. Every backward that reaches a
     parameter reduces, as long as this wrapper lives; a rank on which it reaches none calls `sync_gradients()` instead.
     A rank that runs a forward and skips its backward is told, as are the others; so is one that skips both and lets its
-    optimizer make the step. To call `module` itself is the same.
+    optimizer make the step; that may be compiled, where the parameters are on the CPU. To call `module` itself is the
+    same.
 
     Gradients are views of the buckets in which they travel, so they take no memory twice.
 
@@ -204,6 +205,11 @@ class DistributedDataParallel(Transparent):
             self._joining.announce(Next.REDUCTION)
             self._runs_beside = has_time_beside(self._reducer.group)
         self._reducer.ready(index, launch=self._runs_beside)
+
+    @property
+    def compiled_steps(self) -> torch.Tensor:
+        """Counted up by compiled code, for each step of an optimizer of these parameters."""
+        return self._reducer.compiled_steps
 
     def on_step(self) -> None:
         """Called after a step of an optimizer of these parameters."""

@@ -1,7 +1,8 @@
 """Tells a data-parallel wrapper of each gradient that backward computes for its parameters, and of each optimizer step.
 
 Hooks on the parameters, so it does not matter how the module was called. They hold the wrapper weakly. An optimizer is
-recognised by its parameters' hooks, so it may be made before or after the wrapper.
+recognised by its parameters' hooks, so it may be made before or after the wrapper. Where torch.compile has compiled its
+step, which calls no hook, the step counts in a tensor that the parameters carry along.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from torch.utils.hooks import RemovableHandle
 from echelon._torch_private import hooks_after_gradient
 from echelon.errors import UnsupportedOp
 
+_COMPILED_STEPS = "_echelon_compiled_steps"
+"""The attribute of a parameter that holds its listener's `compiled_steps`."""
+
 
 class Listener(Protocol):
     """Who is told, by the number of the parameter."""
+
+    @property
+    def compiled_steps(self) -> torch.Tensor:
+        """A number to which compiled code adds 1 for each step of an optimizer that has some of the parameters."""
 
     def before_gradient(self, index: int) -> None:
         """A gradient is complete and will be added to .grad, unless it is for torch.autograd.grad."""
@@ -44,6 +52,8 @@ def watch_gradients(
     for index, parameter in enumerate(parameters):
         hook = _Hook(listener, index)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if parameter.device.type == "cpu":  # beside a GPU's, a tensor of the CPU would cost the compiled step its graph
+            setattr(parameter, _COMPILED_STEPS, listener.compiled_steps)
         if before:
             handles.append(parameter.register_hook(hook.before))  # type: ignore[no-untyped-call]
     return handles
@@ -70,13 +80,26 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():  # a compiled step counts on no rank
+    if torch.compiler.is_compiling():
+        _count_compiled_step(optimizer)
         return
     parameters = (parameter for each in optimizer.param_groups for parameter in each["params"])
     hooks = (hook for parameter in parameters for hook in hooks_after_gradient(parameter) if isinstance(hook, _Hook))
     told = {id(listener): listener for hook in hooks if (listener := hook.listener())}
     for listener in told.values():
         listener.on_step()
+
+
+def _count_compiled_step(optimizer: torch.optim.Optimizer) -> None:
+    """Becomes part of what is compiled, and so is plain: to call a hook from there would break fullgraph=True."""
+    counts: list[torch.Tensor] = []
+    for each in optimizer.param_groups:
+        for parameter in each["params"]:
+            count = getattr(parameter, _COMPILED_STEPS, None)
+            if count is not None and not any(count is other for other in counts):
+                counts.append(count)
+    for count in counts:
+        count.add_(1)
 
 
 class _Hook:

@@ -87,7 +87,7 @@ class GradientReducer:
         self._launched: list[Work[torch.Tensor] | Work[None]] = []
         self._summary: Work[torch.Tensor] | None = None
         self._failure = ""
-        self._tally = Tally()
+        self._tally = Tally(counts_steps=not self._leaves_gradients)
         self._weights = SampleWeights(self.group) if average == "samples" and not self._leaves_gradients else None
         self.plan(parameters)
 
@@ -137,12 +137,17 @@ class GradientReducer:
         """Counts a forward after which a reduction is to come."""
         self._tally.num_forwards += 1
 
+    @property
+    def compiled_steps(self) -> torch.Tensor:
+        """A number to which code of torch.compile adds 1 where else `note_step` is called."""
+        return self._tally.compiled_steps
+
     def note_step(self) -> None:
         """Counts a step of an optimizer of these parameters, but not one by gradients of this rank alone.
 
         A rank may leave such a step out, if its gradients are infinite for instance.
         """
-        self._tally.num_steps += not self._leaves_gradients
+        self._tally.note_step()
 
     def forget(self) -> None:
         """Begins counting forwards, steps and samples anew. Every rank must do the same."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from echelon.data_parallel.summary import Summary
 from echelon.errors import CollectiveMismatch
 from echelon.group import ProcessGroup
@@ -10,14 +12,28 @@ from echelon.group import ProcessGroup
 class Tally:
     """Counts forwards, optimizer steps and samples, so that ranks that pair different iterations are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts_steps: bool = True) -> None:
+        """Begins at 0; steps stay there unless `counts_steps`."""
         self._counts = True
-        self.num_forwards = self.num_steps = self.num_samples = 0
+        self._counts_steps = counts_steps
+        self._called_steps = self.num_forwards = self.num_samples = 0
+        self.compiled_steps = torch.zeros((), dtype=torch.int64, device="cpu")
+        """To which compiled code adds 1 for each optimizer step."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of optimizers, compiled ones too."""
+        return self._called_steps + int(self.compiled_steps) if self._counts_steps else 0
+
+    def note_step(self) -> None:
+        """Counts a step of an optimizer that is not compiled."""
+        self._called_steps += 1
 
     def forget(self) -> None:
         """Begins anew."""
         self._counts = True
-        self.num_forwards = self.num_steps = self.num_samples = 0
+        self._called_steps = self.num_forwards = self.num_samples = 0
+        self.compiled_steps.zero_()
 
     def excuse(self) -> None:
         """Leaves forwards and steps of this rank out of the next comparison."""
