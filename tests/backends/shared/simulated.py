@@ -27,7 +27,7 @@ from echelon.backends.shared.line import SharedLine
 from echelon.backends.shared.segment import Segment
 from echelon.backends.tag import Tag
 from echelon.backends.tcp import backend as tcp_backend
-from echelon.backends.tcp import poller, progress
+from echelon.backends.tcp import lines, poller, progress
 from echelon.backends.tcp.members import Member
 from echelon.backends.tcp.rendezvous import World
 from echelon.backends.work import Work
@@ -40,6 +40,8 @@ NUM_PARTS = 3
 """That an arena has."""
 MAX_LENT_BYTES = 160
 """How much of them may be tensors: one or two."""
+MOST_AT_ONCE = 3
+"""How much is taken in before others are looked at."""
 FOR_EVER = 1e9
 
 
@@ -358,6 +360,7 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, has_cores=False):
         (poller, "time", clock),
         (poller, "select", _Stub(select, epoll=lambda: Epoll(host))),
         (poller, "_LOOKS", 2),
+        (lines, "_MOST_AT_ONCE", MOST_AT_ONCE),
         (progress, "time", clock),
         (
             progress,

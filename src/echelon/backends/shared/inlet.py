@@ -8,6 +8,7 @@ memory itself, which is free again when nothing refers to the tensor any more.
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections import deque
@@ -245,11 +246,10 @@ class Inlet:
     def _end(self, arrival: _Arrival) -> None:
         self._arrival = self.delivery = None
         self._pieces += arrival.num_pieces
-        self._words[self._answers + mail.DRAINED] = self._pieces
         assert self._parts is not None
         delivery, prefix = arrival.delivery, arrival.prefix
         if arrival.is_copied or delivery.is_dropped:
-            self._parts.free(prefix)
+            self._parts.free(prefix.part)
             delivery.finish()
             return
         try:
@@ -268,6 +268,8 @@ class _Parts:
         self._window, self._words = at.map_arena(writer, at.number)
         self._line_words = at.words
         self._freed = at.answers(writer, at.number) + mail.FREED
+        self._numbers = itertools.count()
+        """Of parts that are freed. To take one is a single step, whatever thread does so, in whatever it interrupts."""
         self._post = at
         self._writer = writer
         self._process = os.getpid()
@@ -299,16 +301,17 @@ class _Parts:
                 copy = new_tensor(shape, dtype)
                 as_bytes(copy).copy_(as_bytes(tensor))
             finally:
-                self.free(prefix)
+                self.free(prefix.part)
             return copy
         self._lent_bytes += prefix.part_bytes
-        self._lent[prefix.number] = weakref.ref(memory, lambda _: self._return(prefix))
+        self._lent[prefix.part] = weakref.ref(memory, lambda _: self._return(prefix))
         return tensor
 
-    def free(self, prefix: mail.Prefix) -> None:
+    def free(self, start: int) -> None:
         """Gives a part back to its writer."""
-        self._words[prefix.part // MIN_PART_BYTES] = prefix.number
-        self._line_words[self._freed] = prefix.number
+        number = next(self._numbers)
+        self._words[number % post.NUM_FREED_WORDS] = mail.freed_word(number, start // MIN_PART_BYTES)
+        self._line_words[self._freed] = number + 1
         self._post.answer(self._writer)
 
     def _return(self, prefix: mail.Prefix) -> None:
@@ -316,10 +319,10 @@ class _Parts:
         if os.getpid() != self._process:
             return  # a forked child lets go of its copy, not the parent of its memory
         self._returned.append(prefix)
-        self.free(prefix)
+        self.free(prefix.part)
 
     def _count_returned(self) -> None:
         while self._returned:
             prefix = self._returned.popleft()
             self._lent_bytes -= prefix.part_bytes
-            self._lent.pop(prefix.number, None)
+            self._lent.pop(prefix.part, None)

@@ -12,17 +12,18 @@ Each rank, the *writer*, has for each other, the *reader*:
         2  freed     changes whenever a part of the arena was freed
     ring        256 KiB   records, one behind the other; each is the head of a message, a small one's payload included
     arena       1 GiB     parts, in which the payload of a large message stands
-        freed   a word for each place where a part may begin, which the reader stores
+        freed   a word for each of the last parts that the reader has freed, which it stores: how many, and which part
         slots   a word for each of the last pieces, which the writer stores: in which slot of its part it is
 
 Strategy. Data first, word second, on both sides. A record is put where it fits between the last one and the first that
 is not taken; the end of the ring is passed over where it is too short. A large message begins with its record, then its
-pieces follow, each counted when it is there, so the reader copies one while the next is written; the record of the
-next message comes after its last piece. A piece goes into a slot whose piece is drained, if there is one, because that
-is in the cache; else into the next slot that was not used. So a message that nobody copies while it is written lies in
-its part as a whole. Only one that is longer than its part waits for slots. When the reader is done with a part, it
-writes the message's number into the part's word. Numbers are not used twice, so a word of an earlier message frees
-nothing.
+pieces follow, each counted when it is there, so the reader copies one while the next is written; the record of the next
+message comes after its last piece. A piece goes into a slot whose piece is drained, if there is one, because that is in
+the cache; else into the next slot that was not used. So a message that nobody copies while it is written lies in its
+part as a whole. Only one that is longer than its part waits for slots. When the reader is done with a part, it writes
+that into the next word of those that were freed, one round behind another. Each word has its number in it, so the
+writer knows whether the next one is there: parts are freed by whatever thread lets go of a tensor, and one may be later
+than the next.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Slots:
 
 SIZES = Sizes(512 << 10, 64 << 10, 256 << 10, 16 << 20, 4 << 20)
 
-_PREFIX = struct.Struct("<IIQQQ")
+_PREFIX = struct.Struct("<IIQQ")
 _PAYLOAD_ALIGNMENT = 16
 _MAX_HEAD_BYTES = HEADER_BYTES + 8 * MAX_DIMS + MAX_NOTE_BYTES
 
@@ -115,14 +116,13 @@ class Prefix(NamedTuple):
     """What a record begins with.
 
     record_bytes: all of it; head_bytes: of the head behind this, 0 where the end of the ring is passed over. part,
-    part_bytes, number: where in the arena a large message stands, and its number; 0 if the payload follows the head.
+    part_bytes: where in the arena a large message stands; 0 if the payload follows the head.
     """
 
     record_bytes: int
     head_bytes: int
     part: int = 0
     part_bytes: int = 0
-    number: int = 0
 
     def encode(self) -> bytes:
         """Returns it as bytes."""
@@ -130,6 +130,18 @@ class Prefix(NamedTuple):
 
 
 PREFIX_BYTES = _PREFIX.size
+
+_MAX_PARTS = 1 << 16
+
+
+def freed_word(number: int, part: int) -> int:
+    """Returns the word that says which part, of fewer than 65536, was freed as number `number`, from 0 on."""
+    return (number + 1) * _MAX_PARTS + part
+
+
+def freed_part(word: int, number: int) -> int | None:
+    """Returns which part was freed as that number; None: none was, the word is from a round before."""
+    return word % _MAX_PARTS if word // _MAX_PARTS == number + 1 else None
 
 
 class Place(NamedTuple):

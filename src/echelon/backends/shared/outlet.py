@@ -18,7 +18,7 @@ from echelon.backends.shared.post import Post
 from echelon.backends.shared.segment import Window
 from echelon.backends.tag import Tag
 from echelon.backends.work import Work
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, ProtocolError
 
 _KEPT_BYTES = 64 << 20
 """How much of an arena keeps its memory while it is free; the rest is given back to the system."""
@@ -66,13 +66,13 @@ class Outlet:
         self.queue: deque[_Outgoing] = deque()
         """What is not written yet."""
         self._waits = False
-        self._records = self._pieces = self._number = 0
+        self._records = self._pieces = 0
         self._arena = Arena()
         self._window: Window | None = None
         self._arena_words = memoryview(bytearray()).cast("B")
-        self._lent: dict[int, tuple[int, int]] = {}
-        """Of each part that the reader has not freed yet, by where it is: its size and the number of its message."""
-        self._freed = 0
+        self._lent: dict[int, int] = {}
+        """Of each part that the reader has not freed yet, by where it is: its size."""
+        self._num_freed = 0
 
     @property
     def owes(self) -> bool:
@@ -190,12 +190,11 @@ class Outlet:
         if at is None:
             self._give_back(*part)
             return False
-        self._number += 1
         outgoing.part = part[0]
         outgoing.first = self._pieces
         outgoing.slots = mail.Slots(self._sizes.num_pieces(part_bytes))
-        self._lent[part[0]] = part[1], self._number
-        prefix = mail.Prefix(size, len(outgoing.head), part[0], part_bytes, self._number).encode()
+        self._lent[part[0]] = part[1]
+        prefix = mail.Prefix(size, len(outgoing.head), part[0], part_bytes).encode()
         begin = self._ring + at
         self._memory[begin : begin + len(prefix) + len(outgoing.head)] = prefix + outgoing.head
         self._records += size
@@ -222,16 +221,16 @@ class Outlet:
 
     def _collect(self) -> None:
         """Takes back the parts that the reader has freed."""
-        freed = self._words[self._answers + mail.FREED]
-        if freed == self._freed:
-            return
-        self._freed = freed
-        self._mapped()
-        words = self._arena_words
-        for start, (size, number) in list(self._lent.items()):
-            if words[start // MIN_PART_BYTES] == number:
-                del self._lent[start]
-                self._give_back(start, size)
+        while self._lent:
+            number = self._num_freed
+            part = mail.freed_part(self._arena_words[number % post.NUM_FREED_WORDS], number)
+            if part is None:
+                return
+            size = self._lent.pop(part * MIN_PART_BYTES, None)
+            if size is None:
+                raise ProtocolError(f"part {part} freed, which it does not have: the peer does not speak this protocol")
+            self._num_freed = number + 1
+            self._give_back(part * MIN_PART_BYTES, size)
 
     def _give_back(self, start: int, size: int) -> None:
         whole = self._arena.give_back(start, size)

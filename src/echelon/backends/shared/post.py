@@ -24,8 +24,10 @@ from echelon.backends.shared.segment import RANGE_BYTES, Segment, Window
 
 NUM_SLOT_WORDS = ARENA_BYTES // MIN_PART_BYTES
 """As many as there can be parts, so as many as there can be pieces that the reader is not done with."""
-SLOT_WORDS = ARENA_BYTES // MIN_PART_BYTES
-"""Index of the first word of slots in an arena's window; before them are the words of parts."""
+NUM_FREED_WORDS = ARENA_BYTES // MIN_PART_BYTES
+"""As many as there can be parts, so none is stored again before the writer has seen it."""
+SLOT_WORDS = NUM_FREED_WORDS
+"""Index of the first word of slots in an arena's window; before them are those of parts that were freed."""
 PARTS = (SLOT_WORDS + NUM_SLOT_WORDS) * 8
 """Where in the window of an arena its parts begin."""
 _ROOM_OF_ARENA = PARTS + ARENA_BYTES
@@ -93,7 +95,7 @@ class Post:
         return first + (writer * self.num_ranks + reader) * self.sizes.ring_bytes
 
     def map_arena(self, writer: int, reader: int) -> ArenaWindow:
-        """Maps an arena: the words of its parts, those of slots, then the parts, see `PARTS`."""
+        """Maps an arena: the words of parts that were freed, those of slots, then the parts, see `PARTS`."""
         offset = writer * RANGE_BYTES + _region_bytes(self.num_ranks, self.sizes) + reader * _ROOM_OF_ARENA
         window = self._segment.map(offset, _ROOM_OF_ARENA)
         return ArenaWindow(window, memoryview(window.memory).cast("Q"))
