@@ -1,11 +1,13 @@
 """What two simulated ranks say to each other while others come in between: each scenario adds programs to a host."""
 
+import contextlib
 import random
+from collections import deque
 
 import torch
 
 from echelon.backends.work import Work
-from tests.backends.shared.simulated import tag, two_ranks, values
+from tests.backends.shared.simulated import NUM_PARTS, ONE_SLOT, Interruptions, tag, two_ranks, values
 
 LENGTHS = (0, 1, 16, 17, 40, 128, 129, 400)
 """Numbers of float32: within a record, of one piece, of some, in a circle."""
@@ -88,8 +90,8 @@ def stream(host, backends, seed):
                     check(tensor, each, lengths[each])
                 kept.clear()
 
-    host.add(0, write, 0)
-    host.add(1, read, 0)
+    host.add(0, write)
+    host.add(1, read)
 
 
 def two_threads_each(host, backends, seed):
@@ -154,8 +156,8 @@ def replies(host, backends, seed):
                 check(receive(backends[1], tag()), number, length)
             send(backends[1], 0, 1, tag(1))
 
-    host.add(0, ask, 0)
-    host.add(1, answer, 0)
+    host.add(0, ask)
+    host.add(1, answer)
 
 
 def compute_until(host, backend, works):
@@ -164,6 +166,122 @@ def compute_until(host, backend, works):
         done = Work(None, "the program computes")
         backend.when_ended(work, done.complete)
         host.wait(done)
+
+
+def flood(host, backends, seed):
+    """One rank writes small messages whenever there is room, and never sleeps; the other may find some when it asks."""
+    chance = random.Random(f"flood {seed}")
+    lengths = [chance.choice((1, 1, 16)) for _ in range(20)]
+
+    def write():
+        for number, length in enumerate(lengths):
+            for _ in range(100):
+                if backends[0].send_at_once(values(number, length), 1, tag()):
+                    break
+                host.give_way()
+            else:
+                backends[0].isend(values(number, length), 1, tag()).wait()
+            if chance.random() < 0.3:
+                host.give_way()
+
+    def read():
+        for number, length in enumerate(lengths):
+            if number % 3 == 0:
+                host.give_way()
+            check(receive(backends[1], tag()), number, length)
+
+    host.add(0, write)
+    host.add(1, read)
+
+
+def kept_parts(host, backends, seed):
+    """One rank keeps as many tensors as there are parts, and lets go of one when the other has fallen asleep."""
+    length = (40, 100)[seed % 2]
+
+    def write():
+        works = [work for number in range(7) for work in send(backends[0], number, length, tag())]
+        for work in works:
+            work.wait()
+
+    def read():
+        kept = deque()
+        for number in range(7):
+            if len(kept) == NUM_PARTS:
+                host.compute()
+                check(kept.popleft(), number - NUM_PARTS, length)
+            kept.append(receive(backends[1], tag()))
+        for number, tensor in enumerate(kept, 7 - NUM_PARTS):
+            check(tensor, number, length)
+
+    host.add(0, write)
+    host.add(1, read)
+
+
+def sends_meanwhile(host, backends, seed):
+    """A thread waits for a part to be free; when one is, another thread of its rank sends."""
+    is_freed = []
+
+    def wait_for_a_part():
+        works = [backends[0].isend(values(number, 40), 1, tag()) for number in range(NUM_PARTS + 1)]
+        for work in works:
+            work.wait()
+
+    def send_meanwhile():
+        host.compute()
+        while not is_freed:
+            host.give_way()
+        backends[0].isend(values(seed, 1), 1, tag(1)).wait()
+
+    def read():
+        kept = deque(receive(backends[1], tag()) for _ in range(NUM_PARTS))
+        host.compute()
+        is_freed.append(True)
+        check(kept.popleft(), 0, 40)
+        check(receive(backends[1], tag()), NUM_PARTS, 40)
+        check(receive(backends[1], tag(1)), seed, 1)
+
+    host.add(0, wait_for_a_part)
+    host.add(0, send_meanwhile, 1)
+    host.add(1, read)
+
+
+def long_notes(host, backends, seed):
+    """Messages with notes of which the ring has room for one."""
+    note = "note " * 100
+    del seed
+
+    def write():
+        for number in range(4):
+            backends[0].isend(values(number, 1), 1, tag(), note=note)
+        compute_until(host, backends[0], [backends[0].irecv(1, tag(1))])
+
+    def read():
+        for number in range(4):
+            check(backends[1].irecv(0, tag(), note=note).wait(), number, 1)
+        send(backends[1], 0, 1, tag(1))
+
+    host.add(0, write)
+    host.add(1, read)
+
+
+def two_writers(host, backends, seed):
+    """Two threads of one rank send, and each waits until its messages are written; one thread receives them."""
+    chance = random.Random(f"writers {seed}")
+    lengths = [[chance.choice((1, 40, 129)) for _ in range(4)] for _ in range(2)]
+
+    def write(which):
+        for number, length in enumerate(lengths[which]):
+            for work in send(backends[0], number, length, tag(which)):
+                work.wait()
+
+    def read():
+        for number in range(4):
+            for which in range(2):
+                check(receive(backends[1], tag(which)), number, lengths[which][number])
+
+    for which in range(2):
+        host.add(0, lambda which=which: write(which), which)
+    host.add(1, read)
 
 
 def unclaimed(host, backends, seed):
@@ -183,9 +301,30 @@ def unclaimed(host, backends, seed):
             if each == which:
                 check(receive(backends[1], tag(which)), number, length)
 
-    host.add(0, write, 0)
+    host.add(0, write)
     for which in range(2):
         host.add(1, lambda which=which: read(which), which)
+
+
+def glances_beside(host, backends, seed):
+    """On one rank a thread looks around at times, while another has asked for a message, and computes."""
+
+    def read():
+        message = backends[1].irecv(0, tag())
+        compute_until(host, backends[1], [message])
+        check(message.result(), seed, 1)
+
+    def glance():
+        for _ in range(4):
+            backends[1].glance()
+
+    def write():
+        host.compute()
+        send(backends[0], seed, 1, tag())
+
+    host.add(0, write)
+    host.add(1, read)
+    host.add(1, glance, 1)
 
 
 def glances(host, backends, seed):
@@ -206,8 +345,8 @@ def glances(host, backends, seed):
         for _ in range(4):
             backends[1].glance()
 
-    host.add(0, write, 0)
-    host.add(1, read, 0)
+    host.add(0, write)
+    host.add(1, read)
     host.add(1, glance, 1)
 
 
@@ -225,8 +364,8 @@ def one_message(host, backends, seed):
         check(receive(backends[1], tag()), 0, length)
         send(backends[1], 0, 1, tag(1))
 
-    host.add(0, ask, 0)
-    host.add(1, answer, 0)
+    host.add(0, ask)
+    host.add(1, answer)
 
 
 ALL = {
@@ -237,8 +376,15 @@ ALL = {
     "two threads each": (two_threads_each, {}),
     "while both compute": (while_both_compute, {}),
     "replies": (replies, {}),
+    "flood": (flood, {}),
+    "kept parts": (kept_parts, {"max_lent_bytes": 10_000}),
+    "one slot": (one_message, {"sizes": ONE_SLOT}),
+    "long notes": (long_notes, {}),
+    "sends meanwhile": (sends_meanwhile, {"max_lent_bytes": 10_000}),
+    "two writers": (two_writers, {}),
     "unclaimed": (unclaimed, {"max_unclaimed_bytes": 4000}),
     "glances": (glances, {}),
+    "glances beside": (glances_beside, {}),
 }
 
 
@@ -249,3 +395,11 @@ def play(name, order, seed):
         scenario(host, backends, seed)
         host.run()
     return host.num_sleeps
+
+
+def num_points(name, seed):
+    """Returns at how many points threads can be stopped in a scenario. It is deterministic up to the first of them."""
+    order = Interruptions(())
+    with contextlib.suppress(Exception):  # what goes wrong without being stopped goes wrong soon
+        play(name, order, seed)
+    return order.num_points

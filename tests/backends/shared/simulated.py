@@ -36,10 +36,12 @@ from echelon.simulation.scheduler import Scheduler
 from echelon.simulation.task import Ended
 
 SIZES = mail.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)
+ONE_SLOT = SIZES._replace(circle_bytes=SIZES.piece_bytes)
+"""With room for one piece of a message that goes round in a circle."""
 NUM_PARTS = 3
 """That an arena has."""
 MAX_LENT_BYTES = 160
-"""How much of them may be tensors: one or two."""
+"""How much of them may be tensors unless told otherwise: one or two."""
 MOST_AT_ONCE = 3
 """How much is taken in before others are looked at."""
 FOR_EVER = 1e9
@@ -106,17 +108,28 @@ class Host:
         """Has the running task do nothing until all others sleep."""
         self.scheduler.sleep(1.0)
 
-    def add(self, rank, program, number):
-        self._num_programs += 1
-        self.scheduler.add(rank, lambda: self._run(program), number)
+    def give_way(self):
+        """Lets another task go first."""
+        self.scheduler.sleep(0.0)
 
-    def _run(self, program):
+    def add(self, rank, program, number=0):
+        """Adds a program; the ranks end when all programs have."""
+        self._num_programs += 1
+        self.add_thread(rank, lambda: self._run(program), number)
+
+    def add_thread(self, rank, function, number):
+        self.scheduler.add(rank, lambda: self._try(function), number)
+
+    def _try(self, function):
         try:
-            program()
+            function()
         except Ended:
             raise
         except BaseException as error:
             self.scheduler.fail(error)
+
+    def _run(self, program):
+        program()
         self._num_programs -= 1
         if not self._num_programs:
             self.scheduler.is_ending = True
@@ -312,8 +325,8 @@ class Memory(Words):
 class SimulatedPost(post.Post):
     """The real one, with a point at each word."""
 
-    def __init__(self, segment, number, doorbells, host):
-        super().__init__(segment, number, doorbells, SIZES)
+    def __init__(self, segment, number, doorbells, sizes, host):
+        super().__init__(segment, number, doorbells, sizes)
         self._host = host
         self.words = Words(self.words, host.point)
         self.region = types.SimpleNamespace(
@@ -342,7 +355,7 @@ class _NoLock:
 
 
 @contextlib.contextmanager
-def two_ranks(order, *, max_unclaimed_bytes=1 << 30, has_cores=False):
+def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYTES, sizes=SIZES, has_cores=False):
     """Gives a host and the backends of two ranks on it; `host.add` and `host.run` then run programs on them."""
     host = Host(order)
     ticks = itertools.count()
@@ -374,7 +387,7 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, has_cores=False):
         ),
         (post, "os", system),
         (post, "threading", _Stub(threading, Lock=_NoLock, RLock=lambda: Lock(host))),
-        (inlet, "_MAX_LENT_BYTES", MAX_LENT_BYTES),
+        (inlet, "_MAX_LENT_BYTES", max_lent_bytes),
     ]
     logging.getLogger("echelon").addFilter(_nothing_said)
     before = [(module, name, getattr(module, name)) for module, name, _ in names]
@@ -384,7 +397,7 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, has_cores=False):
         for module, name, value in names:
             setattr(module, name, value)
         doorbells = [host.eventfd() for _ in range(2)]
-        posts = [SimulatedPost(segment, number, doorbells, host) for number, segment in enumerate(segments)]
+        posts = [SimulatedPost(segment, number, doorbells, sizes, host) for number, segment in enumerate(segments)]
         yield host, [_backend(host, at, max_unclaimed_bytes, has_cores) for at in posts]
     finally:
         logging.getLogger("echelon").removeFilter(_nothing_said)
@@ -404,7 +417,7 @@ class _Thread:
         self._target = target
 
     def start(self):
-        self._host.scheduler.add(self._host.rank, self._target, 9)
+        self._host.add_thread(self._host.rank, self._target, 9)
 
 
 def _backend(host, at, max_unclaimed_bytes, has_cores):

@@ -1,0 +1,372 @@
+"""Each way to break the protocol of messages in shared memory is found by the simulated ranks.
+
+A mutation replaces a piece of the real code: it stores a word too early, leaves a bell out or rings it before the word
+is there, or does not look again before a thread sleeps. Then ranks read what is not there yet, write over what is still
+needed, or sleep for ever.
+"""
+
+import inspect
+import textwrap
+from typing import NamedTuple
+
+import pytest
+
+from echelon.backends.shared.inlet import Inlet, _Parts
+from echelon.backends.shared.outlet import Outlet
+from echelon.backends.shared.post import Post
+from echelon.backends.tcp.lines import Lines
+from echelon.backends.tcp.peers import Peers
+from echelon.backends.tcp.poller import Poller
+from echelon.backends.tcp.progress import Progress
+from echelon.errors import EchelonError
+from tests.backends.shared import scenarios
+from tests.backends.shared.simulated import Chance, Interruptions, Stuck
+
+_MOST_SEEDS = 400
+
+
+class Mutation(NamedTuple):
+    """Lines of a method and what they become; the scenario in which that is found."""
+
+    what: str
+    method: tuple[type, str]
+    old: str
+    new: str
+    scenario: str
+    seed: int = -1
+    """Of the scenario in which a thread is stopped once, at each point in turn; below 0: orders by chance instead."""
+    also_old: str = ""
+    also_new: str = ""
+
+
+MUTATIONS = [
+    # the writer's records
+    Mutation(
+        "a record counted before it is there",
+        (Outlet, "_put"),
+        "begin = self._ring + at\n",
+        "begin = self._ring + at\n    self._words[self._news + mail.RECORDS] = self._records + size\n",
+        "stream",
+    ),
+    Mutation("no bell for a record", (Outlet, "_put"), "self._post.knock(self._reader)\n", "pass\n", "stream"),
+    Mutation(
+        "the bell for a record rung before it is counted",
+        (Outlet, "_put"),
+        "self._words[self._news + mail.RECORDS] = self._records\n    self._post.knock(self._reader)\n",
+        "self._post.knock(self._reader)\n    self._words[self._news + mail.RECORDS] = self._records\n",
+        "one message",
+        1,
+    ),
+    Mutation(
+        "a record where others are that were not taken",
+        (Outlet, "_room"),
+        "self._words[self._answers + mail.TAKEN]",
+        "self._words[self._answers + mail.TAKEN] + 256",
+        "flood",
+    ),
+    Mutation(
+        "a large message's record counted before it is there",
+        (Outlet, "_begin"),
+        "begin = self._ring + at\n",
+        "begin = self._ring + at\n    self._words[self._news + mail.RECORDS] = self._records + size\n",
+        "both ways",
+    ),
+    # its pieces
+    Mutation(
+        "a piece counted before it is there",
+        (Outlet, "_write"),
+        "self._copy_piece(outgoing, slot)\n",
+        "words[self._news + mail.PIECES] = self._pieces + 1\n        self._copy_piece(outgoing, slot)\n",
+        "both ways",
+    ),
+    Mutation("no bell for a piece", (Outlet, "_write"), "self._post.knock(self._reader)\n", "pass\n", "both ways"),
+    Mutation(
+        "the bell for a piece rung before it is counted",
+        (Outlet, "_write"),
+        "words[self._news + mail.PIECES] = self._pieces\n        self._post.knock(self._reader)\n",
+        "self._post.knock(self._reader)\n        words[self._news + mail.PIECES] = self._pieces\n",
+        "kept parts",
+    ),
+    Mutation(
+        "a piece where one is that was not drained",
+        (Outlet, "_write"),
+        "words[self._answers + mail.DRAINED] - outgoing.first",
+        "min(words[self._answers + mail.DRAINED] - outgoing.first + 1, outgoing.num_written)",
+        "both ways",
+    ),
+    # waiting for room
+    Mutation(
+        "a writer that does not say that it waits",
+        (Outlet, "_say_whether_it_waits"),
+        "self._words[self._news + mail.WAITING] = self._waits\n",
+        "pass\n",
+        "both ways",
+    ),
+    Mutation(
+        "a writer that does not look again after it said that it waits",
+        (Outlet, "flush"),
+        "post.fence()\n        self._write_all()",
+        "post.fence()",
+        "one message",
+        6,
+    ),
+    Mutation(
+        "a writer that looks again before it says that it waits",
+        (Outlet, "flush"),
+        "self._say_whether_it_waits()\n        post.fence()\n        self._write_all()",
+        "post.fence()\n        self._write_all()\n        self._say_whether_it_waits()",
+        "one message",
+        6,
+    ),
+    Mutation(
+        "a rank that does not look at answers before it sleeps",
+        (Post, "has_news"),
+        "self.num_waiting > 0",
+        "False",
+        "both ways",
+    ),
+    Mutation(
+        "a rank that writes nothing when there is room",
+        (Lines, "_go_on"),
+        "line.flush()",
+        "pass",
+        "both ways",
+    ),
+    # the reader
+    Mutation(
+        "a record taken out of the ring before it was read",
+        (Inlet, "take_in"),
+        "if prefix.head_bytes:\n",
+        "self._words[self._answers + mail.TAKEN] = self._taken + prefix.record_bytes\n    if prefix.head_bytes:\n",
+        "flood",
+    ),
+    Mutation(
+        "a record taken out of the ring before it was received at once",
+        (Inlet, "take"),
+        "copy_from(self._address",
+        "self._words[self._answers + mail.TAKEN] = self._taken + size\n    copy_from(self._address",
+        "flood",
+        2,
+    ),
+    Mutation(
+        "no bell for room in the ring", (Inlet, "_take_out"), "self._post.answer(self._writer)", "pass", "long notes"
+    ),
+    Mutation(
+        "the bell for room in the ring rung before it is told",
+        (Inlet, "_take_out"),
+        "self._told_taken = self._words[self._answers + mail.TAKEN] = self._taken\n"
+        "        self._post.answer(self._writer)",
+        "self._told_taken = self._taken\n        self._post.answer(self._writer)\n"
+        "        self._words[self._answers + mail.TAKEN] = self._taken",
+        "long notes",
+    ),
+    Mutation(
+        "more pieces copied than were counted",
+        (Inlet, "_go_on"),
+        "self._words[self._news + mail.PIECES] - arrival.first",
+        "self._words[self._news + mail.PIECES] + 1 - arrival.first",
+        "both ways",
+    ),
+    Mutation(
+        "a piece told as drained before it is copied",
+        (Inlet, "_go_on"),
+        "arrival.copy(written)\n",
+        "self._words[self._answers + mail.DRAINED] = arrival.num_drained + (written > 0)\n"
+        "        arrival.copy(written)\n",
+        "both ways",
+    ),
+    Mutation(
+        "no bell for a piece that was drained",
+        (Inlet, "_go_on"),
+        "self._post.answer(self._writer)",
+        "pass",
+        "both ways",
+    ),
+    Mutation(
+        "the bell for a piece rung before it is told as drained",
+        (Inlet, "_go_on"),
+        "drained = self._words[self._answers + mail.DRAINED] = arrival.num_drained\n"
+        "        self._post.answer(self._writer)",
+        "drained = arrival.num_drained\n"
+        "        self._post.answer(self._writer)\n"
+        "        self._words[self._answers + mail.DRAINED] = drained",
+        "one slot",
+        6,
+    ),
+    # parts
+    Mutation(
+        "a part freed while a tensor is in it",
+        (_Parts, "lend"),
+        "self._lent_bytes += prefix.part_bytes\n",
+        "self._lent_bytes += prefix.part_bytes\n    self.free(prefix.part)\n    return tensor\n",
+        "both ways",
+    ),
+    Mutation(
+        "a part freed before it is copied",
+        (_Parts, "lend"),
+        "finally:\n            self.free(prefix.part)\n",
+        "finally:\n            pass\n",
+        "unclaimed",
+        also_old="try:\n            copy",
+        also_new="try:\n            self.free(prefix.part)\n            copy",
+    ),
+    Mutation(
+        "no bell for a part that was freed", (_Parts, "free"), "self._post.answer(self._writer)", "pass", "kept parts"
+    ),
+    Mutation(
+        "the bell for a part rung before it is freed",
+        (_Parts, "free"),
+        "self._post.answer(self._writer)",
+        "pass",
+        "kept parts",
+        also_old="number = next(self._numbers)\n",
+        also_new="number = next(self._numbers)\n    self._post.answer(self._writer)\n",
+    ),
+    Mutation(
+        "a part freed without a change of the answers",
+        (_Parts, "free"),
+        "self._line_words[self._freed] = number + 1\n",
+        "pass\n",
+        "kept parts",
+    ),
+    Mutation(
+        "a part told as freed before its word is there",
+        (_Parts, "free"),
+        "self._post.answer(self._writer)",
+        "pass",
+        "kept parts",
+        also_old="number = next(self._numbers)\n",
+        also_new=(
+            "number = next(self._numbers)\n"
+            "    self._line_words[self._freed] = number + 1\n"
+            "    self._post.answer(self._writer)\n"
+        ),
+    ),
+    Mutation(
+        "parts taken back in an order that they were not freed in",
+        (Outlet, "_collect"),
+        "self._num_freed = number + 1",
+        "self._num_freed = number + 2",
+        "kept parts",
+    ),
+    # bells and sleep
+    Mutation(
+        "a rank that sleeps without having looked", (Post, "fall_asleep"), "not self.has_news()", "True", "stream"
+    ),
+    Mutation(
+        "a rank that looks before it says that it sleeps",
+        (Post, "fall_asleep"),
+        "self.words[self._own_asleep] = (self.words[self._own_asleep] + 1) | 1\n"
+        "    fence()\n"
+        "    return not self.has_news()\n",
+        "found = self.has_news()\n"
+        "    self.words[self._own_asleep] = (self.words[self._own_asleep] + 1) | 1\n"
+        "    return not found\n",
+        "stream",
+    ),
+    Mutation(
+        "a rank that does not say that it sleeps",
+        (Post, "fall_asleep"),
+        "self.words[self._own_asleep] = (self.words[self._own_asleep] + 1) | 1\n",
+        "pass\n",
+        "stream",
+    ),
+    Mutation(
+        "sleeps that look like the one before",
+        (Post, "wake_up"),
+        "(self.words[self._own_asleep] | 1) + 1",
+        "self.words[self._own_asleep] & ~1 and self.words[self._own_asleep] - 1",
+        "stream",
+    ),
+    Mutation(
+        "what came while messages were taken in taken for seen",
+        (Poller, "dispatch"),
+        "self._memory.look():\n        self._on_news()",
+        "self._memory.has_news():\n        self._on_news()\n        self._memory.look()",
+        "stream",
+    ),
+    Mutation(
+        "a rank that takes in no more than so much at once",
+        (Lines, "_go_on"),
+        "self._memory.look_again()",
+        "pass",
+        "stream",
+    ),
+    # the threads of a rank
+    Mutation(
+        "a thread asleep that is not told of what another one took in",
+        (Peers, "on_post"),
+        "if self._lines.on_post(receive):\n        self._progress.wake()",
+        "if self._lines.on_post(receive):\n        pass",
+        "unclaimed",
+    ),
+    Mutation(
+        "a thread asleep that is not told of what another one wrote",
+        (Peers, "send"),
+        "self._progress.wake_waiters()",
+        "pass",
+        "sends meanwhile",
+    ),
+    Mutation(
+        "a thread that waits and is not told that nobody polls any more",
+        (Progress, "_poll"),
+        "self._num_waiters > own_waits",
+        "self._num_waiters > 1 or (self._num_waiters and self._background_polls)",
+        "glances",
+    ),
+    Mutation(
+        "a thread in the background that is kept out for good",
+        (Progress, "glance"),
+        "self._background_wanted.notify()",
+        "pass",
+        "glances beside",
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+def test_it_is_found(mutation, monkeypatch):
+    break_code(monkeypatch, mutation)
+    assert any(fails(mutation.scenario, order, seed) for order, seed in orders(mutation)), "nothing goes wrong"
+
+
+EXPLORED = sorted({(each.scenario, each.seed) for each in MUTATIONS if each.seed >= 0})
+
+
+@pytest.mark.parametrize(("scenario", "seed"), EXPLORED)
+def test_without_a_mutation_all_goes_well(scenario, seed):
+    for at in range(1, scenarios.num_points(scenario, seed) + 1):
+        scenarios.play(scenario, Interruptions((at,)), seed)
+
+
+def break_code(monkeypatch, mutation):
+    owner, name = mutation.method
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in ((mutation.old, mutation.new), (mutation.also_old, mutation.also_new)):
+        assert not old or source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
+        source = source.replace(old, new) if old else source
+    names = {}
+    exec(compile(source, f"<{name}>", "exec"), function.__globals__, names)
+    monkeypatch.setattr(owner, name, names[name])
+
+
+def orders(mutation):
+    """Yields orders to try, and a seed for what is said in them."""
+    if mutation.seed < 0:
+        for seed in range(_MOST_SEEDS):
+            yield Chance(seed), seed
+        return
+    most = scenarios.num_points(mutation.scenario, mutation.seed)
+    for at in range(1, most + 1):
+        yield Interruptions((at,)), mutation.seed
+
+
+def fails(scenario, order, seed):
+    """Says whether ranks sleep for ever, or get what was not sent. Any other error is one of the test."""
+    try:
+        scenarios.play(scenario, order, seed)
+    except (Stuck, AssertionError, EchelonError):
+        return True
+    return False
