@@ -7,8 +7,9 @@ Strategy. A rank that waits reads its own row of news, in which all its peers wr
 answers, while something of its own has no room. Before it sleeps it makes its `asleep` word odd, and looks once more,
 behind a fence; who has written news looks behind a fence whether the reader sleeps, and rings its doorbell (eventfd) if
 it does. So either the one sees the news or the other that it sleeps. With answers it is the same, but that nobody rings
-for them unless the writer has said that it waits. The doorbell is among the files that the sleeper polls, with its
-connections and its peers' processes.
+for them unless the writer has said that it waits; once it has, it looks for room again, since another thread of its
+rank may sleep already. The doorbell is among the files that the sleeper polls, with its connections and its peers'
+processes.
 """
 
 from __future__ import annotations

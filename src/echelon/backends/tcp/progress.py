@@ -2,9 +2,10 @@
 
 Strategy. One lock guards everything; no call blocks while it holds it. A thread that waits on a Work polls for all
 until its Work is done; at most one thread polls at a time, the others sleep on a condition, and the one that stops
-polling wakes another. Whoever completes something while another thread polls pokes that thread (eventfd). A background
-thread polls only while something is under way that no thread waits for; a thread that comes to wait pokes it and takes
-over. Closing pokes whoever polls, and frees the poller only when nobody does.
+polling wakes another, whether it waited itself or only had a look. Whoever completes something while another thread
+polls pokes that thread (eventfd). A background thread polls only while something is under way that no thread waits for;
+a thread that comes to wait pokes it and takes over. Closing pokes whoever polls, and frees the poller only when nobody
+does.
 """
 
 from __future__ import annotations
