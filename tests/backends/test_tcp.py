@@ -554,3 +554,14 @@ def _told(act):
 def test_a_forked_child_holds_no_connection_and_is_told_so():
     told = "['Closed', 'Closed', 'Closed'] 0"
     assert run_forked(fork_and_use_the_group, 2) == {0: [told, 2.0], 1: [told, 2.0]}
+
+
+def test_who_writes_what_was_queued_before_wakes_those_that_wait(monkeypatch):
+    """There may have been room for theirs just now, and the one that polls for them does not see it any more."""
+    with rank_0_and_a_bare_peer() as (backend, _):
+        sending = backend.isend(torch.zeros(1 << 24), 1)
+        assert not sending.is_completed()
+        woken = []
+        monkeypatch.setattr(backend._progress, "wake_waiters", lambda: woken.append(1))
+        backend._peers.tell(wire.Frame(wire.FrameKind.QUESTION, 1, 1))
+        assert woken

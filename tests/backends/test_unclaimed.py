@@ -1,6 +1,7 @@
 """Messages that nobody has asked for yet: what becomes of them, and how much of them a rank keeps."""
 
 import struct
+import time
 
 import pytest
 import torch
@@ -147,3 +148,20 @@ def test_what_a_failed_group_leaves_unclaimed_is_read_over(allocated):
         assert backend.irecv(1, Tag(5, 1)).exception() is not None
         assert backend._mailbox.unclaimed_bytes(1) == 0
     assert (LARGE // 4,) not in allocated
+
+
+def test_who_reads_on_for_its_own_receive_wakes_those_that_wait(allocated, monkeypatch):
+    """What they wait for may have come behind that message, and the one that polls for them does not see it."""
+    with tcp_world(2, max_unclaimed_bytes=1) as (backend, other):
+        late = backend.irecv(1, 2)
+        sends = [other.isend(torch.ones(LARGE // 4), 0, 1) for _ in range(2)]
+        sends.append(other.isend(torch.ones(1), 0, 2))
+        until = time.monotonic() + SECONDS
+        while not backend._peers._held and time.monotonic() < until:
+            backend.glance()
+        woken = []
+        monkeypatch.setattr(backend._progress, "wake_waiters", lambda: woken.append(1))
+        assert not late.is_completed()
+        backend.irecv(1, 1)
+        assert woken
+        assert late.wait(SECONDS).item() == 1

@@ -204,7 +204,6 @@ class Peers:
         for rank in [rank for rank in self._held if rank == receive.src or rank in receive.sources]:
             if rank in self._limit.reached_by or not receive.work.is_completed():
                 self._take_in(rank)
-                self._progress.wake_waiters()
 
     def _on_socket(self, connection: Connection, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -250,6 +249,7 @@ class Peers:
         if rank in self._connections:
             self._watch(connection)
             self._read(connection)
+            self._progress.wake_waiters()  # what others wait for may have come behind this message
 
     def _take_in(self, rank: int) -> None:
         """Finds a place for the message that is held, unless the limit is reached."""
