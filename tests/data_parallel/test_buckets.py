@@ -28,6 +28,11 @@ def test_buckets_become_smaller_by_half_towards_the_end():
     assert [bucket.num_bytes / MEBIBYTE for bucket in layout.buckets] == [1, 6, 6, 4, 2, 1]
 
 
+def test_buckets_that_do_not_taper_are_full_to_the_end():
+    layout = bucket_layout([MEBIBYTE // 2] * 40, ["float32"] * 40, bucket_mb=6, tapers=False)
+    assert [len(bucket.members) for bucket in layout.buckets] == [2, 12, 12, 12, 2]
+
+
 def test_what_is_left_before_the_buckets_that_become_smaller_is_one_of_its_own():
     layout = bucket_layout([MEBIBYTE // 2] * 46, ["float32"] * 46, bucket_mb=6)
     assert [bucket.num_bytes / MEBIBYTE for bucket in layout.buckets] == [1, 6, 6, 3, 4, 2, 1]

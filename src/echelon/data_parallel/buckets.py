@@ -54,15 +54,17 @@ def bucket_layout(
     bucket_mb: float,
     first_bucket_mb: float = FIRST_BUCKET_MB,
     order: Sequence[int] | None = None,
+    *,
+    tapers: bool = True,
 ) -> Layout:
     """Makes the layout for parameters of these sizes.
 
     Parameters are taken in the order in which backward computes their gradients; unless told, in reverse, which is
     about that. Each joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by
-    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. Towards the end
-    they become smaller, by half each time, down to one as large as the first: what is still to be sent when the last
-    gradient is there cannot be hidden. But none smaller than the first is cut off for that. Buckets are launched in the
-    order of their last parameters, as that is when they are complete.
+    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. Where they taper,
+    buckets become smaller towards the end, by half each time, down to one as large as the first: what is still to be
+    sent when the last gradient is there cannot be hidden. But none smaller than the first is cut off for that. Buckets
+    are launched in the order of their last parameters, as that is when they are complete.
 
     With sizes 1 1 2 2 3 3 4 4 2 MiB of one kind, buckets of 8 MiB and a first bucket of 2 MiB:
 
@@ -76,6 +78,7 @@ def bucket_layout(
         bucket_mb: size at which a bucket is full, in mebibytes (2**20 bytes).
         first_bucket_mb: the same for the bucket that is opened first; `bucket_mb`, if that is smaller.
         order: the numbers of all parameters, in the order in which their gradients come.
+        tapers: see above.
 
     Raises:
         ValueError: a size is not above 0.
@@ -89,7 +92,7 @@ def bucket_layout(
     opened: dict[str, _Open] = {}
     closed: list[_Open] = []
     order = list(reversed(range(len(sizes)))) if order is None else order
-    begins = _begins_near_the_end(sizes, kinds, order, small, limit)
+    begins = _begins_near_the_end(sizes, kinds, order, small, limit) if tapers else set()
     for index in order:
         kind = kinds[index]
         if index in begins and kind in opened and opened[kind].num_bytes >= small:

@@ -113,7 +113,9 @@ class Homes:
     def _lay_out(self, order: Iterable[int]) -> None:
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
         kinds = [kind_of(parameter) for parameter in self._parameters]
-        self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=list(order))
+        # More buckets cost more than the end of a large one, unless that goes over a link.
+        tapers = not self._group.is_native
+        self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=list(order), tapers=tapers)
         self._homes = self.layout.homes()
         self.memories = []
 
