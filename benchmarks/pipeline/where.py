@@ -1,0 +1,91 @@
+"""Where does the time go that a step takes over its ideal?
+
+    python benchmarks/pipeline/where.py                 # 2 ranks, 16 x (Linear 512 + ReLU), 8 microbatches of 16
+    python benchmarks/pipeline/where.py --width 8       # a tiny model
+
+In every round a step without messages (see run.py) and one of Echelon's pipeline take turns. The step's timeline is
+then played again in parts: with its actions as long as they were and no messages (what the actions themselves take
+more), the rest of its timeline (messages, and what lies between actions), and what a call of `step` takes around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from run import RANKS, Alone, Work, costs_of, equal_parts, loss_of, our_step, schedule_of
+
+import echelon
+from echelon.pipeline import Pipeline
+from echelon.pipeline.simulate import Timeline
+
+NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
+WARMUP = 3
+
+
+def without_messages(timeline: Timeline, ideal: Timeline) -> float:
+    """Returns how long a step takes whose actions take what they did, where nothing lies between them.
+
+    What an action waits for is taken from the ideal, which has the same order.
+    """
+    arrivals = {(one.target_rank, one.target): (one.source_rank, one.source) for one in ideal.transfers}
+    ends: dict[tuple[int, int], float] = {}
+    counts = [len(starts) for starts in timeline.starts]
+    while len(ends) < sum(counts):
+        for rank, count in enumerate(counts):
+            for index in range(count):
+                before = [(rank, index - 1)] if index else []
+                before += [arrivals[rank, index]] if (rank, index) in arrivals else []
+                if (rank, index) in ends or any(one not in ends for one in before):
+                    continue
+                seconds = float(timeline.ends[rank][index] - timeline.starts[rank][index])
+                ends[rank, index] = max((ends[one] for one in before), default=0.0) + seconds
+    return max(ends.values())
+
+
+def measure(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequence[str]) -> list[list[float]]:
+    """Returns for each schedule the medians of: ideal, its actions, its messages, around it, in seconds; and actions."""
+    torch.set_num_threads(1)
+    found = []
+    for name in names:
+        schedule = schedule_of(work, group.rank, name)
+        pipe = Pipeline(list(equal_parts(work.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
+        step, alone = our_step(pipe, work), Alone(pipe, work, group.rank)
+        step()
+        parts = []
+        for _ in range(WARMUP + rounds):
+            group.barrier()
+            alone.step()
+            rows = torch.tensor(alone.rounds[-1:], dtype=torch.float64).transpose(0, 1).contiguous()
+            ideal = schedule.simulate(costs_of(group.all_gather(rows).transpose(0, 1).tolist()[0], schedule))
+            group.barrier()
+            began = time.perf_counter()
+            step()
+            seconds = group.all_reduce(torch.tensor(time.perf_counter() - began, dtype=torch.float64), "max").item()
+            makespan, own = float(pipe.timeline.makespan), without_messages(pipe.timeline, ideal)
+            least = float(ideal.makespan)
+            parts.append([least, own - least, makespan - own, seconds - makespan])
+        medians = [statistics.median(part) for part in zip(*parts[WARMUP:], strict=True)]
+        found.append([*medians, max(map(len, schedule.orders))])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    work = Work(options.width, 16, 16, 8)
+    rows = echelon.spawn(measure, RANKS, (work, options.rounds, NAMES), "auto")[0]
+    print("| schedule | actions | ideal (ms) | the actions take more (ms) | messages and between (ms) | around (ms) |")
+    print("|---|---|---|---|---|---|")
+    for name, (ideal, own, messages, around, actions) in zip(NAMES, rows, strict=True):
+        cells = [f"{seconds * 1e3:.2f}" for seconds in (ideal, own, messages, around)]
+        print(f"| {name} | {actions:.0f} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
