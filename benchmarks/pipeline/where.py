@@ -47,7 +47,7 @@ def without_messages(timeline: Timeline, ideal: Timeline) -> float:
 
 
 def measure(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequence[str]) -> list[list[float]]:
-    """Returns of each schedule the medians of ideal, actions, messages and around, in seconds, and a count of actions."""
+    """Returns of each schedule the medians of ideal, actions, messages and around, in seconds, and its actions."""
     torch.set_num_threads(1)
     found = []
     for name in names:
