@@ -14,6 +14,7 @@ BLOCKS = re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = re.findall(r"^\$ echelon (.*)$", TEXT, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_what_is_simulated_prints_what_it_says(capsys):
     (block,) = (block for block in BLOCKS if "simulated" in block)
     command, _, expected = block.removeprefix("$ echelon ").partition("\n")
