@@ -84,19 +84,27 @@ def check_moving(group):
     assert strided.sum() == (12 if rank else 0)
 
 
-def refuse_slots(*_):
-    """Takes the place of `stream` where nothing may go through the slots."""
-    raise AssertionError("it went through the slots")
+def refuse(*_):
+    """Takes the place of a way that is not to be taken."""
+    raise AssertionError("it went through the slots, or needed another meeting")
 
 
 def check_what_stands_beside_the_announcement(group):
-    """Ordinary tensors of up to 1 MiB a rank do, where they are only moved or all-reduced."""
+    """Tensors of up to 1 MiB a rank do where they are only moved, ordinary ones where they are all-reduced."""
     rank, count, size = group.rank, group.world_size, 256 * KIB
-    exchange.stream = reducing.stream = refuse_slots
-    group.empty(1)  # a group that has such memory goes by where tensors are
-    own, whole = values(rank, size), torch.cat([values(peer, size) for peer in range(count)])
+    exchange.stream = reducing.stream = exchange.part_together = refuse
+    symmetric = group.empty(size)
+    check_moves_of_1_mib(group, symmetric.copy_(values(rank, size)))
+    check_moves_of_1_mib(group, values(rank, size))
+    assert torch.equal(group.all_reduce(values(rank, size)), sum(values(peer, size) for peer in range(count)))
+
+
+def check_moves_of_1_mib(group, own):
+    """Moves the values of this rank in every way."""
+    rank, count, size = group.rank, group.world_size, len(own)
+    whole = torch.cat([values(peer, size) for peer in range(count)])
     assert torch.equal(group.all_gather(own), whole)
-    assert torch.equal(group.broadcast(own.clone(), 1), values(1, size))
+    assert torch.equal(group.broadcast(own if rank == 1 else torch.empty(size), 1), values(1, size))
     for root in range(count):
         got = group.gather(own, root)
         assert got is None if rank != root else torch.equal(got, whole)
@@ -105,7 +113,6 @@ def check_what_stands_beside_the_announcement(group):
         )
     came = torch.cat([values(peer, size).tensor_split(count)[rank] for peer in range(count)])
     assert torch.equal(group.all_to_all(own), came)
-    assert torch.equal(group.all_reduce(own), whole.view(count, size).sum(0))
 
 
 def check_out_beside_the_input(group):
@@ -195,7 +202,7 @@ def check_nothing_is_copied_twice(group):
     """Large operations on shared tensors, of one block or of several, are done without the slots."""
     rank, count = group.rank, group.world_size
     for module in (exchange, reducing):
-        module.stream = refuse_slots
+        module.stream = refuse
     size = 300_000
     tensors = [new_values(group, count * size) for _ in range(2)]
     own = tensors[rank % 2]
@@ -213,8 +220,8 @@ def check_nothing_is_copied_twice(group):
         assert torch.equal(group.broadcast(own if rank == src else torch.empty(count * size), src), all_values[src])
         assert torch.equal(own, copy)
     assert torch.equal(group.all_gather(own), torch.cat(all_values))
-    few = own[: (rank + 1) * 100_000]
-    rows = [mine[: (peer + 1) * 100_000] for peer, mine in enumerate(all_values)]
+    few = own[: (rank + 1) * 280_000]
+    rows = [mine[: (peer + 1) * 280_000] for peer, mine in enumerate(all_values)]
     assert torch.equal(group.all_gather(few), torch.cat(rows))
     came = [mine.tensor_split(count)[rank] for mine in all_values]
     assert torch.equal(group.all_to_all(own), torch.cat(came))
@@ -230,7 +237,7 @@ def check_nothing_is_copied_twice(group):
 def go_on_without_a_block(group):
     """One rank has let go of its part of the block that the others' tensors are in: it goes through the slots."""
     rank, count = group.rank, group.world_size
-    size = 200_000
+    size = 300_000
     tensor = new_values(group, size)
     if rank == 1:
         tensor = None

@@ -8,8 +8,8 @@ have met, each knows all sizes, so all see alike which way the blocks go:
   leaves before all have read;
 - else all go through the slots, piece by piece, every block in a lane of its own.
 
-Blocks of up to 256 KiB a rank are written beside the announcement wherever they lie, larger ones only if that saves
-nothing: if they do not lie in such memory.
+Blocks of up to 1 MiB a rank are written beside the announcement wherever they lie: a second copy takes less time than
+to wait until all have read.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ class Exchange(NamedTuple):
         """
         rooms, number = shared.rooms, call.sequence
         reach = shared.symmetric.reach(whole)
-        limit = layout.SMALL_BYTES if reach.has_tensor else layout.SHOWN_BYTES
-        head = _head(sizes, facts, unread, limit)
+        head = _head(sizes, facts, unread, layout.SHOWN_BYTES)
         shared.board.announce(call, reach.words)
         rooms.write_text(number, head.text)
         if head.is_shown and whole is not None and sizes:
