@@ -173,6 +173,39 @@ def test_a_result_is_that_of_the_operation_that_all_are_in(segment):
         assert list(threads.map(run, range(2))) == [[None, True, True, None, None], [None] * 5]
 
 
+class WithdrawnAfter:
+    """The words of a board on which a peer withdraws what it announced, behind so many looks at that."""
+
+    def __init__(self, words, mark, looks):
+        self.words, self.mark, self.looks = words, mark, looks
+
+    def __getitem__(self, index):
+        if index == self.mark:
+            self.looks -= 1
+            if self.looks < 0:
+                return 0
+        return self.words[index]
+
+
+@pytest.mark.parametrize("theirs", ["all_reduce", "barrier"])
+def test_a_peer_that_gives_up_whenever_it_does_so_disagrees_in_nothing_else(segment, theirs):
+    """Whoever looks finds what the peer announced or that it gave up, and nothing between them."""
+    window = segment.map(segment.allocate(2 * layout.ROOM_BYTES), 2 * layout.ROOM_BYTES)
+    boards = [Board(window, (0, 1), rank, Waiter(1000), lambda *_: None) for rank in range(2)]
+    for board, operation in zip(boards, ["all_reduce", theirs], strict=True):
+        board.announce(Call(6, operation, 7, 0.0, None))
+    boards[1].tick()
+    words, mark = boards[0]._words, (layout.ROOM_BYTES + layout.words_at(6)) // layout.WORD_BYTES
+    for looks in range(5):
+        boards[0]._words = WithdrawnAfter(words, mark, looks)
+        found = boards[0].disagreement()
+        if looks and theirs == "barrier":
+            assert "rank 1 is in barrier, #6, this rank in all_reduce, #6" in str(found)
+        else:
+            assert found is None
+    boards[0]._words = words
+
+
 def test_operations_pass_in_their_order():
     turnstile, passed = Turnstile(), []
 

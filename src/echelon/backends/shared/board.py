@@ -162,8 +162,10 @@ class Board:
     def disagreement(self) -> CollectiveMismatch | None:
         """Returns how a peer that has announced its operation already disagrees with this rank, if one does."""
         for peer in self._others[self._number]:
-            if self._has_come(peer) and not self._agrees(peer):
-                return self._mismatch(peer)
+            if self._words[peer.tick] > self._announced:
+                mark = self._words[peer.mark]  # read once: a peer that gives up withdraws it at any time
+                if mark != _WITHDRAWN and not self._agrees(peer, mark):
+                    return self._mismatch(peer, mark)
         return None
 
     def missing(self) -> list[int]:
@@ -173,9 +175,8 @@ class Board:
     def _has_come(self, peer: _Peer) -> bool:
         return self._words[peer.tick] > self._announced and self._words[peer.mark] != _WITHDRAWN
 
-    def _agrees(self, peer: _Peer) -> bool:
-        note = self._memory[peer.note : peer.note + len(self._text)]
-        return self._words[peer.mark] == self._mark and note == self._text
+    def _agrees(self, peer: _Peer, mark: int) -> bool:
+        return mark == self._mark and self._memory[peer.note : peer.note + len(self._text)] == self._text
 
     def _wait(self, peer: _Peer, level: int, call: Call) -> None:
         self._wait_for_word(peer, peer.tick, level, call)
@@ -192,12 +193,13 @@ class Board:
 
     def _disagreement(self, peer: _Peer, call: Call) -> CollectiveMismatch:
         """Returns how a peer disagrees. Of one that has given up this rank is told why: that is raised."""
-        self._wait_for_word(peer, peer.mark, _WITHDRAWN + 1, call)
-        return self._mismatch(peer)
+        while (mark := self._words[peer.mark]) == _WITHDRAWN:
+            self._wait_for_word(peer, peer.mark, _WITHDRAWN + 1, call)
+        return self._mismatch(peer, mark)
 
-    def _mismatch(self, peer: _Peer) -> CollectiveMismatch:
+    def _mismatch(self, peer: _Peer, mark: int) -> CollectiveMismatch:
         note = self._memory[peer.note : peer.note + layout.NOTE_ROOM].partition(b"\0")[0].decode(errors="replace")
-        theirs = f"{note or 'an operation without a note'}, #{self._words[peer.mark] >> 32}"
+        theirs = f"{note or 'an operation without a note'}, #{mark >> 32}"
         return CollectiveMismatch(
             f"rank {self._names[peer.rank]} is in {theirs}, this rank in {self._text[:-1].decode()}, "
             f"#{self._mark >> 32}: every rank must call the same operations in the same order with the same arguments",
