@@ -6,7 +6,7 @@ import os
 import torch
 
 import echelon
-from echelon.backends.shared import exchange, layout, reducing
+from echelon.backends.shared import exchange, layout, moving, reducing
 from echelon.backends.shared.streaming import stream
 
 KIB = 1 << 10
@@ -45,10 +45,13 @@ def check_dtypes(group):
     """Compares sums of every dtype that can be added, small and large."""
     dtypes = (torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.complex64)
     for dtype in dtypes:
-        for size in (5, 700_000):
+        for size in (5, 100_000, 700_000):
             wide = torch.float64 if dtype.is_floating_point else dtype
             expected = sum(values(rank, size, dtype).to(wide) for rank in range(group.world_size)).to(dtype)
             assert torch.equal(group.all_reduce(values(group.rank, size, dtype)), expected), f"{dtype} {size}"
+            for dst in range(group.world_size):
+                got = group.reduce(values(group.rank, size, dtype), dst)
+                assert torch.equal(got, expected if group.rank == dst else values(group.rank, size, dtype))
             part = expected.tensor_split(group.world_size)[group.rank]
             assert torch.equal(group.reduce_scatter(values(group.rank, size, dtype)), part), f"{dtype} {size}"
     flags = torch.tensor([True, group.rank == 0])
@@ -90,13 +93,21 @@ def refuse(*_):
 
 
 def check_what_stands_beside_the_announcement(group):
-    """Tensors of up to 1 MiB a rank do where they are only moved, ordinary ones where they are all-reduced."""
+    """Tensors of up to 1 MiB a rank do, but for symmetric ones in an all-reduce, and a reduce-scatter of many ranks."""
     rank, count, size = group.rank, group.world_size, 256 * KIB
     exchange.stream = reducing.stream = exchange.part_together = refuse
     symmetric = group.empty(size)
     check_moves_of_1_mib(group, symmetric.copy_(values(rank, size)))
     check_moves_of_1_mib(group, values(rank, size))
-    assert torch.equal(group.all_reduce(values(rank, size)), sum(values(peer, size) for peer in range(count)))
+    total = sum(values(peer, size) for peer in range(count))
+    assert torch.equal(group.all_reduce(values(rank, size)), total)
+    reducing.meet_with = refuse
+    for own in (values(rank, size), symmetric):
+        for dst in range(count):
+            assert torch.equal(group.reduce(own, dst), total if rank == dst else values(rank, size))
+            own.copy_(values(rank, size))
+        if count == 2:
+            assert torch.equal(group.reduce_scatter(own), total.tensor_split(count)[rank])
 
 
 def check_moves_of_1_mib(group, own):
@@ -321,5 +332,18 @@ def disagree_on_shape(group):
     try:
         group.empty(100 + group.rank)
     except echelon.CollectiveMismatch as error:
+        return str(error)
+    return "nothing"
+
+
+def show_more_than_there_is(group):
+    """Rank 1 says that it has fewer rows than it shows; returns what a rank is told."""
+    if group.rank == 1:
+        moving._show_rows = lambda shared, call, rows, unread: exchange.Exchange.meet(
+            shared, call, rows, (rows.nbytes,), (len(rows) - 1,), unread
+        )
+    try:
+        group.all_gather(values(group.rank, 10))
+    except echelon.EchelonError as error:
         return str(error)
     return "nothing"

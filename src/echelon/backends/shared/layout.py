@@ -33,7 +33,7 @@ RESULT_BYTES = 2 << 10
 SMALL_BYTES = 256 << 10
 """How many bytes of one rank an operation may have to need no more than one synchronisation, whatever it does."""
 SHOWN_BYTES = 1 << 20
-"""How many bytes a rank writes beside its announcement where they are only moved, or two ranks all-reduce them."""
+"""How many it may have where they are only moved, or combined for one rank, or by two."""
 PLACE_BYTES = SHOWN_BYTES + (4 << 10)
 """Of the place for a rank's small data, with room for the numbers that say what is there."""
 SLOTS_BYTES = 8 << 20

@@ -51,10 +51,8 @@ def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Opera
 
 def reduce(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
     """Combines `tensor` over all ranks, in place on rank `dst`."""
-    if tensor.nbytes <= layout.SMALL_BYTES:
-        places = _show(shared, call, tensor)
-        if shared.rank == dst:
-            _combine(tensor, places, operator)
+    if tensor.nbytes <= layout.SHOWN_BYTES:
+        _reduce_shown_to(shared, call, tensor, dst, operator)
         return
     flat = tensor.contiguous().view(-1)
     everywhere, _ = meet_with(shared, call, flat)
@@ -74,6 +72,9 @@ def reduce_scatter(shared: Shared, call: Call, tensor: torch.Tensor, operator: O
         _combine(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
         return result
     parts = tensor.tensor_split(count)
+    if count == 2 and tensor.nbytes <= layout.SHOWN_BYTES:
+        _exchange_halves(shared, call, parts, result, operator)
+        return result
     everywhere, _ = meet_with(shared, call, tensor.contiguous().view(-1))
     if everywhere is not None:
         start = sum(part.numel() for part in parts[:rank])
@@ -97,12 +98,36 @@ def _reduce_small(shared: Shared, call: Call, tensor: torch.Tensor, operator: Op
         shared.board.give_result(tensor.data_ptr(), size)
 
 
-def _show(shared: Shared, call: Call, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Has each rank write all it has, and returns what all have written."""
+def _reduce_shown_to(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
+    """Rank `dst` combines what the others have written with its own."""
+    is_reader = shared.rank == dst
+    reads_own = is_reader and dst < 2  # what comes later is read when the tensor has been written
+    places = _show(shared, call, tensor, writes=not reads_own)
+    if is_reader:
+        _combine(
+            tensor, [tensor if reads_own and peer == dst else place for peer, place in enumerate(places)], operator
+        )
+
+
+def _exchange_halves(
+    shared: Shared, call: Call, halves: Sequence[torch.Tensor], result: torch.Tensor, operator: Operator
+) -> None:
+    """Each of 2 ranks writes what the other one wants, and combines what that has written with its own."""
+    rank = shared.rank
+    places = shared.rooms.small(call.sequence, halves[rank].shape, result.dtype).places
+    shared.board.announce(call)
+    shared.rooms.small(call.sequence, halves[1 - rank].shape, result.dtype).write(halves[1 - rank])
+    shared.board.meet(call)
+    _combine(result, [halves[rank] if peer == rank else place for peer, place in enumerate(places)], operator)
+
+
+def _show(shared: Shared, call: Call, tensor: torch.Tensor, *, writes: bool = True) -> Sequence[torch.Tensor]:
+    """Has each rank write all it has, unless nobody reads it, and returns the places of all."""
     board = shared.board
     small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
     board.announce(call)
-    small.write(tensor)
+    if writes:
+        small.write(tensor)
     board.meet(call)
     return small.places
 
