@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from echelon.backends.memory import bytes_of, check_tensor, describe, dtype_code, dtype_of, new_tensor
+from echelon.backends.memory import bytes_of, check_tensor, copy_contiguous, describe, dtype_code, dtype_of, new_tensor
 from echelon.backends.wire import DTYPES
-from echelon.errors import UnsupportedOp
+from echelon.errors import SizeMismatch, UnsupportedOp
 
 CPU = frozenset({"cpu"})
 
@@ -31,6 +31,14 @@ def test_the_bytes_are_the_tensors_own():
     view[:] = torch.tensor([1.5, 2.5]).numpy().tobytes()
     assert tensor.tolist() == [0, 1.5, 2.5, 0]
     assert bytes_of(torch.nn.Parameter(tensor)).nbytes == 16
+
+
+@pytest.mark.parametrize("num_elements", [2, 4])
+def test_no_more_is_copied_than_there_is_and_fits(num_elements):
+    memory = torch.zeros(4)
+    with pytest.raises(SizeMismatch, match=f"expected 12 bytes, got {4 * num_elements}"):
+        copy_contiguous(torch.ones(num_elements), memory[:3])
+    assert not memory.any()
 
 
 def test_dtypes_that_cannot_be_sent_are_named():

@@ -9,7 +9,7 @@ import math
 import torch
 
 from echelon.backends.wire import DTYPES
-from echelon.errors import UnsupportedOp
+from echelon.errors import SizeMismatch, UnsupportedOp
 
 _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name, _ in DTYPES)
 _CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
@@ -72,9 +72,14 @@ def copy_from(address: int, tensor: torch.Tensor) -> None:
 
 
 def copy_contiguous(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Overwrites a contiguous CPU tensor with the bytes of another one of as many; faster than torch's `copy_`."""
+    """Overwrites a contiguous CPU tensor with the bytes of another one; faster than torch's `copy_`.
+
+    Raises:
+        SizeMismatch: they have not as many.
+    """
     size = target.nbytes
-    assert source.nbytes == size
+    if source.nbytes != size:
+        raise SizeMismatch(f"{size} bytes", source.nbytes, "a copy")
     if size:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
 

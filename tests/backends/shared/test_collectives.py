@@ -34,3 +34,8 @@ def test_out_may_be_of_the_same_storage(pool, backend):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_a_rank_has_for_itself_is_not_shown(pool, world_size):
     pool.run(ranks.check_own_blocks_stay, world_size, backend="shm")
+
+
+def test_a_rank_that_shows_more_bytes_than_its_rows_have_is_refused():
+    for text in run_forked(ranks.show_more_than_there_is, 2, backend="shm").values():
+        assert "rank 1 of the group showed 40 bytes" in text

@@ -30,6 +30,7 @@ from echelon.backends.shared.room import Shared
 from echelon.backends.shared.short_way import part_together
 from echelon.backends.shared.streaming import pass_by, stream
 from echelon.backends.shared.symmetric import Reach
+from echelon.errors import ProtocolError
 
 _ALIGNMENT = 64
 
@@ -119,6 +120,9 @@ class Exchange(NamedTuple):
                 have; None: this rank reads nothing.
             owners: the ranks, this one perhaps among them.
             number: of the block among those of each.
+
+        Raises:
+            ProtocolError: they do not have as many; a rank said something else before.
         """
         if all(head.is_shown for head in self.heads):
             if result is not None:
@@ -156,7 +160,8 @@ class Exchange(NamedTuple):
             else:
                 source = rooms.small_at(owner, sequence) + head.starts[number]
             size = head.sizes[number]
-            assert target + size <= end
+            if target + size > end:
+                raise ProtocolError(f"rank {owner} of the group showed {size} bytes, for which its rows have no room")
             ctypes.memmove(target, source, size)
             target += size
 
