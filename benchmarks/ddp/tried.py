@@ -6,7 +6,8 @@
 
 Over shared memory. A step of a local model, of DDP as it is, and of DDP with one thing changed, in turns of changing
 order, all ranks together: milliseconds that each adds to the local step, of the slowest rank and of all processors.
-Then the parts of a step of DDP as it is, by rank. Some of the ways are wrong on purpose: they show what a part costs.
+Then the parts of a local step and of one of DDP as it is, by rank. Some of the ways are wrong on purpose: they show
+what a part costs.
 """
 
 from __future__ import annotations
@@ -15,20 +16,26 @@ import argparse
 import ctypes
 import functools
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from run import TASKS, WARMUP, training_step
+from run import TASKS
 
 import echelon
 from echelon.backends.shared import reducing
-from echelon.data_parallel import reducer
+from echelon.backends.shared.waiting import Waiter
+from echelon.data_parallel import ddp, homes, reducer
 from echelon.data_parallel.bucket_memory import BucketMemory
 
 KIBIBYTE = 1 << 10
+WARMUP = 3
+
+SHOWN = {"local": "local: ", "as it is": "DDP: "}
+"""The ways of which parts are shown."""
 
 
 class Way(NamedTuple):
@@ -36,13 +43,20 @@ class Way(NamedTuple):
 
     bucket_mb: float = 25.0
     copies: str = "copy_"
-    """How a new gradient comes into its bucket: copy_, memmove, half of it (wrong), or added to zeros by autograd."""
+    """How a new gradient comes into its bucket: copy_, memmove, half of it (wrong), or added to zeros by autograd
+    (preset); or straight: only what other ranks add up, and this rank's slice is added up from the new gradients."""
     divides: bool = True
-    """Whether sums of 2 ranks are divided by 2, and not multiplied by a half."""
+    """Whether sums of n ranks are divided by n, and not multiplied by 1 / n."""
     slice_bytes: int = 256 * KIBIBYTE
     """How much is added and written at a time."""
     reduces: bool = True
     """Whether buckets are reduced at all; wrong if not."""
+    beside: bool = False
+    """Whether full buckets are reduced beside backward, and not behind it."""
+    sleeps: bool = False
+    """Whether a rank that waits for others sleeps at once, and does not first look again and give its core away."""
+    has_first: bool = True
+    """Whether the first bucket is smaller than the others."""
 
 
 WAYS = {
@@ -50,13 +64,18 @@ WAYS = {
     "copied, not reduced": Way(reduces=False),
     "preset": Way(copies="preset"),
     "half copied": Way(copies="half"),
+    "straight": Way(copies="straight"),
     "memmove": Way(copies="memmove"),
-    "times a half": Way(divides=False),
+    "multiplied": Way(divides=False),
     "slices of 64 KiB": Way(slice_bytes=64 * KIBIBYTE),
     "slices of 1 MiB": Way(slice_bytes=1024 * KIBIBYTE),
     "buckets of 4 MiB": Way(4.0),
     "buckets of 8 MiB": Way(8.0),
     "buckets of 50 MiB": Way(50.0),
+    "one bucket": Way(1000.0, has_first=False),
+    "beside backward": Way(beside=True),
+    "beside, buckets of 8 MiB": Way(8.0, beside=True),
+    "sleeps at once": Way(sleeps=True),
 }
 
 
@@ -72,20 +91,92 @@ class Nothing:
         """Has not failed."""
 
 
+class Straight:
+    """New gradients of one bucket, of which only what other ranks add up is copied to it."""
+
+    def __init__(self, memory: BucketMemory, group: echelon.ProcessGroup) -> None:
+        self.fresh: dict[int, torch.Tensor] = {}
+        self._memory, self._rank = memory, group.rank
+        size = -(-memory.flat.numel() // group.world_size // reducing._ALIGNMENT) * reducing._ALIGNMENT
+        self._begin, self._end = group.rank * size, (group.rank + 1) * size
+        self._starts = [view.storage_offset() for view in memory._views]
+
+    def take(self, index: int, gradient: torch.Tensor) -> None:
+        """Copies of a new gradient what lies outside of this rank's slice."""
+        if self.fresh.get(index) is gradient:
+            return
+        view = self._memory._views[index]
+        assert gradient.stride() == view.stride()
+        self.fresh[index] = gradient
+        to, new = self._flat(view), self._flat(gradient)
+        begin, end = (min(max(edge - self._starts[index], 0), len(to)) for edge in (self._begin, self._end))
+        with torch.no_grad():
+            to[:begin].copy_(new[:begin])
+            to[end:].copy_(new[end:])
+
+    def add(self, everywhere: Sequence[torch.Tensor]) -> None:
+        """Adds up this rank's slice from new gradients and from what others have copied."""
+        for index, gradient in self.fresh.items():
+            start = self._starts[index]
+            begin, end = max(self._begin, start), min(self._end, start + gradient.numel())
+            if begin >= end:
+                continue
+            own = self._flat(gradient)[begin - start : end - start]
+            parts = [own if rank == self._rank else flat[begin:end] for rank, flat in enumerate(everywhere)]
+            targets = [flat[begin:end] for flat in everywhere]
+            pieces = [torch.split(each, reducing._SLICE_BYTES // each.itemsize) for each in (*parts, *targets)]
+            for piece in zip(*pieces, strict=True):
+                (first, second, *others), (target, *copies) = piece[: len(parts)], piece[len(parts) :]
+                torch.add(first, second, out=target)
+                for other in others:
+                    target.add_(other)
+                target.div_(len(parts))
+                for copy in copies:
+                    copy.copy_(target)
+        self.fresh.clear()
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
 class Switch:
     """Has the library go the way that was chosen last, and notes how long its parts take."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: echelon.ProcessGroup) -> None:
+        self.group = group
         self.way = Way()
         self.seconds: dict[str, float] = {}
         self._take, self._reduce = BucketMemory.take, reducer.GradientReducer._reduce
-        self._slices = reducing._reduce_slices
+        self._slices, self._all_reduce = reducing._reduce_slices, reducing.all_reduce
+        self._straight: dict[int, Straight] = {}
+        self._reduced = 0
         BucketMemory.take = self._timed("copied to buckets", self._copy)
         reducer.GradientReducer._reduce = lambda *of: self._reduce(*of) if self.way.reduces else Nothing()
         reducer.GradientReducer.finish = self._timed("waited behind backward", reducer.GradientReducer.finish)
+        reducing.all_reduce = self._note
         reducing._reduce_slices = self._timed("added and written", self._add)
         reducing.meet_with = self._timed("waited for all to come", reducing.meet_with)
         reducing.part_together = self._timed("waited for all to be done", reducing.part_together)
+        self._wait, Waiter.wait = Waiter.wait, lambda *of: self._wait_in_the_way(*of)
+        self._layout, homes.bucket_layout = homes.bucket_layout, self._lay_out
+        ddp.has_time_beside = lambda _: self.way.beside
+
+    def step(self, model: torch.nn.Module, batch: torch.Tensor, set_to_none: bool) -> Callable[[], None]:
+        """Returns a training step that notes what its phases take, and how many pages were new."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        forget = self._timed("zero_grad", lambda: optimizer.zero_grad(set_to_none=set_to_none))
+        forward = self._timed("forward", lambda: model(batch).square().mean())
+        backward = self._timed("backward", lambda loss: loss.backward())
+        update = self._timed("optimizer", optimizer.step)
+
+        def step() -> None:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            forget()
+            backward(forward())
+            update()
+            self.seconds["page faults, 1000"] = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 1e6
+
+        return step
 
     def preset(self, model: echelon.DDP) -> None:
         """Has a gradient that there is none of be its bucket's memory, zeroed, before autograd adds to it."""
@@ -101,6 +192,10 @@ class Switch:
         for index, parameter in enumerate(homes._parameters):
             parameter.register_hook(functools.partial(before, index=index, parameter=parameter))
 
+    def unchanged(self) -> float:
+        """Returns the seconds that forward and optimizer took, in which no way differs: where memory lies, does."""
+        return self.seconds["forward"] + self.seconds["optimizer"]
+
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
@@ -111,8 +206,29 @@ class Switch:
 
         return call
 
+    def _wait_in_the_way(self, waiter: Waiter, *of: Any) -> None:
+        ranges = waiter._spins, waiter._yields
+        if self.way.sleeps:
+            waiter._spins = waiter._yields = range(0)
+        try:
+            self._wait(waiter, *of)
+        finally:
+            waiter._spins, waiter._yields = ranges
+
+    def _lay_out(self, sizes: Any, kinds: Any, bucket_mb: float, **options: Any) -> Any:
+        return self._layout(sizes, kinds, bucket_mb, *([] if self.way.has_first else [bucket_mb]), **options)
+
+    def _note(self, shared: Any, call: Any, tensor: torch.Tensor, operator: Any) -> None:
+        self._reduced = tensor.data_ptr()
+        self._all_reduce(shared, call, tensor, operator)
+
     def _copy(self, memory: BucketMemory, index: int) -> None:
         gradient, view = memory._parameters[index].grad, memory._views[index]
+        if self.way.copies == "straight" and gradient is not None and gradient is not view:
+            if memory.flat.data_ptr() not in self._straight:
+                self._straight[memory.flat.data_ptr()] = Straight(memory, self.group)
+            self._straight[memory.flat.data_ptr()].take(index, gradient)
+            return
         if self.way.copies not in ("half", "memmove") or gradient is None or gradient is view:
             self._take(memory, index)
             return
@@ -125,52 +241,71 @@ class Switch:
 
     def _add(self, shared: Any, call: Any, everywhere: Sequence[torch.Tensor], operator: Any) -> None:
         reducing._SLICE_BYTES = self.way.slice_bytes
+        straight = self._straight.get(self._reduced) if self.way.copies == "straight" else None
+        if straight is not None and straight.fresh:
+            straight.add(everywhere)
+            reducing.part_together(shared, call)
+            return
         if self.way.divides:
             self._slices(shared, call, everywhere, operator)
             return
-        for first, second in reducing._pieces_of_slices(shared, everywhere):
-            second.copy_(torch.add(first, second, out=first).mul_(0.5))
+        for first, *others in reducing._pieces_of_slices(shared, everywhere):
+            for other in others:
+                first.add_(other)
+            first.mul_(1 / (1 + len(others)))
+            for other in others:
+                other.copy_(first)
         reducing.part_together(shared, call)
 
 
 class Measured(NamedTuple):
     """What one rank took."""
 
-    rounds: list[tuple[list[float], list[float]]]
-    """By round: seconds of each step, of the slowest rank; then of the processors of all."""
+    rounds: list[list[list[float]]]
+    """By round: seconds of each step, of the slowest rank; then of the processors of all; then what forward and
+    optimizer take of it, the mean over ranks."""
     parts: list[dict[str, float]]
-    """By round: seconds of this rank's parts of DDP as it is."""
+    """By round: seconds of this rank's parts of a local step, and of one of DDP as it is."""
 
 
 def measure(group: echelon.ProcessGroup, options: argparse.Namespace) -> Measured:
     """Measures on one rank."""
     torch.set_num_threads(1)
     torch.manual_seed(group.rank)
-    task, switch, ways = TASKS[options.model], Switch(), {name: WAYS[name] for name in options.ways}
+    task, switch, ways = TASKS[options.model], Switch(group), {name: WAYS[name] for name in options.ways}
     batch = torch.randn(task.batch)
-    steps = {"local": training_step(task.make(), batch, not options.keep_gradients)}
+    steps = {"local": switch.step(task.make(), batch, not options.keep_gradients)}
+    models: dict[Any, Callable[[], None]] = {}
     for name, way in ways.items():
-        model = echelon.DDP(task.make(), group, bucket_mb=way.bucket_mb)
-        steps[name] = training_step(model, batch, not options.keep_gradients)
-        if way.copies == "preset":
-            steps[name]()  # the order of the buckets is known then
-            switch.preset(model)
-    names, rounds, parts = list(steps), [], []
+        kind = way.bucket_mb, way.has_first, way.copies == "preset"
+        if kind not in models:  # ways with the same buckets share them, so that it does not count where they lie
+            switch.way = way
+            model = echelon.DDP(task.make(), group, bucket_mb=way.bucket_mb)
+            models[kind] = switch.step(model, batch, not options.keep_gradients)
+            models[kind]()  # the order of the buckets is known then
+            if way.copies == "preset":
+                switch.preset(model)
+        steps[name] = models[kind]
+    names, rounds, parts, end = list(steps), [], [], time.monotonic() + options.seconds
     for number in range(WARMUP + options.rounds):
+        late = torch.tensor(time.monotonic() > end and number > WARMUP)
+        if group.all_reduce(late, "max"):
+            break
         shift, taken = number % len(names), {}
+        parts.append({})
         for name in names[shift:] + names[:shift]:
             switch.way = ways.get(name, Way())
             switch.seconds.clear()
             group.barrier()
             start, start_busy = time.perf_counter(), time.process_time()
             steps[name]()
-            taken[name] = time.perf_counter() - start, time.process_time() - start_busy
-            if name == "as it is":
-                parts.append({"step": taken[name][0], "local step": 0.0, **switch.seconds})
-        if parts:
-            parts[-1]["local step"] = taken["local"][0]
-        elapsed, busy = torch.tensor([taken[name] for name in names], dtype=torch.float64).t().contiguous()
-        rounds.append((group.all_reduce(elapsed, "max").tolist(), group.all_reduce(busy, "sum").tolist()))
+            taken[name] = time.perf_counter() - start, time.process_time() - start_busy, switch.unchanged()
+            if name in SHOWN:
+                took = {"step": taken[name][0], **switch.seconds}
+                parts[-1].update({f"{SHOWN[name]}{part}": seconds for part, seconds in took.items()})
+        elapsed, busy, rest = torch.tensor([taken[name] for name in names], dtype=torch.float64).t().contiguous()
+        reduced = (group.all_reduce(each, how) for each, how in ((elapsed, "max"), (busy, "sum"), (rest, "mean")))
+        rounds.append([each.tolist() for each in reduced])
     return Measured(rounds[WARMUP:], parts[WARMUP:])
 
 
@@ -179,25 +314,25 @@ def main() -> None:
     parser.add_argument("--model", choices=TASKS, default="mlp10m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=18)
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which no other round begins")
     parser.add_argument("--keep-gradients", action="store_true", help="zero_grad(set_to_none=False)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     print(f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}")
     print(f"{options.ranks} ranks, 1 thread each; {options.model}; set_to_none={not options.keep_gradients}; ", end="")
-    print(f"medians of {options.rounds} rounds, in ms\n")
     ranks = echelon.spawn(measure, options.ranks, (options,))
     rounds = ranks[0].rounds
-    print("| way | step | adds | processors of all, added |\n|---|---|---|---|")
+    print(f"medians of {len(rounds)} rounds, in ms\n")
+    print("| way | step | adds | processors of all, added | forward and optimizer add |\n|---|---|---|---|---|")
     for index, name in enumerate(["local", *options.ways]):
-        step = statistics.median(times[index] for times, _ in rounds)
-        adds, busy = (statistics.median(each[of][index] - each[of][0] for each in rounds) for of in (0, 1))
-        print(f"| {name} | {step * 1e3:.1f} | {adds * 1e3:.1f} | {busy * 1e3:.1f} |")
-    if ranks[0].parts:
-        print("\n| part | " + " | ".join(f"rank {rank}" for rank in range(options.ranks)) + " |")
-        print("|---|" + "---|" * options.ranks)
-        for part in ranks[0].parts[-1]:
-            each = [statistics.median(taken.get(part, 0.0) for taken in rank.parts) * 1e3 for rank in ranks]
-            print(f"| {part} | {' | '.join(f'{value:.1f}' for value in each)} |")
+        step = statistics.median(times[index] for times, *_ in rounds)
+        adds = [statistics.median(each[of][index] - each[of][0] for each in rounds) for of in range(3)]
+        print(f"| {name} | {step * 1e3:.1f} | " + " | ".join(f"{value * 1e3:.1f}" for value in adds) + " |")
+    print("\n| part | " + " | ".join(f"rank {rank}" for rank in range(options.ranks)) + " |")
+    print("|---|" + "---|" * options.ranks)
+    for part in sorted(ranks[0].parts[-1]):
+        each = [statistics.median(taken.get(part, 0.0) for taken in rank.parts) * 1e3 for rank in ranks]
+        print(f"| {part} | {' | '.join(f'{value:.1f}' for value in each)} |")
 
 
 if __name__ == "__main__":

@@ -130,3 +130,15 @@ def test_a_group_reduces_every_dtype_or_says_so():
             if got[name] is not None:
                 wanted = expected("max", list(zip(*VALUES, strict=True)), getattr(torch, name))
                 assert torch.equal(got[name], wanted.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 64])
+def test_a_mean_has_the_bits_of_a_division(num_ranks, dtype):
+    facts = torch.finfo(dtype)
+    edges = [0.0, -0.0, facts.max, facts.min, facts.tiny, 3 * facts.smallest_normal / 8, float("inf"), float("nan")]
+    values = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    total = torch.cat([values, torch.tensor(edges, dtype=torch.float64)]).to(dtype)
+    mean = operator("mean", dtype).finish(total.clone(), num_ranks)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert torch.equal(mean.view(bits), (total / num_ranks).view(bits))

@@ -65,3 +65,33 @@ def test_who_may_spin_sees_what_comes_without_sleeping(poller, pipe, monkeypatch
     monkeypatch.setattr("echelon.backends.tcp.poller.SPIN_SECONDS", 60.0)
     assert poller.wait(10.0, spins=True) == [(pipe[0], 1)]
     assert looks == [0, 0, 0]
+
+
+def test_who_has_looked_in_vain_several_times_sleeps_at_once_until_a_wait_is_short(poller, pipe, monkeypatch):
+    poller.watch(pipe[0], lambda _: None)
+    now, asked = [0.0], []
+    comes_after = [1.0]
+
+    class Epoll:
+        """Has something to tell some time after a wait began."""
+
+        def poll(self, seconds):
+            asked.append(seconds)
+            now[0] += min(seconds, comes_after[0]) if seconds else 50e-6
+            return [(pipe[0], 1)] if seconds or comes_after[0] < 50e-6 else []
+
+        def close(self):
+            pass
+
+    def waits():
+        asked.clear()
+        assert poller.wait(10.0, spins=True) == [(pipe[0], 1)]
+        return asked.count(0)
+
+    poller._epoll.close()
+    monkeypatch.setattr(poller, "_epoll", Epoll())
+    monkeypatch.setattr("echelon.backends.tcp.poller.time.monotonic", lambda: now[0])
+    assert [waits() > 0 for _ in range(6)] == [True] * 4 + [False] * 2
+    comes_after[0] = 40e-6
+    assert waits() == 0
+    assert [waits() for _ in range(2)] == [1, 1]

@@ -36,7 +36,11 @@ class Operator:
 
     def finish(self, total: torch.Tensor, num_ranks: int) -> torch.Tensor:
         """Makes the result of what all ranks were combined to, in place."""
-        return total.div_(num_ranks) if self.divides else total
+        if not self.divides:
+            return total
+        if total.is_floating_point() and num_ranks & (num_ranks - 1) == 0:
+            return total.mul_(1 / num_ranks)  # by a power of two it is the same bits, in less time
+        return total.div_(num_ranks)
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

@@ -2,7 +2,8 @@
 
 Strategy. `wait` is called by one thread at a time, without the lock that guards the rest. A thread that has a core to
 itself first looks again and again without sleeping: to put a thread to sleep and wake it takes longer than most answers
-take to come.
+take to come. Where several waits in a row took longer than that, as while a link brings a large message, it sleeps at
+once, until a wait was short again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _NEWS_BEFORE_FILES = 16
 """How many waits may end with news from memory before files are looked at."""
 SPIN_SECONDS = 200e-6
 """How long a thread looks again and again. Waking one that sleeps took 60 us on the machine of benchmarks/tcp."""
+_MOST_SPINS_IN_VAIN = 4
+"""After how many waits in a row that took longer nobody looks again and again."""
 _MEMORY_SPIN_SECONDS = 2e-3
 """The same where peers write to memory, about as long as a stage of a small pipeline computes. Between two looks the
 core is offered to others."""
@@ -42,6 +45,8 @@ class Poller:
         self._memory: Memory | None = None
         self._on_news: Callable[[], None] = _nothing
         self._num_news = 0
+        self._num_in_vain = 0
+        """How many waits in a row were longer than it is looked again and again."""
         self.watch(self._wakeup, self._on_wakeup)
 
     def watch(self, fd: int, handler: Handler) -> None:
@@ -80,15 +85,23 @@ class Poller:
             seconds = min(seconds, left) if seconds >= 0 else left
         if self._memory is not None:
             return self._wait_for_both(self._memory, seconds, spins)
-        if spins:
-            until = time.monotonic() + (min(seconds, SPIN_SECONDS) if seconds >= 0 else SPIN_SECONDS)
-            look = self._epoll.poll
-            while True:
-                if events := look(0):
-                    return events
-                if time.monotonic() >= until:
-                    break
-        return self._epoll.poll(seconds)
+        if not spins:
+            return self._epoll.poll(seconds)
+        begin = time.monotonic()
+        events = self._look_again_and_again(begin, seconds) or self._epoll.poll(seconds)
+        self._num_in_vain = 0 if time.monotonic() - begin < SPIN_SECONDS else self._num_in_vain + 1
+        return events
+
+    def _look_again_and_again(self, begin: float, seconds: float) -> Events:
+        """Looks at files until something has happened or looking takes too long; not where that was in vain before."""
+        if self._num_in_vain >= _MOST_SPINS_IN_VAIN:
+            return []
+        until = begin + (min(seconds, SPIN_SECONDS) if seconds >= 0 else SPIN_SECONDS)
+        look = self._epoll.poll
+        while True:
+            events = look(0)
+            if events or time.monotonic() >= until:
+                return events
 
     def _wait_for_both(self, memory: Memory, seconds: float, spins: bool) -> Events:
         """Waits for files and for news in memory. News are quick to see; every so often files come first."""
