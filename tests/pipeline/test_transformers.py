@@ -110,9 +110,9 @@ def train(group, make, at):
 @pytest.mark.parametrize(
     ("make", "at"),
     [
-        (gpt2, ["h.2"]),
         (llama, None),
-        pytest.param(gpt2, None, marks=pytest.mark.slow),  # each rank traces the model, which takes seconds
+        pytest.param(gpt2, ["h.2"], marks=pytest.mark.slow),  # each rank traces the model, which takes seconds
+        pytest.param(gpt2, None, marks=pytest.mark.slow),
         pytest.param(llama, ["layers.2"], marks=pytest.mark.slow),
     ],
 )
@@ -146,6 +146,7 @@ def train_tied(group, schedule):
     return losses, {name: p.grad for name, p in pipe.named_parameters()}, set(pipe.state_dict())
 
 
+@pytest.mark.slow
 def test_processes_train_it_with_a_tied_head_and_a_mask_for_each_sample(pool):
     results = pool.run(train_tied, 2, "zb-h1")
     model = gpt2("eager", 0.0, is_tied=True)

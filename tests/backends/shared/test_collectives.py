@@ -6,7 +6,7 @@ from tests.backends.forked import run_forked
 from tests.backends.shared import ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_combines(pool, world_size):
     assert pool.run(ranks.check_reducing, world_size, backend="shm") == ["shm"] * world_size
 
@@ -16,7 +16,7 @@ def test_every_dtype(pool, world_size):
     pool.run(ranks.check_dtypes, world_size, backend="shm")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_moves(pool, world_size):
     pool.run(ranks.check_moving, world_size, backend="shm")
 
