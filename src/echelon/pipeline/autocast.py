@@ -40,5 +40,10 @@ def outside_autocast() -> AbstractContextManager[object]:
     return _OFF.again()
 
 
+def is_casting() -> bool:
+    """Says whether autocast is on, so that a backward has to leave it."""
+    return Autocast.now() != _OFF
+
+
 def _dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

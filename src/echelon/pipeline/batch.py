@@ -37,6 +37,7 @@ class Batch:
     grad_outputs: Sequence[Sequence[torch.Tensor | None]] = ()
     """Without a loss_fn, for each microbatch the gradients of the tensors of the output that require one."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """For each microbatch its loss, not scaled yet."""
     outputs: dict[int, Value] = field(default_factory=dict)
     measured: dict[int, dict[str, Number]] = field(default_factory=dict)
     """What `metrics` gave."""

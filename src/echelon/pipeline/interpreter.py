@@ -8,6 +8,7 @@ directly.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,18 +17,20 @@ from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline import lowering
 from echelon.pipeline.action import Action, actions_of
-from echelon.pipeline.autocast import outside_autocast
+from echelon.pipeline.autocast import is_casting, outside_autocast
 from echelon.pipeline.batch import Batch
 from echelon.pipeline.clock import clock_for
 from echelon.pipeline.junctions import Gradient
-from echelon.pipeline.loss import check_finite, check_loss, check_metrics, is_here, no_loss
+from echelon.pipeline.loss import check_loss, check_metrics, is_here, no_loss, refuse_if_not_finite
 from echelon.pipeline.lowering import Instruction, Program, Transfer
 from echelon.pipeline.meter import Meter
 from echelon.pipeline.nested import Value, tensors_of
 from echelon.pipeline.outbox import Outbox
-from echelon.pipeline.randomness import keyed
+from echelon.pipeline.randomness import Seeded, number_of
 from echelon.pipeline.stage import Forward, Made, Stage
 from echelon.pipeline.transfer import Incoming, Ports, detached
+
+_NOTHING = nullcontext()
 
 
 class Loaded(NamedTuple):
@@ -75,6 +78,13 @@ class Interpreter:
         self._meter = meter
         self._trains = not schedule.forward_only
         self._num_stages = schedule.num_stages
+        self._numbers = {
+            index: [number_of(batch.key, index, microbatch) for microbatch in range(len(batch.kwargs))]
+            for index in stages
+        }
+        """Of each stage and microbatch what its random numbers are made from; at once, while the code of it is warm."""
+        self._is_casting = False
+        """Whether a backward has to leave autocast."""
         self._placement = schedule.placement
         self._incoming: dict[Transfer, Incoming] = {}
         self._here: dict[Transfer, Value] = {}
@@ -109,6 +119,7 @@ class Interpreter:
             lowering.Reduce: self._reduce,
             lowering.Flush: self._flush,
         }
+        self._is_casting = is_casting()
         with torch.set_grad_enabled(self._trains), self._outbox:
             for instruction in self._order[self._num_run :]:
                 if until_backward and _is_of_backward(instruction):
@@ -162,11 +173,11 @@ class Interpreter:
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":
-            with outside_autocast():
+            with outside_autocast() if self._is_casting else _NOTHING:
                 stage.backward_weight(microbatch)
         else:
             backward = stage.backward if action.kind == "B" else stage.backward_input
-            with outside_autocast():
+            with outside_autocast() if self._is_casting else _NOTHING:
                 found = backward(microbatch, self._gradients(action))
             if action.stage > 0:
                 # Mostly it is one tensor; alone, it travels without a structure to take apart.
@@ -178,7 +189,8 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         index, _, microbatch = action
         batch, stage, is_last = self._batch, self._stages[index], index == self._num_stages - 1
-        forward = forward_of(stage, self._input(action), microbatch, batch, is_last=is_last)
+        number = self._numbers[index][microbatch]
+        forward = forward_of(stage, self._input(action), microbatch, batch, number, is_last=is_last)
         if not self._trains:
             made = forward.run()
         else:
@@ -203,8 +215,8 @@ class Interpreter:
                 "unfreeze a parameter"
             )
         if is_here(loss):  # those on a device are read at the end of the step, all at once
-            check_finite({microbatch: loss}, "no gradient of it was added")
-        self._batch.losses[microbatch] = loss.detach() * self._batch.scale.factor(microbatch)
+            refuse_if_not_finite(microbatch, loss.item(), "no gradient of it was added")
+        self._batch.losses[microbatch] = loss.detach()
 
     def _input(self, action: Action) -> Value:
         if action.stage == 0:
@@ -230,13 +242,13 @@ class Interpreter:
             self._here[transfer] = value if transfer.backward else detached(value)
 
 
-def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, *, is_last: bool) -> Forward:
-    """Returns what runs a stage for one microbatch, and after the last one the loss."""
+def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number: int, *, is_last: bool) -> Forward:
+    """Returns what runs a stage for one microbatch, and after the last one the loss; `number` is for random numbers."""
     loss_fn = batch.loss_fn if is_last else None
     target = None if loss_fn is None or batch.targets is None else batch.targets[microbatch]
 
     def make(value: Value, kwargs: Mapping[str, Value], target: Value) -> Made:
-        with keyed(batch.key.step, stage.index, microbatch, replica=batch.key.replica, seed=batch.key.seed):
+        with Seeded(number):
             output = stage.call(value, kwargs)
             if loss_fn is None:
                 return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])

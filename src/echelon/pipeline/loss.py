@@ -127,11 +127,24 @@ def check_finite(losses: Mapping[int, torch.Tensor], advice: str) -> None:
     numbers = list(losses.values())
     values = [numbers[0].item()] if len(numbers) == 1 else torch.stack(numbers).tolist() if numbers else []
     for microbatch, value in sorted(zip(losses, values, strict=True)):
-        if not math.isfinite(value):
-            raise NotFinite(
-                f"the loss of microbatch {microbatch} is {value}: look at its samples and at the learning rate; "
-                f"{advice}"
-            )
+        refuse_if_not_finite(microbatch, value, advice)
+
+
+def refuse_if_not_finite(microbatch: int, loss: float, advice: str) -> None:
+    """Looks at the loss of a microbatch.
+
+    Args:
+        microbatch: its number.
+        loss: what was read.
+        advice: what has become of the gradients.
+
+    Raises:
+        NotFinite: it is not.
+    """
+    if not math.isfinite(loss):
+        raise NotFinite(
+            f"the loss of microbatch {microbatch} is {loss}: look at its samples and at the learning rate; {advice}"
+        )
 
 
 def check_metrics(found: object, measured: Mapping[int, Mapping[str, Number]]) -> dict[str, Number]:

@@ -375,7 +375,10 @@ class Pipeline:
             with self._runtime.failures.told():
                 unread = {microbatch: loss for microbatch, loss in batch.losses.items() if not is_here(loss)}
                 check_finite(unread, "gradients of it were added: set them to None before you go on")
-                loss = torch.stack([batch.losses[index] for index in range(self.num_microbatches)]).sum()
+                assert batch.scale is not None
+                loss = torch.stack(
+                    [batch.losses[index] * batch.scale.factor(index) for index in range(self.num_microbatches)]
+                ).sum()
                 if self._data_parallel is not None:
                     self._data_parallel.all_reduce(loss)
         told = tell(self._group, self.schedule, times, batch, loss)

@@ -8,8 +8,7 @@ stage is run again to save memory. Then it has the state it had before: a progra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -23,8 +22,9 @@ class Key(NamedTuple):
     replica: int = 0
 
 
-@contextmanager
-def keyed(step: int = 0, stage: int = 0, microbatch: int = 0, *, replica: int = 0, seed: int = 0) -> Iterator[None]:
+def keyed(
+    step: int = 0, stage: int = 0, microbatch: int = 0, *, replica: int = 0, seed: int = 0
+) -> AbstractContextManager[None]:
     """Gives torch's generators a state that depends on these numbers only, and afterwards the state they had.
 
     A loop in one process that runs stage `stage` of a model inside of `keyed(step, stage, microbatch)` draws what a
@@ -37,21 +37,33 @@ def keyed(step: int = 0, stage: int = 0, microbatch: int = 0, *, replica: int = 
         replica: rank in the data-parallel group.
         seed: that of the Pipeline.
     """
-    number = _number(step, stage, microbatch, replica, seed)
-    generators = _generators()
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(number)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
+    return Seeded(number_of(Key(seed, step, replica), stage, microbatch))
+
+
+class Seeded:
+    """Gives torch's generators the state that a number makes, and afterwards the state they had."""
+
+    # Around every forward, where code is mostly cold: a generator with `contextmanager` takes twice as long.
+    __slots__ = ("_number", "_states")
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._states = [(generator, generator.get_state()) for generator in _generators()]
+        for generator, _ in self._states:
+            generator.manual_seed(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in self._states:
             generator.set_state(state)
 
 
-def _number(*key: int) -> int:
-    digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def number_of(key: Key, stage: int, microbatch: int) -> int:
+    """Returns what the random numbers of a microbatch in a stage are made from."""
+    text = f"{key.step} {stage} {microbatch} {key.replica} {key.seed}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _generators() -> list[torch.Generator]:

@@ -20,6 +20,7 @@ from echelon.pipeline.lowering import Program, Transfer, lower
 from echelon.pipeline.meter import Memory, Meter
 from echelon.pipeline.nested import Value, tensors_of
 from echelon.pipeline.probe import Finding, probe
+from echelon.pipeline.randomness import number_of
 from echelon.pipeline.saved import address
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.stage import Stage
@@ -191,7 +192,8 @@ class Runtime:
                 elif placement[index - 1] != me:
                     value = ports.post(Transfer(index, 0, False), placement[index - 1]).wait()
                 stage, is_last = self._stages[index], index == len(placement) - 1
-                finding = probe(stage, forward_of(stage, value, 0, batch, is_last=is_last))
+                number = number_of(batch.key, index, 0)
+                finding = probe(stage, forward_of(stage, value, 0, batch, number, is_last=is_last))
                 if finding.halves is not None:
                     stage.halves = finding.halves
                 value = finding.output
