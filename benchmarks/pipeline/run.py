@@ -29,6 +29,7 @@ import echelon
 from echelon.pipeline import Costs, Pipeline, Schedule, schedules
 from echelon.pipeline.action import Action, actions_of
 from echelon.pipeline.placement import loop, vee
+from echelon.pipeline.simulate import Timeline
 from echelon.pipeline.stage import Forward, Made, Stage
 
 RANKS, WARMUP = 2, 3
@@ -162,7 +163,8 @@ class Alone:
     def __init__(self, pipe: Pipeline, work: Work, rank: int) -> None:
         schedule = pipe.schedule
         self._stages = {stage.index: stage for stage in pipe.stages}
-        self._order = [action for step in schedule.orders[rank] for action in actions_of(step)]
+        self.order = [action for step in schedule.orders[rank] for action in actions_of(step)]
+        """What is run."""
         self._splits = "I" in str(schedule)
         self._last = schedule.num_stages - 1
         inputs, target = work.batch()
@@ -170,17 +172,21 @@ class Alone:
         self._gradient = torch.randn(work.samples, work.width) / target.numel()
         self.rounds: list[list[list[float]]] = []
         """Of each round, a row for each stage: its number, then the mean seconds of F, I, W and B."""
+        self.latest: list[float] = []
+        """The seconds of each action of the last round."""
 
     def step(self) -> None:
         for stage in self._stages.values():
             for parameter in stage.module.parameters():
                 parameter.grad = None
         seconds: dict[tuple[int, str], list[float]] = {}
-        for action in self._order:
+        self.latest = []
+        for action in self.order:
             act = self._prepared(action)
             began = time.perf_counter()
             act()
-            seconds.setdefault((action.stage, action.kind), []).append(time.perf_counter() - began)
+            self.latest.append(time.perf_counter() - began)
+            seconds.setdefault((action.stage, action.kind), []).append(self.latest[-1])
         means = {key: statistics.fmean(times) for key, times in seconds.items()}
         self.rounds.append([[index, *(means.get((index, kind), 0.0) for kind in "FIWB")] for index in self._stages])
 
@@ -209,15 +215,19 @@ class Link:
         schedule = schedule_of(work, group.rank, "1f1b")
         self._pipe = Pipeline(list(equal_parts(work.model(), RANKS)), group, schedule, loss_fn=loss_of)
         self._step = our_step(self._pipe, work)
+        self._step()
+        self._alone = Alone(self._pipe, work, group.rank)
+        self._rank = group.rank
         self.rounds: list[list[float]] = []
-        """Of each round the seconds of: transfer, gap, around; see `step`."""
+        """Of each round the seconds of: transfer, gap, forward, backward, around; see `step`."""
 
     def step(self) -> None:
         """Makes a step and adds to `rounds`.
 
         transfer: from the end of an action to the start of one on the other rank that waited for it. gap: between two
-        actions of a rank of which the second waits for nothing. around: of a call of `step`, before the first action
-        and after the last. The first two are means.
+        actions of a rank of which the second waits for nothing. forward, backward: what an F and a B of this rank take
+        more than without messages. around: of a call of `step`, before the first action and after the last. All but
+        the last are means.
         """
         began = time.perf_counter()
         self._step()
@@ -232,20 +242,32 @@ class Link:
                     gaps.append(float(starts[index] - ends[index - 1]))
                 elif sent > ends[index - 1]:
                     waits.append(float(starts[index]) - sent)
-        makespan = float(timeline.makespan)
-        self.rounds.append([statistics.fmean(waits), statistics.fmean(gaps), seconds - makespan])
+        self._alone.step()
+        more = self._more(timeline)
+        self.rounds.append([statistics.fmean(waits), statistics.fmean(gaps), *more, seconds - float(timeline.makespan)])
+
+    def _more(self, timeline: Timeline) -> list[float]:
+        """Returns what this rank's F and B took more in a step than alone."""
+        began, ended = timeline.starts[self._rank], timeline.ends[self._rank]
+        more: dict[str, list[float]] = {"F": [], "B": []}
+        for action, start, end, alone in zip(self._alone.order, began, ended, self._alone.latest, strict=True):
+            more[action.kind].append(float(end - start) - alone)
+        return [statistics.fmean(seconds) for seconds in more.values()]
 
 
-def costs_of(rows: Sequence[Sequence[float]], schedule: Schedule, link: Sequence[float] = (0.0, 0.0)) -> Costs:
-    """Makes costs of all ranks' rows. Where the schedule has whole backwards, all of B stands for I."""
-    transfer, gap = link
+def costs_of(rows: Sequence[Sequence[float]], schedule: Schedule, link: Sequence[float] = (0.0,) * 4) -> Costs:
+    """Makes costs of all ranks' rows, and of a link's transfer, gap, forward and backward.
+
+    Where the schedule has whole backwards, all of B stands for I; where it has halves, each takes as much more as a B.
+    """
+    transfer, gap, forward, backward = link
     by_stage = {int(row[0]): row[1:] for row in rows}
     table = [by_stage[stage] for stage in range(schedule.num_stages)]
     splits = "I" in str(schedule)
     return Costs(
-        forward=[row[0] + gap for row in table],
-        backward_input=[(row[1] if splits else row[3]) + gap for row in table],
-        backward_weight=[row[2] + gap if splits else 0.0 for row in table],
+        forward=[row[0] + gap + forward for row in table],
+        backward_input=[(row[1] if splits else row[3]) + gap + backward for row in table],
+        backward_weight=[row[2] + gap + backward if splits else 0.0 for row in table],
         transfer=transfer,
     )
 
@@ -278,9 +300,9 @@ def compare(group: echelon.ProcessGroup, work: Work, rounds: int, name: str, lin
     every_row = group.all_gather(rows.transpose(0, 1).contiguous()).transpose(0, 1).tolist()
     links = group.all_reduce(torch.tensor(link.rounds[-rounds:], dtype=torch.float64), "mean").tolist()
     ideals, plans = [], []
-    for one, (transfer, gap, around) in zip(every_row, links, strict=True):
+    for one, (*between, around) in zip(every_row, links, strict=True):
         ideals.append(float(schedule.simulate(costs_of(one, schedule)).makespan))
-        plans.append(float(schedule.simulate(costs_of(one, schedule, (transfer, gap))).makespan) + around)
+        plans.append(float(schedule.simulate(costs_of(one, schedule, between)).makespan) + around)
     return {
         "name": name,
         "ours": slowest[0],
@@ -301,12 +323,15 @@ def measure_alone(step: Step) -> float:
 
 
 def report(result: dict[str, Any], work: Work) -> None:
-    transfer, gap, around = (f"{seconds * 1e6:.0f} us" for seconds in result["link"])
+    transfer, gap, forward, backward, around = (f"{seconds * 1e6:.0f} us" for seconds in result["link"])
     print(
         f"{work.depth} x (Linear {work.width} + ReLU), {work.microbatches} microbatches of {work.samples}, "
         f"{RANKS} processes x 1 thread; one process alone: {result['alone'] * 1e3:.2f} ms"
     )
-    print(f"1f1b: from rank to rank {transfer}; from action to action {gap}; around a step {around}\n")
+    print(
+        f"1f1b: from rank to rank {transfer}; from action to action {gap}; an F takes {forward} more, a B {backward}; "
+        f"around a step {around}\n"
+    )
     print(
         "| schedule | Echelon (ms) | torch (ms) | ratio | ideal (ms) | ratio | predicted (ms) | ratio "
         "| us per action | torch's | ratio |"

@@ -4,8 +4,9 @@
     python benchmarks/pipeline/where.py --width 8       # a tiny model
 
 In every round a step without messages (see run.py) and one of Echelon's pipeline take turns. The step's timeline is
-then played again in parts: with its actions as long as they were and no messages (what the actions themselves take
-more), the rest of its timeline (messages, and what lies between actions), and what a call of `step` takes around it.
+then played again in parts: with its actions as long as they were without messages, one by one instead of the means
+(what is uneven of itself), as long as they were in the step (what they take more there), the rest of its timeline
+(messages, and what lies between actions), and what a call of `step` takes around it.
 """
 
 from __future__ import annotations
@@ -26,28 +27,31 @@ NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 WARMUP = 3
 
 
-def without_messages(timeline: Timeline, ideal: Timeline) -> float:
-    """Returns how long a step takes whose actions take what they did, where nothing lies between them.
+def played(seconds: Sequence[Sequence[float]], ideal: Timeline) -> float:
+    """Returns how long a step takes whose actions take these seconds, rank by rank, where nothing lies between them.
 
     What an action waits for is taken from the ideal, which has the same order.
     """
     arrivals = {(one.target_rank, one.target): (one.source_rank, one.source) for one in ideal.transfers}
     ends: dict[tuple[int, int], float] = {}
-    counts = [len(starts) for starts in timeline.starts]
-    while len(ends) < sum(counts):
-        for rank, count in enumerate(counts):
-            for index in range(count):
+    while len(ends) < sum(map(len, seconds)):
+        for rank, durations in enumerate(seconds):
+            for index, duration in enumerate(durations):
                 before = [(rank, index - 1)] if index else []
                 before += [arrivals[rank, index]] if (rank, index) in arrivals else []
-                if (rank, index) in ends or any(one not in ends for one in before):
-                    continue
-                seconds = float(timeline.ends[rank][index] - timeline.starts[rank][index])
-                ends[rank, index] = max((ends[one] for one in before), default=0.0) + seconds
+                if (rank, index) not in ends and all(one in ends for one in before):
+                    ends[rank, index] = max((ends[one] for one in before), default=0.0) + duration
     return max(ends.values())
 
 
+def durations(timeline: Timeline) -> list[list[float]]:
+    """Returns the seconds of each rank's actions."""
+    both = zip(timeline.starts, timeline.ends, strict=True)
+    return [[float(end - start) for start, end in zip(starts, ends, strict=True)] for starts, ends in both]
+
+
 def measure(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequence[str]) -> list[list[float]]:
-    """Returns of each schedule the medians of ideal, actions, messages and around, in seconds, and its actions."""
+    """Returns of each schedule the medians of ideal, uneven, more, messages and around, in seconds, and its actions."""
     torch.set_num_threads(1)
     found = []
     for name in names:
@@ -60,14 +64,16 @@ def measure(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequenc
             group.barrier()
             alone.step()
             rows = torch.tensor(alone.rounds[-1:], dtype=torch.float64).transpose(0, 1).contiguous()
-            ideal = schedule.simulate(costs_of(group.all_gather(rows).transpose(0, 1).tolist()[0], schedule))
+            ideal = schedule.simulate(costs_of(group.all_gather(rows).transpose(0, 1)[0].tolist(), schedule))
+            each = group.all_gather(torch.tensor(alone.latest, dtype=torch.float64))
+            each = each.split([len(order) for order in schedule.orders])
             group.barrier()
             began = time.perf_counter()
             step()
             seconds = group.all_reduce(torch.tensor(time.perf_counter() - began, dtype=torch.float64), "max").item()
-            makespan, own = float(pipe.timeline.makespan), without_messages(pipe.timeline, ideal)
-            least = float(ideal.makespan)
-            parts.append([least, own - least, makespan - own, seconds - makespan])
+            makespan, own = float(pipe.timeline.makespan), played(durations(pipe.timeline), ideal)
+            least, uneven = float(ideal.makespan), played([one.tolist() for one in each], ideal)
+            parts.append([least, uneven - least, own - uneven, makespan - own, seconds - makespan])
         medians = [statistics.median(part) for part in zip(*parts[WARMUP:], strict=True)]
         found.append([*medians, max(map(len, schedule.orders))])
     return found
@@ -80,10 +86,10 @@ def main() -> None:
     options = parser.parse_args()
     work = Work(options.width, 16, 16, 8)
     rows = echelon.spawn(measure, RANKS, (work, options.rounds, NAMES), "auto")[0]
-    print("| schedule | actions | ideal (ms) | the actions take more (ms) | messages and between (ms) | around (ms) |")
-    print("|---|---|---|---|---|---|")
-    for name, (ideal, own, messages, around, actions) in zip(NAMES, rows, strict=True):
-        cells = [f"{seconds * 1e3:.2f}" for seconds in (ideal, own, messages, around)]
+    print("| schedule | actions | ideal (ms) | uneven (ms) | more (ms) | messages and between (ms) | around (ms) |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (*parts, actions) in zip(NAMES, rows, strict=True):
+        cells = [f"{seconds * 1e3:.2f}" for seconds in parts]
         print(f"| {name} | {actions:.0f} | {' | '.join(cells)} |")
 
 
