@@ -225,9 +225,9 @@ class Link:
         """Makes a step and adds to `rounds`.
 
         transfer: from the end of an action to the start of one on the other rank that waited for it. gap: between two
-        actions of a rank of which the second waits for nothing. forward, backward: what an F and a B of this rank take
-        more than without messages. around: of a call of `step`, before the first action and after the last. All but
-        the last are means.
+        actions of a rank of which the second waits for nothing. Both are means. forward, backward: what an F and a B of
+        this rank take more than without messages; medians. around: of a call of `step`, before the first action and
+        after the last.
         """
         began = time.perf_counter()
         self._step()
@@ -252,7 +252,7 @@ class Link:
         more: dict[str, list[float]] = {"F": [], "B": []}
         for action, start, end, alone in zip(self._alone.order, began, ended, self._alone.latest, strict=True):
             more[action.kind].append(float(end - start) - alone)
-        return [statistics.fmean(seconds) for seconds in more.values()]
+        return [statistics.median(seconds) for seconds in more.values()]
 
 
 def costs_of(rows: Sequence[Sequence[float]], schedule: Schedule, link: Sequence[float] = (0.0,) * 4) -> Costs:
@@ -300,9 +300,10 @@ def compare(group: echelon.ProcessGroup, work: Work, rounds: int, name: str, lin
     every_row = group.all_gather(rows.transpose(0, 1).contiguous()).transpose(0, 1).tolist()
     links = group.all_reduce(torch.tensor(link.rounds[-rounds:], dtype=torch.float64), "mean").tolist()
     ideals, plans = [], []
-    for one, (*between, around) in zip(every_row, links, strict=True):
+    more = [max(0.0, statistics.median(kind)) for kind in list(zip(*links, strict=True))[2:4]]  # less is chance
+    for one, (transfer, gap, _, _, around) in zip(every_row, links, strict=True):
         ideals.append(float(schedule.simulate(costs_of(one, schedule)).makespan))
-        plans.append(float(schedule.simulate(costs_of(one, schedule, between)).makespan) + around)
+        plans.append(float(schedule.simulate(costs_of(one, schedule, (transfer, gap, *more))).makespan) + around)
     return {
         "name": name,
         "ours": slowest[0],

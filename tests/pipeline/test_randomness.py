@@ -6,6 +6,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline, keyed
+from echelon.pipeline.randomness import Key, number_of
 from tests.pipeline.test_pipeline import make_batch, make_model
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -113,3 +114,18 @@ def test_a_key_gives_the_same_numbers_and_leaves_no_trace():
     with pytest.raises(ZeroDivisionError), keyed(3):
         torch.rand(1) / (1 // 0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_draws_the_same_with_a_later_version():
+    assert number_of(Key(seed=7, step=3, replica=4), stage=2, microbatch=1) == 517623057905095241
+
+
+def test_keys_can_be_nested():
+    with keyed(1):
+        torch.rand(2)
+        expected = torch.rand(2)
+    with keyed(1):
+        torch.rand(2)
+        with keyed(2):
+            torch.rand(5)
+        assert torch.equal(torch.rand(2), expected)
