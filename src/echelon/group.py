@@ -183,6 +183,13 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     ) -> T | Work[T]:
         return self._caller.call(operation, async_op, self.timeout if timeout is None else timeout, out)
 
+    def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
+        seconds = self.timeout if timeout is None else timeout
+        return not self._closed and self._caller.all_reduce_known(tensor, op, seconds)
+
+    def _know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
+        self._caller.know_all_reduce(tensor, op, note)
+
     def _check_open(self) -> None:
         if self._closed:
             raise Closed(

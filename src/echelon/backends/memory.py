@@ -103,6 +103,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor is what most are: on the CPU, dense and plain, and without a gradient to come."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the values of a dense tensor, outside of autograd, in its own memory if it is plain, else copied."""
     if tensor.requires_grad:

@@ -12,13 +12,15 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from echelon.backends.base import Backend
+from echelon.backends.memory import is_ordinary
 from echelon.backends.native import Call
+from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
 from echelon.collectives.operations import Operation, write_out
 from echelon.collectives.run import Channel
@@ -28,6 +30,16 @@ from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch,
 from echelon.flights import Flight
 
 T = TypeVar("T")
+
+_MAX_KNOWN = 256
+
+
+class Known(NamedTuple):
+    """An all-reduce that was checked and done before."""
+
+    note: str
+    operator: Operator
+    num_bytes: int
 
 
 class Caller:
@@ -55,6 +67,44 @@ class Caller:
         self._signature = zlib.crc32(repr(list(ranks)).encode())
         self._marks: tuple[str, ...] = ()
         self._unseen: dict[int, Exception] = {}
+        self._known: dict[tuple[str, torch.Size, torch.dtype], Known] = {}
+
+    def all_reduce_known(self, tensor: Tensor, op: str, timeout: float) -> bool:
+        """Does what `call` does with an all-reduce like one before; returns False, having done nothing, if none was.
+
+        Small ones are called over and over. What was checked then need not be checked again, and what is done need not
+        be made as a value.
+
+        Args:
+            tensor: combined in place, if it is one.
+            op: the reduction.
+            timeout: as in `call`.
+
+        Raises:
+            CollectiveMismatch, PeerFailed, Timeout, Closed: as in `call`.
+        """
+        native = self._native
+        if native is None or not isinstance(tensor, Tensor):
+            return False
+        known = self._known.get((op, tensor.shape, tensor.dtype))
+        if known is None or not is_ordinary(tensor):
+            return False
+        flight = self._begin(known.note, known.num_bytes)
+        watch = Watch(self._backend, self._ranks, flight, flight.started)
+        call = Call(flight.sequence, known.note, flight.signature, flight.started + timeout, watch)
+        try:
+            native.all_reduce(call, tensor, known.operator)
+        except (Exception, KeyboardInterrupt) as error:
+            self._fail(error, watch, flight)
+        flight.end()
+        return True
+
+    def know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
+        """Has the next all-reduces like this one, which was checked and needed no copy on the host, begin sooner."""
+        if self._native is not None and is_ordinary(tensor):
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[op, tensor.shape, tensor.dtype] = Known(note, operator(op, tensor.dtype), tensor.nbytes)
 
     def call(self, operation: Operation[T], async_op: bool, timeout: float, out: Tensor | None = None) -> T | Work[T]:
         """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks.
@@ -119,13 +169,17 @@ class Caller:
                 with torch.no_grad():
                     result = operation.act(self._channel(call, watch))
         except (Exception, KeyboardInterrupt) as error:
-            told = self._give_up(error, watch, f"rank {backend.rank} in {flight}")
-            flight.end(told)
-            if told is error:
-                raise
-            raise told from error
+            self._fail(error, watch, flight)
         flight.end()
         return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
+
+    def _fail(self, error: BaseException, watch: Watch, flight: Flight) -> NoReturn:
+        """Ends an operation on all ranks, and raises why."""
+        told = self._give_up(error, watch, f"rank {self._backend.rank} in {flight}")
+        flight.end(told)
+        if told is error:
+            raise error
+        raise told from error
 
     def _channel(self, call: Call, watch: Watch) -> Channel:
         return Channel(

@@ -33,9 +33,14 @@ class Collectives(Member):
             async_op: return a Work at once; `tensor` belongs to it until it is done.
             timeout: seconds for the whole operation.
         """
+        if not async_op and self._reduced_as_before(tensor, op, timeout):
+            return tensor
         away = self._check(tensor, "all_reduce", in_place=True)
         operation = operations.all_reduce(here(tensor, away), op)
-        return self._call(in_place(operation, tensor, away), async_op, timeout)
+        result = self._call(in_place(operation, tensor, away), async_op, timeout)
+        if away is None:
+            self._know_all_reduce(tensor, op, operation.note)
+        return result
 
     @overload
     def reduce(self, tensor: Tensor, dst: int, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...

@@ -60,6 +60,14 @@ class Member(ABC):
         """
 
     @abstractmethod
+    def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
+        """Does an all-reduce like one before, as `_call` would; returns False, having done nothing, if none was."""
+
+    @abstractmethod
+    def _know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
+        """Remembers an all-reduce that was checked and needed no copy on the host."""
+
+    @abstractmethod
     def _check_open(self) -> None:
         """Raises Closed after the group was closed."""
 

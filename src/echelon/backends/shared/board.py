@@ -98,8 +98,9 @@ class Board:
             self._texts[number] = text
         self._mark = mark = (call.sequence & _LOW_BITS) << 32 | call.signature
         self._words[room.mark] = mark
-        for index, word in enumerate(words, room.mark + 1):
-            self._words[index] = word
+        if words:
+            for index, word in enumerate(words, room.mark + 1):
+                self._words[index] = word
         self._announced = self._ticks
 
     def withdraw(self, call: Call) -> None:

@@ -305,6 +305,9 @@ def _combine(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Oper
     """Writes into `target` what the parts are combined to in their order; it may be one of them."""
     dtype = target.dtype
     wide = accumulation_dtype(dtype)
+    if wide is dtype and len(parts) == 2 and not operator.divides:  # quickly what is called the most
+        operator.function(parts[0], parts[1], out=target)
+        return
     first, second, *others = parts
     if wide is dtype and not (others and any(part is target for part in others)):
         function = operator.function
