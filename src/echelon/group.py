@@ -83,6 +83,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._caller = Caller(backend, self.ranks, context, name, self._selector)
         self._num_subgroups = 0
         self._owns_backend = ranks is None
+        self._known_sends = {}
+        self._known_receives = {}
         self._closed = False
 
     def __repr__(self) -> str:

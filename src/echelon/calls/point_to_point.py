@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from echelon.backends.memory import describe, plain
+from echelon.backends.memory import describe, is_ordinary, plain
 from echelon.backends.tag import Tag
 from echelon.backends.work import Received, Work, end_with
 from echelon.calls.member import Member, Seconds
@@ -18,6 +17,9 @@ from echelon.errors import EchelonError, InvalidWorldSize, Timeout
 from echelon.flights import Flight
 
 T = TypeVar("T")
+K = TypeVar("K")
+
+_MAX_KNOWN = 256
 
 
 class SendTo(NamedTuple):
@@ -36,38 +38,39 @@ class RecvFrom(NamedTuple):
     out: Tensor | None = None
 
 
-class _Sending(NamedTuple):
-    """A message that is to be sent, checked and written down."""
-
-    tensor: Tensor
-    peer: int
-    tag: Tag
-    flight: Flight
-
-
-class _Receiving(NamedTuple):
-    """A message that is to be received, checked and written down."""
+class _Known(NamedTuple):
+    """What a call like one before begins with, which was checked then."""
 
     peer: int
     tag: Tag
-    out: Tensor | None
-    flight: Flight
+    words: str
+    """For its record."""
+    num_bytes: int = 0
+
+
+Sends: TypeAlias = dict[tuple[int, int, torch.Size, torch.dtype], _Known]
+Receives: TypeAlias = dict[tuple[int, int, torch.dtype | None], _Known]
 
 
 class PointToPoint(Member):
     """What one rank says to another; the two need call nothing else in the same order."""
+
+    _known_sends: Sends
+    """By peer, tag, shape and dtype."""
+    _known_receives: Receives
+    """By peer, tag and the dtype of `out`."""
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, timeout: Seconds = None) -> None:
         """Sends a tensor to rank `dst`; returns when `tensor` may be changed again, not when it was received.
 
         A tensor on a GPU, which an engine carries, may be changed once its receive has come.
         """
-        sending = self._sending(tensor, dst, tag)
-        if self.backend.send_at_once(sending.tensor, sending.peer, sending.tag):
-            sending.flight.end()
+        values, peer, own_tag, flight = self._sending(tensor, dst, tag)
+        if self.backend.send_at_once(values, peer, own_tag):
+            flight.end()
             return
         with self.backend.attend():
-            self._wait(self._send(sending), [dst], timeout)
+            self._wait(self._send(values, peer, own_tag, flight), [dst], timeout)
 
     def recv(self, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None) -> Tensor:
         """Returns the next tensor that rank `src` sends with this tag; its shape and dtype travel along.
@@ -81,13 +84,13 @@ class PointToPoint(Member):
         Raises:
             SizeMismatch: the tensor does not fit `out`; it is dropped, and the group stays usable.
         """
-        receiving = self._receiving(src, tag, out)
-        message = self.backend.recv_at_once(receiving.peer, receiving.tag, out=out)
+        peer, own_tag, flight = self._receiving(src, tag, out)
+        message = self.backend.recv_at_once(peer, own_tag, out=out)
         if message is not None:
-            end_with(receiving.flight, message.tensor)
+            end_with(flight, message.tensor)
             return message.tensor
         with self.backend.attend():
-            return self._receive(self._recv(receiving), [src], timeout)
+            return self._receive(self._recv(peer, own_tag, out, flight), [src], timeout)
 
     def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
         """Returns the next tensor that any rank of the group sends with this tag, and which rank it was.
@@ -132,11 +135,12 @@ class PointToPoint(Member):
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
-        return self._send(self._sending(tensor, dst, tag))
+        return self._send(*self._sending(tensor, dst, tag))
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""
-        return self._recv(self._receiving(src, tag, out))
+        peer, own_tag, flight = self._receiving(src, tag, out)
+        return self._recv(peer, own_tag, out, flight)
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
         """Starts to receive a tensor from any rank; the Work's result is what `recv_any` returns."""
@@ -176,14 +180,28 @@ class PointToPoint(Member):
                     works[number] = self.isend(*message)
         return [works[number] for number in range(len(messages))]
 
-    def _sending(self, tensor: Tensor, dst: int, tag: int) -> _Sending:
-        self._check_message(tensor)
-        peer, own_tag = self._peer(dst, "dst"), self._tag(tag)
-        what = _words_to(peer, tag, tensor.shape, tensor.dtype)
-        return _Sending(plain(tensor), peer, own_tag, self._recorded(what, tensor.nbytes))
+    def _sending(self, tensor: Tensor, dst: int, tag: int) -> tuple[Tensor, int, Tag, Flight]:
+        """Returns a message's values, where it goes, and its record, when it was checked; a tuple costs the least."""
+        self._check_open()
+        if isinstance(tensor, Tensor) and isinstance(dst, int) and is_ordinary(tensor):
+            kind = dst, tag, tensor.shape, tensor.dtype
+            known = self._known_sends.get(kind)
+            if known is None:
+                known = self._known_send(tensor, dst, tag)
+                _remember(self._known_sends, kind, known)
+            values = tensor
+        else:
+            known, values = self._known_send(tensor, dst, tag), plain(tensor)
+        peer, own_tag, words, num_bytes = known
+        return values, peer, own_tag, self._recorded(words, num_bytes)
 
-    def _send(self, sending: _Sending) -> Work[None]:
-        tensor, peer, tag, flight = sending
+    def _known_send(self, tensor: Tensor, dst: int, tag: int) -> _Known:
+        self._check_message(tensor)
+        peer = self._peer(dst, "dst")
+        words = f"send to rank {peer}, tag {tag} of {describe(tensor.shape, tensor.dtype)}"
+        return _Known(peer, self._tag(tag), words, tensor.nbytes)
+
+    def _send(self, tensor: Tensor, peer: int, tag: Tag, flight: Flight) -> Work[None]:
         try:
             work = self.backend.isend(tensor, peer, tag)
         except EchelonError as error:
@@ -192,13 +210,25 @@ class PointToPoint(Member):
         work.record(flight)
         return work
 
-    def _receiving(self, src: int, tag: int, out: Tensor | None) -> _Receiving:
-        self._check_out(out)
-        peer, own_tag = self._peer(src, "src"), self._tag(tag)
-        return _Receiving(peer, own_tag, out, self._recorded(_words_from(peer, tag)))
+    def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[int, Tag, Flight]:
+        self._check_open()
+        if isinstance(src, int) and (out is None or (isinstance(out, Tensor) and is_ordinary(out))):
+            kind = src, tag, None if out is None else out.dtype
+            known = self._known_receives.get(kind)
+            if known is None:
+                known = self._known_receive(src, tag, out)
+                _remember(self._known_receives, kind, known)
+        else:
+            known = self._known_receive(src, tag, out)
+        peer, own_tag, words, _ = known
+        return peer, own_tag, self._recorded(words)
 
-    def _recv(self, receiving: _Receiving) -> Work[Tensor]:
-        peer, tag, out, flight = receiving
+    def _known_receive(self, src: int, tag: int, out: Tensor | None) -> _Known:
+        self._check_out(out)
+        peer = self._peer(src, "src")
+        return _Known(peer, self._tag(tag), f"receive from rank {peer}, tag {tag}")
+
+    def _recv(self, peer: int, tag: Tag, out: Tensor | None, flight: Flight) -> Work[Tensor]:
         try:
             work = self.backend.irecv(peer, tag, out=out)
         except EchelonError as error:
@@ -223,11 +253,7 @@ class PointToPoint(Member):
             raise
 
 
-@functools.lru_cache(256)
-def _words_to(peer: int, tag: int, shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"send to rank {peer}, tag {tag} of {describe(shape, dtype)}"
-
-
-@functools.lru_cache(256)
-def _words_from(peer: int, tag: int) -> str:
-    return f"receive from rank {peer}, tag {tag}"
+def _remember(known: dict[K, _Known], kind: K, call: _Known) -> None:
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[kind] = call

@@ -1,10 +1,11 @@
-"""An all-reduce like one before leaves out what was checked then, and is the same call otherwise."""
+"""An all-reduce or a message like one before leaves out what was checked then, and is the same call otherwise."""
 
 import pytest
 import torch
 
 import echelon
 from echelon.calls import collectives
+from echelon.calls.point_to_point import PointToPoint
 from tests.backends.forked import run_forked
 
 
@@ -109,3 +110,76 @@ def test_its_time_is_up_in_the_same_way():
     text = run_forked(come_late, 2, backend="shm")[0]
     assert "all_reduce(sum) of float32[4], #2" in text
     assert "waited 0.2 s for rank 1" in text
+
+
+def swap_twice(group):
+    """Returns what the records of a first message and of one like it say, but for the line and the time."""
+    peer = 1 - group.rank
+    ways = PointToPoint._known_send, PointToPoint._known_receive
+    for known in (ways, (refuse, refuse)):
+        PointToPoint._known_send, PointToPoint._known_receive = known
+        group.send(torch.full((5,), float(group.rank)), peer, 3)
+        assert group.recv(peer, 3).tolist() == [peer] * 5
+        group.send(torch.ones(5), peer, 3)
+        assert group.recv(peer, 3, out=torch.empty(5)).tolist() == [1.0] * 5
+        if known is ways:
+            PointToPoint._known_send = refuse  # of that tag, shape and dtype there was one before
+            group.isend(torch.ones(5), peer, 3).wait()
+            PointToPoint._known_send = ways[0]
+            assert group.irecv(peer, 3).wait().tolist() == [1.0] * 5
+    PointToPoint._known_send, PointToPoint._known_receive = ways
+    records = group.backend.flight_recorder.records()
+    assert {record.place.rpartition(":")[0] for record in records} == {__file__}
+    return [(record.operation, record.num_bytes, record.state, record.error) for record in records]
+
+
+def test_the_records_of_messages_are_the_same():
+    for rank, records in run_forked(swap_twice, 2, backend="shm").items():
+        send = [f"send to rank {1 - rank}, tag 3 of float32[5]", 20, "done", ""]
+        recv = [f"receive from rank {1 - rank}, tag 3 of float32[5]", 20, "done", ""]
+        assert records == [send, recv] * 5
+
+
+def swap_what_only_looks_alike(group):
+    """Messages of a known kind that need more than their memory copied, and calls that are wrong."""
+    peer = 1 - group.rank
+
+    def swap(tensor, out=None):
+        group.send(tensor, peer)
+        return group.recv(peer, out=out)
+
+    for length in (1, 5):
+        swap(torch.ones(length))
+        swap(torch.ones(length), torch.empty(length))
+    assert swap(torch.arange(10.0)[::2]).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert swap(torch.nn.Parameter(torch.ones(5))).tolist() == [1.0] * 5
+    assert swap(torch.tensor([1j]).conj().imag).tolist() == [-1.0]
+    kept = torch.nn.Parameter(torch.zeros(5))
+    assert swap(torch.ones(5), kept) is kept
+    assert kept.tolist() == [1.0] * 5
+    ones = torch.ones(5)
+    for wrong, what in ((None, "NoneType"), (ones.to_sparse(), "sparse")):
+        with pytest.raises(echelon.UnsupportedOp, match=what):
+            group.send(wrong, peer)
+    with pytest.raises(echelon.UnsupportedOp, match="contiguous"):
+        group.recv(peer, out=torch.ones(10)[::2])
+    for rank, error in ((group.rank, echelon.SelfSend), (2, echelon.InvalidRank), (float(peer), echelon.InvalidRank)):
+        with pytest.raises(error):
+            group.send(ones, rank)
+        with pytest.raises(error):
+            group.recv(rank)
+    with pytest.raises(echelon.SizeMismatch, match="a tag from 0"):
+        group.send(ones, peer, -1)
+    other = group.subgroup([0, 1])
+    other.send(ones, peer)
+    other.recv(peer)
+    other.close()
+    with pytest.raises(echelon.Closed):
+        other.send(ones, peer)
+    with pytest.raises(echelon.Closed):
+        other.recv(peer)
+    return True
+
+
+def test_messages_that_only_look_alike_are_checked():
+    assert list(run_forked(swap_what_only_looks_alike, 2, backend="shm").values()) == [True, True]
