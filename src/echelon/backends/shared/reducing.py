@@ -101,7 +101,7 @@ def _reduce_small(shared: Shared, call: Call, tensor: torch.Tensor, operator: Op
 def _reduce_shown_to(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
     """Rank `dst` combines what the others have written with its own."""
     is_reader = shared.rank == dst
-    reads_own = is_reader and dst < 2  # what comes later is read when the tensor has been written
+    reads_own = is_reader and dst < 2  # one that comes later would be combined elsewhere, and copied
     places = _show(shared, call, tensor, writes=not reads_own)
     if is_reader:
         _combine(
