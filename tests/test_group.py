@@ -1,6 +1,7 @@
 """The group's operations, on simulated ranks and on real processes."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -344,6 +345,8 @@ def test_a_size_mismatch_leaves_the_group_usable(run):
 
 def bad_calls(group):
     messages = []
+    with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
+        uneven = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for call in (
         lambda: group.broadcast(torch.ones(1), src=2),
         lambda: group.send(torch.ones(1), -1),
@@ -353,6 +356,10 @@ def bad_calls(group):
         lambda: group.all_reduce(torch.ones(1, device="meta")),
         lambda: group.subgroup([0, 0]),
         lambda: group.send(torch.ones(1), 1 - group.rank, tag=-1),
+        lambda: group.send(torch.ones(1), 1 - group.rank, tag=[1]),
+        lambda: group.all_reduce(torch.ones(1), ["sum"]),
+        lambda: group.all_reduce(uneven),
+        lambda: group.send(uneven, 1 - group.rank),
     ):
         with pytest.raises(echelon.EchelonError) as caught:
             call()
@@ -366,6 +373,10 @@ def test_bad_arguments_get_one_line_and_do_no_harm(run):
         assert "src=2 is not a rank of this group of 2" in messages[0]
         assert "use one of sum, mean, product" in messages[3]
         assert "cannot send to itself" in messages[2]
+        assert "got [1]: choose another" in messages[8]
+        assert "op=['sum']: use one of sum" in messages[9]
+        assert "all_reduce takes a dense tensor, not a nested one" in messages[10]
+        assert "send takes a dense tensor, not a nested one" in messages[11]
         assert not any("\n" in message for message in messages)
 
 

@@ -108,6 +108,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.is_contiguous()
         and not tensor.requires_grad
         and not tensor.is_neg()
@@ -130,6 +131,8 @@ def check_dense(tensor: torch.Tensor, devices: frozenset[str], what: str) -> boo
     """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise UnsupportedOp(f"{what} takes a dense tensor, not a nested one: unbind it, and pass its parts")
     if tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CODES and "cpu" in devices:
         return True  # as nearly always; to ask for the name of a device alone takes as long as this
     if tensor.layout != torch.strided:

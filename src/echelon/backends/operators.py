@@ -79,6 +79,17 @@ _OPERATORS = {
 }
 
 
+def check_op(name: object) -> str:
+    """Returns the name of a reduction.
+
+    Raises:
+        UnsupportedOp: there is none of that name.
+    """
+    if not isinstance(name, str) or name not in _OPERATORS:
+        raise UnsupportedOp(f"op={name!r}: use one of {', '.join(_OPERATORS)}")
+    return name
+
+
 @functools.lru_cache(256)
 def operator(name: str, dtype: torch.dtype) -> Operator:
     """Returns the reduction of that name, for tensors of `accumulation_dtype(dtype)`.
@@ -86,9 +97,7 @@ def operator(name: str, dtype: torch.dtype) -> Operator:
     Raises:
         UnsupportedOp: there is none of that name, or not for this dtype.
     """
-    found = _OPERATORS.get(name)
-    if found is None:
-        raise UnsupportedOp(f"op={name!r}: use one of {', '.join(_OPERATORS)}")
+    found = _OPERATORS[check_op(name)]
     if not found.accepts(dtype):
         raise UnsupportedOp(f"op={name!r} has no meaning for {dtype}: convert the tensor, or use another op")
     if dtype not in _SIGNED:

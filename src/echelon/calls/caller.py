@@ -84,10 +84,10 @@ class Caller:
             CollectiveMismatch, PeerFailed, Timeout, Closed: as in `call`.
         """
         native = self._native
-        if native is None or not isinstance(tensor, Tensor):
+        if native is None or not isinstance(tensor, Tensor) or not isinstance(op, str) or not is_ordinary(tensor):
             return False
         known = self._known.get((op, tensor.shape, tensor.dtype))
-        if known is None or not is_ordinary(tensor):
+        if known is None:
             return False
         flight = self._begin(known.note, known.num_bytes)
         watch = Watch(self._backend, self._ranks, flight, flight.started)

@@ -110,6 +110,6 @@ class Member(ABC):
         return self.ranks[rank]
 
     def _tag(self, tag: int) -> Tag:
-        if not 0 <= tag <= _MAX_TAG:
-            raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", tag, advice="choose another")
+        if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+            raise SizeMismatch(f"a tag from 0 to {_MAX_TAG}", repr(tag), advice="choose another")
         return Tag(self.context, 0, tag)

@@ -183,7 +183,7 @@ class PointToPoint(Member):
     def _sending(self, tensor: Tensor, dst: int, tag: int) -> tuple[Tensor, int, Tag, Flight]:
         """Returns a message's values, where it goes, and its record, when it was checked; a tuple costs the least."""
         self._check_open()
-        if isinstance(tensor, Tensor) and isinstance(dst, int) and is_ordinary(tensor):
+        if isinstance(tensor, Tensor) and isinstance(dst, int) and isinstance(tag, int) and is_ordinary(tensor):
             kind = dst, tag, tensor.shape, tensor.dtype
             known = self._known_sends.get(kind)
             if known is None:
@@ -212,7 +212,8 @@ class PointToPoint(Member):
 
     def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[int, Tag, Flight]:
         self._check_open()
-        if isinstance(src, int) and (out is None or (isinstance(out, Tensor) and is_ordinary(out))):
+        is_out_ordinary = out is None or (isinstance(out, Tensor) and is_ordinary(out))
+        if isinstance(src, int) and isinstance(tag, int) and is_out_ordinary:
             kind = src, tag, None if out is None else out.dtype
             known = self._known_receives.get(kind)
             if known is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from echelon.backends.memory import describe, plain
-from echelon.backends.operators import operator
+from echelon.backends.operators import check_op, operator
 from echelon.collectives import rows
 from echelon.collectives.operations import Operation, all_reduce, barrier, derived, reduce, reduce_scatter
 
@@ -113,7 +113,7 @@ def _for_each_dtype(
     for number, tensor in enumerate(tensors):
         numbers.setdefault(tensor.dtype, []).append(number)
     for dtype in numbers:
-        operator(op, dtype)
+        operator(check_op(op), dtype)
     if not numbers:
         return [barrier()._replace(note=note)]
     operations = []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from echelon.backends.memory import describe, is_plain, new_tensor, plain
 from echelon.backends.native import Call, NativeCollectives, Place
-from echelon.backends.operators import Combine, Operator, accumulation_dtype, operator
+from echelon.backends.operators import Combine, Operator, accumulation_dtype, check_op, operator
 from echelon.collectives import select
 from echelon.collectives.algorithms import OPERATIONS
 from echelon.collectives.chunks import Borrowed, Chunks, Parts, Rows, even_sizes
@@ -225,9 +225,14 @@ class _Reduction(NamedTuple):
     operator: Operator
 
 
-@lru_cache(1024)
 def _reduction(name: str, op: str, shape: torch.Size, dtype: torch.dtype) -> _Reduction:
-    """Returns what ranks compare, and the operator; the same calls are made over and over."""
+    """Returns what ranks compare, and the operator."""
+    return _known_reduction(name, check_op(op), shape, dtype)
+
+
+@lru_cache(1024)
+def _known_reduction(name: str, op: str, shape: torch.Size, dtype: torch.dtype) -> _Reduction:
+    """Does it; the same calls are made over and over."""
     return _Reduction(f"{name} of {describe(shape, dtype)}", operator(op, dtype))
 
 

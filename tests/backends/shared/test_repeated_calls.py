@@ -168,8 +168,11 @@ def swap_what_only_looks_alike(group):
             group.send(ones, rank)
         with pytest.raises(error):
             group.recv(rank)
-    with pytest.raises(echelon.SizeMismatch, match="a tag from 0"):
-        group.send(ones, peer, -1)
+    for tag in (-1, 1.5, "1", [1], None):
+        with pytest.raises(echelon.SizeMismatch, match="a tag from 0 to 4294967295, got"):
+            group.send(ones, peer, tag)
+        with pytest.raises(echelon.SizeMismatch, match="a tag from 0 to 4294967295, got"):
+            group.recv(peer, tag)
     other = group.subgroup([0, 1])
     other.send(ones, peer)
     other.recv(peer)
