@@ -40,12 +40,13 @@ def rank(options: argparse.Namespace) -> None:
     if group.rank == 0:
         local, ours, theirs = (statistics.median(row[0][variant] for row in measured.rounds) for variant in range(3))
         added = statistics.median(row[0][1] - row[0][0] for row in measured.rounds)
-        alone = statistics.median(measured.reductions)
+        alone, alone_busy = statistics.median(measured.reductions), statistics.median(measured.reductions_busy)
         cells = [f"{seconds * 1e3:.0f}" for seconds in (local, ours, theirs, alone)]
         hidden = "-" if options.is_local else f"{1 - added / alone:.0%}"
-        busy = [f"{statistics.median(row[1][variant] for row in measured.rounds) * 1e3:.0f}" for variant in range(3)]
+        busy = [statistics.median(row[1][variant] for row in measured.rounds) for variant in range(3)]
+        shown = " / ".join(f"{seconds * 1e3:.0f}" for seconds in busy)
         moved = "-" if options.is_local else f"{sent / 2**20:.1f} MiB"
-        print(f"| {' | '.join(cells)} | {hidden} | {ours / theirs:.2f} | {' / '.join(busy)} | {moved} |")
+        print(f"| {' | '.join(cells)} | {hidden} | {ours / theirs:.2f} | {shown} | {alone_busy * 1e3:.0f} | {moved} |")
 
 
 def num_reductions(options: argparse.Namespace) -> int:
@@ -67,8 +68,9 @@ def report(options: argparse.Namespace) -> None:
         f"of {options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms; variants {', '.join(VARIANTS)}\n"
     )
     columns = "local step | Echelon | torch on Gloo | the reduction alone | hidden | Echelon / torch"
-    print(f"| link | {columns} | the ranks compute: {' / '.join(VARIANTS)} | each sends for a reduction |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    computes = f"the ranks compute: {' / '.join(VARIANTS)} | for the reduction alone"
+    print(f"| link | {columns} | {computes} | each sends for a reduction |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     given = ["--model", options.model, "--bucket-mb", str(options.bucket_mb), "--rounds", str(options.rounds)]
     busy = 0.0
     with tempfile.TemporaryDirectory() as folder:

@@ -95,6 +95,8 @@ class Measured(NamedTuple):
     """By round: seconds of each variant's step, of the slowest rank; then of the processors of all."""
     reductions: list[float]
     """Seconds to reduce all gradients by Echelon, with nothing beside it."""
+    reductions_busy: list[float]
+    """And of the processors of all."""
 
 
 def training_step(model: nn.Module, batch: torch.Tensor, set_to_none: bool) -> Step:
@@ -135,15 +137,17 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str
             seconds[name] = time.perf_counter() - start, time.process_time() - start_busy
         elapsed, busy = torch.tensor([seconds[name] for name in VARIANTS], dtype=torch.float64).t().contiguous()
         rounds.append([group.all_reduce(elapsed, "max").tolist(), group.all_reduce(busy, "sum").tolist()])
-    reductions = []
+    reductions, reductions_busy = [], []
     for _ in range(NUM_ALONE):
         group.barrier()
-        start = time.perf_counter()
+        start, start_busy = time.perf_counter(), time.process_time()
         models["Echelon"].sync_gradients()
         elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        busy = torch.tensor([time.process_time() - start_busy], dtype=torch.float64)
         reductions += group.all_reduce(elapsed, "max").tolist()
+        reductions_busy += group.all_reduce(busy, "sum").tolist()
     torch.distributed.destroy_process_group()
-    return Measured(rounds[WARMUP:], reductions)
+    return Measured(rounds[WARMUP:], reductions, reductions_busy)
 
 
 def report(options: argparse.Namespace) -> None:

@@ -274,6 +274,21 @@ def test_a_payload_is_read_in_parts_that_are_worth_a_call(tcp_pair):
     assert is_readable(connection, 20)
 
 
+def test_how_much_is_worth_a_call_is_for_who_makes_the_connection_to_say(tcp_pair):
+    first, peer = tcp_pair
+    connection = Connection(1, first.sock, 1 << 30, waking_bytes=40_000)
+    mailbox, tensor = Mailbox(), torch.arange(150_000, dtype=torch.int32)
+    data, work = message(tensor), post(mailbox)
+    peer.sendall(data[:10_000])
+    assert is_readable(connection, 20)
+    connection.pump(into(mailbox))
+    peer.sendall(data[10_000:40_000])
+    assert not is_readable(connection, 0.1)
+    peer.sendall(data[40_000:60_000])
+    assert is_readable(connection, 20)
+    assert not work.is_completed()
+
+
 def test_the_end_of_a_stream_in_the_middle_of_a_payload_is_noticed(tcp_pair):
     connection, peer = tcp_pair
     mailbox, tensor = Mailbox(), torch.arange(150_000, dtype=torch.int32)

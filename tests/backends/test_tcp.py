@@ -17,6 +17,7 @@ import torch
 from echelon.backends import wire
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.connection import Connection
 from echelon.backends.tcp.sockets import is_loopback
 from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout
 from tests.backends.forked import run_forked
@@ -71,6 +72,15 @@ def test_only_over_loopback_is_there_a_limit_to_what_is_on_its_way(monkeypatch):
             socket.SOL_SOCKET, socket.SO_SNDBUF
         )
         assert far.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) != limited
+
+
+@pytest.mark.parametrize(("is_near", "waking_bytes"), [(True, 1 << 18), (False, 1 << 20)])
+def test_over_a_link_more_of_a_payload_is_to_have_arrived_before_it_is_read(monkeypatch, is_near, waking_bytes):
+    monkeypatch.setattr("echelon.backends.tcp.peers.is_loopback", lambda *_: is_near)
+    made = []
+    monkeypatch.setattr("echelon.backends.tcp.peers.Connection", lambda *of: made.append(of[3]) or Connection(*of))
+    with tcp_world(2):
+        assert made == [waking_bytes] * 2
 
 
 def test_a_world_of_one_needs_no_secret_and_no_socket(monkeypatch):

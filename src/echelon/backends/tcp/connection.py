@@ -25,9 +25,9 @@ from echelon.errors import EchelonError
 _BUFFER_BYTES = 1 << 16
 _READS_AT_ONCE = 64
 """How many reads one peer may have before the others get their turn."""
-_WAKING_BYTES = PIECE_BYTES
-"""How much of a payload is to have arrived before it is read: a link brings 64 KiB at a time, and to wake for each
-takes longer than to copy it."""
+LINK_WAKING_BYTES = 4 * PIECE_BYTES
+"""How much of a payload is to have arrived over a link before it is read: a link brings 64 KiB at a time, and to wake
+for each takes longer than to copy it. Within a host it is a piece, which is then still in the cache."""
 
 
 class _Outgoing(NamedTuple):
@@ -41,13 +41,22 @@ class _Outgoing(NamedTuple):
 class Connection:
     """The two directions of a socket to `rank`."""
 
-    def __init__(self, rank: int, sock: socket.socket, max_message_bytes: int) -> None:
+    def __init__(self, rank: int, sock: socket.socket, max_message_bytes: int, waking_bytes: int = PIECE_BYTES) -> None:
+        """Takes over a socket.
+
+        Args:
+            rank: of the peer.
+            sock: connected.
+            max_message_bytes: the largest payload that is believed.
+            waking_bytes: how much of a payload is to have arrived before the socket counts as readable.
+        """
         self.rank = rank
         self.sock = sock
         self.delivery: Delivery | None = None
         """The message whose payload is arriving."""
         self._outgoing: deque[_Outgoing] = deque()
         self._max_message_bytes = max_message_bytes
+        self._waking_bytes = waking_bytes
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -144,7 +153,7 @@ class Connection:
             OSError: the connection is broken.
         """
         is_open = self._read(on_frame)
-        mark = 1 if self.is_held else max(1, min(self._payload_left, _WAKING_BYTES))
+        mark = 1 if self.is_held else max(1, min(self._payload_left, self._waking_bytes))
         if mark != self._mark and is_open:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
             self._mark = mark

@@ -26,10 +26,11 @@ from echelon.backends import wire
 from echelon.backends.delivery import Delivery, Receive
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of
+from echelon.backends.pieces import PIECE_BYTES
 from echelon.backends.status import Question, Standing, Status, status_of
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.arrivals import MailboxArrivals
-from echelon.backends.tcp.connection import Connection
+from echelon.backends.tcp.connection import LINK_WAKING_BYTES, Connection
 from echelon.backends.tcp.inquiries import Inquiry
 from echelon.backends.tcp.limit import Limit
 from echelon.backends.tcp.line import Head, Line, Memory
@@ -101,9 +102,11 @@ class Peers:
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if is_loopback(sock.getsockname()[0], sock.getpeername()[0]):
+        stays_here = is_loopback(sock.getsockname()[0], sock.getpeername()[0])
+        if stays_here:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_BYTES)
-        connection = self._connections[rank] = Connection(rank, sock, max_message_bytes)
+        waking_bytes = PIECE_BYTES if stays_here else LINK_WAKING_BYTES
+        connection = self._connections[rank] = Connection(rank, sock, max_message_bytes, waking_bytes)
         self._arrivals[rank] = MailboxArrivals(rank, self._mailbox, self.last_notes)
         self._poller.watch(sock.fileno(), lambda events: self._on_socket(connection, events))
 
