@@ -34,7 +34,7 @@ from echelon.data_parallel.bucket_memory import BucketMemory
 KIBIBYTE = 1 << 10
 WARMUP = 3
 
-SHOWN = {"local": "local: ", "as it is": "DDP: "}
+SHOWN = {"local": "local: ", "as it is": "DDP: ", "straight": "straight: "}
 """The ways of which parts are shown."""
 
 
@@ -65,6 +65,7 @@ WAYS = {
     "preset": Way(copies="preset"),
     "half copied": Way(copies="half"),
     "straight": Way(copies="straight"),
+    "straight, beside, buckets of 8 MiB": Way(8.0, copies="straight", beside=True),
     "memmove": Way(copies="memmove"),
     "multiplied": Way(divides=False),
     "slices of 64 KiB": Way(slice_bytes=64 * KIBIBYTE),
@@ -102,9 +103,7 @@ class Straight:
         self._starts = [view.storage_offset() for view in memory._views]
 
     def take(self, index: int, gradient: torch.Tensor) -> None:
-        """Copies of a new gradient what lies outside of this rank's slice."""
-        if self.fresh.get(index) is gradient:
-            return
+        """Copies of a new gradient what lies outside of this rank's slice, and keeps it until that is added up."""
         view = self._memory._views[index]
         assert gradient.stride() == view.stride()
         self.fresh[index] = gradient
@@ -113,10 +112,12 @@ class Straight:
         with torch.no_grad():
             to[:begin].copy_(new[:begin])
             to[end:].copy_(new[end:])
+        self._memory.give(index)
 
     def add(self, everywhere: Sequence[torch.Tensor]) -> None:
         """Adds up this rank's slice from new gradients and from what others have copied."""
-        for index, gradient in self.fresh.items():
+        fresh, self.fresh = self.fresh, {}
+        for index, gradient in fresh.items():
             start = self._starts[index]
             begin, end = max(self._begin, start), min(self._end, start + gradient.numel())
             if begin >= end:
@@ -133,7 +134,6 @@ class Straight:
                 target.div_(len(parts))
                 for copy in copies:
                     copy.copy_(target)
-        self.fresh.clear()
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
