@@ -4,7 +4,7 @@
     python benchmarks/ddp/tried.py --keep-gradients             # set_to_none=False
     python benchmarks/ddp/tried.py --model gpt40m --rounds 8 --ways "as it is" "preset"
 
-Over shared memory. A step of a local model, of DDP as it is, and of DDP with one thing changed, in turns of changing
+Over shared memory. A step of a local model, of DDP as it is, and of DDP with one thing changed, in turns of random
 order, all ranks together: milliseconds that each adds to the local step, of the slowest rank and of all processors.
 Then the parts of a local step and of one of DDP as it is, by rank. Some of the ways are wrong on purpose: they show
 what a part costs.
@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import functools
 import platform
+import random
 import resource
 import statistics
 import time
@@ -291,9 +292,9 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace) -> Measure
         late = torch.tensor(time.monotonic() > end and number > WARMUP)
         if group.all_reduce(late, "max"):
             break
-        shift, taken = number % len(names), {}
+        taken = {}
         parts.append({})
-        for name in names[shift:] + names[:shift]:
+        for name in random.Random(number).sample(names, len(names)):  # who comes after whom counts, too
             switch.way = ways.get(name, Way())
             switch.seconds.clear()
             group.barrier()
