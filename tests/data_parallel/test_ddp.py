@@ -358,9 +358,35 @@ def launch_with_cores(group, num_threads):
 
 def test_over_shared_memory_they_are_if_there_is_an_idle_core(pool):
     num_cores = len(os.sched_getaffinity(0))
-    assert pool.run(launch_with_cores, 2, num_cores, backend="shm") == [([0], 3, False)] * 2
+    assert pool.run(launch_with_cores, 2, num_cores, backend="shm") == [([0], 1, False)] * 2
     if num_cores > 2:
         assert pool.run(launch_with_cores, 2, 1, backend="shm") == [([2], 3, True)] * 2
+
+
+def reduce_with_idle_cores(group, num_steps):
+    model = DDP(mlp(), group, bucket_mb=TINY_MB)
+    steps = []
+    for step in range(num_steps):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        backward(model, group)
+        steps.append((len(model._reducer.layout.buckets), gradients(model)))
+    backward(model, group)
+    return steps, gradients(model)
+
+
+def test_all_is_one_bucket_while_no_rank_has_an_idle_core(monkeypatch):
+    """Which is known after each reduction, on all ranks alike; gradients move with it, and go on being added to."""
+    idle = [(), (), (1,), (), (0, 1), ()]
+    asked = {0: iter(idle), 1: iter(idle)}
+    monkeypatch.setattr(
+        "echelon.data_parallel.reducer.has_time_beside", lambda group: group.rank in next(asked[group.rank])
+    )
+    ranks = echelon.simulate(reduce_with_idle_cores, 2, (5,)).results
+    alone = single(mlp(), batch())
+    for steps, added_up in ranks:
+        assert [num_buckets for num_buckets, _ in steps] == [1, 1, 3, 1, 3]
+        assert_all_equal([got for _, got in steps], alone)
+        assert_all_equal([added_up], {name: 2 * gradient for name, gradient in alone.items()})
 
 
 def gradients_by_hand(group):

@@ -65,7 +65,8 @@ class DistributedDataParallel(Transparent):
         Args:
             module: the model, on every rank the same but for its values.
             group: the ranks. Every rank of it must wrap the same modules in the same order.
-            bucket_mb: mebibytes of gradients that are reduced at a time.
+            bucket_mb: mebibytes of gradients that are reduced at a time beside backward. Where all ranks share memory
+                and none has a core left over, all are reduced at once behind it.
             buffers: before each training forward, buffers (such as the running statistics of BatchNorm) become those
                 of rank 0 ("broadcast"), or their mean if they are numbers with a fraction ("average"), or stay
                 ("local"). Not under `no_sync`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +14,11 @@ from echelon.group import ProcessGroup
 
 
 class Homes:
-    """All buckets with their memory, laid out in the order in which gradients come once that is known."""
+    """All buckets with their memory, laid out in the order in which gradients come once that is known.
+
+    Where buckets are reduced one behind the other and nothing runs beside, there is one of each kind: ranks then wait
+    for each other once.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,10 @@ class Homes:
         """The parameters in the order in which their gradients came, each once or more; None: of no interest."""
         self.memories: list[BucketMemory] = []
         """In the order of the buckets; none before `allocate`."""
-        self._lay_out(self._default_order())
+        self._order = self._default_order()
+        self._is_one = False
+        """Whether there is one bucket of each kind."""
+        self._lay_out()
 
     def allocate(self) -> None:
         """Allocates the memory of all buckets. Blocks until all ranks have.
@@ -91,16 +99,25 @@ class Homes:
         home, place = self._homes[index]
         self.memories[home].give(place)
 
-    def learn(self, order: Sequence[int]) -> None:
-        """Lays out the buckets in the order in which gradients came, the others as before. Every rank must do the same.
+    def arrange(self, order: Sequence[int], *, in_one: bool) -> None:
+        """Lays out the buckets anew, unless they are so already. Every rank must do the same.
+
+        Args:
+            order: in which gradients came, the others as before; none: all as before.
+            in_one: whether there is one bucket of each kind.
 
         Raises:
             UnsupportedOp: there is no memory that ranks share.
         """
-        seen = set(order)
+        if in_one == self._is_one and not order:
+            return
+        if order:
+            seen = set(order)
+            self._order = [*order, *(index for index in self._default_order() if index not in seen)]
+            self.arrived = None
+        self._is_one = in_one
         before, memories = self.layout, self.memories
-        self.arrived = None
-        self._lay_out([*order, *(index for index in self._default_order() if index not in seen)])
+        self._lay_out()
         if self.layout == before:
             self.memories = memories
             return
@@ -110,12 +127,15 @@ class Homes:
             for place in range(len(bucket.members)):
                 self.memories[number].take(place)
 
-    def _lay_out(self, order: Iterable[int]) -> None:
+    def _lay_out(self) -> None:
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
         kinds = [kind_of(parameter) for parameter in self._parameters]
         # More buckets cost more than the end of a large one, unless that goes over a link.
         tapers = not self._group.is_native
-        self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=list(order), tapers=tapers)
+        if self._is_one:
+            self.layout = bucket_layout(sizes, kinds, math.inf, math.inf, self._order, tapers=False)
+        else:
+            self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=self._order, tapers=tapers)
         self._homes = self.layout.homes()
         self.memories = []
 

@@ -9,7 +9,8 @@ does not have, too.
 
 A summary travels behind the last bucket: which gradients each rank had, how many forwards led to them and of how many
 samples, and how many optimizer steps came before. So ranks that pair different iterations are told, and what no rank
-has stays None.
+has stays None. It also tells whether any rank has a core left over to reduce beside backward: if none has, one bucket
+of each kind holds all from then on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from echelon.data_parallel.buckets import Layout
 from echelon.data_parallel.homes import Homes
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.sample_weights import SampleWeights
+from echelon.data_parallel.spare_cores import has_time_beside
 from echelon.data_parallel.summary import Summary
 from echelon.data_parallel.tally import Tally, mismatch
 from echelon.errors import Closed, Failure, PeerFailed, UnsupportedOp
@@ -68,7 +70,8 @@ class GradientReducer:
             average: whether all ranks weigh the same, or as much as the samples noted before each reduction.
             hook: what reduces a bucket; None: an all_reduce.
             learns_order: whether the first backward shows in which order gradients come (rank 0's counts), which is the
-                order of the buckets from then on.
+                order of the buckets from then on; and whether buckets can be reduced beside a backward: where no rank
+                has a core left over for that, and there is no hook, one holds all, however large.
 
         Raises:
             ValueError: `bucket_mb` is not above 0.
@@ -244,8 +247,9 @@ class GradientReducer:
         if not summary.agrees():
             raise mismatch(mine, self.group)
         self._give(summary)
-        if self._homes.arrived is not None and (order := summary.order()):
-            self._homes.learn(order)
+        if self._learns_order:
+            order = summary.order() if self._homes.arrived is not None else ()
+            self._homes.arrange(order, in_one=self._hook is None and not summary.num_beside)
 
     def reduce(self) -> None:
         """Reduces all gradients: `start`, then `finish`. Asked for, so it may take part without a forward."""
@@ -310,7 +314,8 @@ class GradientReducer:
 
     def _own_summary(self) -> torch.Tensor:
         arrived = self._homes.arrived if self.group.rank == 0 else None
-        summary = self._tally.summary(self._homes.has_gradients(), arrived or [])
+        beside = has_time_beside(self.group)
+        summary = self._tally.summary(self._homes.has_gradients(), arrived or [], beside=beside)
         return torch.tensor(summary.numbers(), dtype=torch.int64, device="cpu")
 
     def _give(self, summary: Summary) -> None:

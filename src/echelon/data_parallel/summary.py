@@ -21,6 +21,8 @@ class Summary(NamedTuple):
     """The squares of those."""
     num_samples: int
     """Samples of those forwards."""
+    num_beside: int
+    """Ranks that have a core left over for reductions beside backward."""
     num_having: tuple[int, ...]
     """Of each parameter: the ranks that have a gradient."""
     places: tuple[int, ...]
@@ -34,6 +36,8 @@ class Summary(NamedTuple):
         num_samples: int,
         came: Sequence[int] = (),
         num_steps: int = 0,
+        *,
+        beside: bool = True,
     ) -> Summary:
         """Makes that of one rank.
 
@@ -43,21 +47,25 @@ class Summary(NamedTuple):
             num_samples: of those forwards.
             came: the parameters in the order in which their gradients came, each once or more; at most one rank tells.
             num_steps: of optimizers since the last reduction.
+            beside: whether this rank has a core left over for reductions.
         """
         counts = num_forwards is not None
         forwards = num_forwards or 0
         steps = num_steps if counts else 0
         place = {parameter: when for when, parameter in enumerate(dict.fromkeys(came), start=1)}
         places = tuple(place.get(parameter, 0) for parameter in range(len(having)))
-        return cls(int(counts), forwards, forwards**2, steps, steps**2, num_samples, tuple(map(int, having)), places)
+        having_numbers = tuple(map(int, having))
+        return cls(
+            int(counts), forwards, forwards**2, steps, steps**2, num_samples, int(beside), having_numbers, places
+        )
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Summary:
         """Takes the numbers apart again."""
-        counting, forwards, forwards_squared, steps, steps_squared, samples, *others = numbers
+        counting, forwards, forwards_squared, steps, steps_squared, samples, beside, *others = numbers
         half = len(others) // 2
         having, places = tuple(others[:half]), tuple(others[half:])
-        return cls(counting, forwards, forwards_squared, steps, steps_squared, samples, having, places)
+        return cls(counting, forwards, forwards_squared, steps, steps_squared, samples, beside, having, places)
 
     def numbers(self) -> list[int]:
         """Returns all numbers in a row, for adding up."""

@@ -39,9 +39,10 @@ class Tally:
         """Leaves forwards and steps of this rank out of the next comparison."""
         self._counts = False
 
-    def summary(self, having: list[bool], came: list[int]) -> Summary:
+    def summary(self, having: list[bool], came: list[int], *, beside: bool) -> Summary:
         """Returns what the other ranks are told; of gradients, who has them and in which order they came."""
-        return Summary.of(having, self.num_forwards if self._counts else None, self.num_samples, came, self.num_steps)
+        num_forwards = self.num_forwards if self._counts else None
+        return Summary.of(having, num_forwards, self.num_samples, came, self.num_steps, beside=beside)
 
     def __str__(self) -> str:
         return f"{self.num_forwards} forwards, {self.num_steps} optimizer steps" if self._counts else ""
