@@ -12,6 +12,7 @@ from echelon.backends.wire import DTYPES
 from echelon.errors import SizeMismatch, UnsupportedOp
 
 _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name, _ in DTYPES)
+_ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
 _CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
 
@@ -104,9 +105,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor is what most are: on the CPU, dense and plain, and without a gradient to come."""
+    """Says whether a tensor is what most are: on the CPU, dense and plain, and without a gradient to come.
+
+    One of a class of its own is not, as whatever it is asked may be answered by its own code.
+    """
     return (
-        tensor.is_cpu
+        type(tensor) in _ORDINARY_TYPES
+        and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.is_contiguous()
