@@ -29,7 +29,7 @@ from run import TASKS
 import echelon
 from echelon.backends.shared import reducing
 from echelon.backends.shared.waiting import Waiter
-from echelon.data_parallel import ddp, homes, reducer
+from echelon.data_parallel import ddp, reducer
 from echelon.data_parallel.bucket_memory import BucketMemory
 
 KIBIBYTE = 1 << 10
@@ -42,7 +42,8 @@ SHOWN = {"local": "local: ", "as it is": "DDP: ", "straight": "straight: "}
 class Way(NamedTuple):
     """What is different."""
 
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
+    """None: one bucket holds all, as it does behind backward."""
     copies: str = "copy_"
     """How a new gradient comes into its bucket: copy_, memmove, half of it (wrong), or added to zeros by autograd
     (preset); or straight: only what other ranks add up, and this rank's slice is added up from the new gradients."""
@@ -53,11 +54,9 @@ class Way(NamedTuple):
     reduces: bool = True
     """Whether buckets are reduced at all; wrong if not."""
     beside: bool = False
-    """Whether full buckets are reduced beside backward, and not behind it."""
+    """Whether full buckets are reduced beside backward, and not behind it; with a size of theirs."""
     sleeps: bool = False
     """Whether a rank that waits for others sleeps at once, and does not first look again and give its core away."""
-    has_first: bool = True
-    """Whether the first bucket is smaller than the others."""
 
 
 WAYS = {
@@ -73,9 +72,9 @@ WAYS = {
     "slices of 1 MiB": Way(slice_bytes=1024 * KIBIBYTE),
     "buckets of 4 MiB": Way(4.0),
     "buckets of 8 MiB": Way(8.0),
+    "buckets of 25 MiB": Way(25.0),
     "buckets of 50 MiB": Way(50.0),
-    "one bucket": Way(1000.0, has_first=False),
-    "beside backward": Way(beside=True),
+    "beside backward": Way(25.0, beside=True),
     "beside, buckets of 8 MiB": Way(8.0, beside=True),
     "sleeps at once": Way(sleeps=True),
 }
@@ -159,8 +158,8 @@ class Switch:
         reducing.meet_with = self._timed("waited for all to come", reducing.meet_with)
         reducing.part_together = self._timed("waited for all to be done", reducing.part_together)
         self._wait, Waiter.wait = Waiter.wait, lambda *of: self._wait_in_the_way(*of)
-        self._layout, homes.bucket_layout = homes.bucket_layout, self._lay_out
         ddp.has_time_beside = lambda _: self.way.beside
+        reducer.has_time_beside = lambda _: self.way.bucket_mb is not None
 
     def step(self, model: torch.nn.Module, batch: torch.Tensor, set_to_none: bool) -> Callable[[], None]:
         """Returns a training step that notes what its phases take, and how many pages were new."""
@@ -215,9 +214,6 @@ class Switch:
             self._wait(waiter, *of)
         finally:
             waiter._spins, waiter._yields = ranges
-
-    def _lay_out(self, sizes: Any, kinds: Any, bucket_mb: float, **options: Any) -> Any:
-        return self._layout(sizes, kinds, bucket_mb, *([] if self.way.has_first else [bucket_mb]), **options)
 
     def _note(self, shared: Any, call: Any, tensor: torch.Tensor, operator: Any) -> None:
         self._reduced = tensor.data_ptr()
@@ -278,10 +274,10 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace) -> Measure
     steps = {"local": switch.step(task.make(), batch, not options.keep_gradients)}
     models: dict[Any, Callable[[], None]] = {}
     for name, way in ways.items():
-        kind = way.bucket_mb, way.has_first, way.copies == "preset"
+        kind = way.bucket_mb, way.copies == "preset"
         if kind not in models:  # ways with the same buckets share them, so that it does not count where they lie
             switch.way = way
-            model = echelon.DDP(task.make(), group, bucket_mb=way.bucket_mb)
+            model = echelon.DDP(task.make(), group, bucket_mb=way.bucket_mb or 25.0)
             models[kind] = switch.step(model, batch, not options.keep_gradients)
             models[kind]()  # the order of the buckets is known then
             if way.copies == "preset":

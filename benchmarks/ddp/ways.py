@@ -3,9 +3,10 @@
     python benchmarks/ddp/ways.py
     python benchmarks/ddp/ways.py --rounds 70
 
-Over shared memory, 2 ranks: a step of a local model, and of DDP that launches full buckets during backward, or all of
-them when backward has ended. In turns of changing order, all ranks together. Then what the parts of the difference take
-with nothing beside them: gradients that autograd has made anew are copied into their buckets, and buckets are reduced.
+Over shared memory, 2 ranks: a step of a local model, and of DDP that launches full buckets during backward, or one
+that holds all when backward has ended. In turns of changing order, all ranks together. Then what the parts of the
+difference take with nothing beside them: gradients that autograd has made anew are copied into their buckets, and
+buckets are reduced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from run import TASKS, WARMUP, Task, training_step
 
 import echelon
-from echelon.data_parallel import ddp
+from echelon.data_parallel import ddp, reducer
 
 WAYS = {"beside backward": True, "behind backward": False}
 PARTS = ("copying alone", "reducing alone")
@@ -44,7 +45,7 @@ def measure(group: echelon.ProcessGroup, model: str, rounds: int, set_to_none: b
         seconds = dict.fromkeys(names, 0.0)
         for name in names[shift:] + names[:shift]:
             way = WAYS.get(name)
-            ddp.has_time_beside = lambda _, way=way: way
+            ddp.has_time_beside = reducer.has_time_beside = lambda _, way=way: way
             group.barrier()
             start = time.perf_counter()
             steps[name]()
