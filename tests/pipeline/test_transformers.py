@@ -148,7 +148,7 @@ def train_tied(group, schedule):
 
 @pytest.mark.slow
 def test_processes_train_it_with_a_tied_head_and_a_mask_for_each_sample(pool):
-    results = pool.run(train_tied, 2, "zb-h1")
+    results = pool.run(train_tied, 2, "zb-h1", timeout=100.0)  # each rank traces the model
     model = gpt2("eager", 0.0, is_tied=True)
     for step, (num_samples, length) in enumerate(((2, 5), (5, 9))):
         total = 0
