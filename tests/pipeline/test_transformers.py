@@ -73,7 +73,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("make", "at"), [(gpt2, ["h.1", "h.2"]), (llama, ["layers.1", "layers.2"])])
+@pytest.mark.parametrize(
+    ("make", "at"), [(gpt2, ["h.1", "h.2"]), pytest.param(llama, ["layers.1", "layers.2"], marks=pytest.mark.slow)]
+)
 def test_parts_equal_the_model_bit_for_bit_in_any_shape(make, at):
     """With the eager attention; transformers takes another path through torch's own when it is traced (see below)."""
     model = make("eager")

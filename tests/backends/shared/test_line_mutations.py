@@ -334,6 +334,7 @@ def test_it_is_found(mutation, monkeypatch):
 EXPLORED = sorted({(each.scenario, each.seed) for each in MUTATIONS if each.seed >= 0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "seed"), EXPLORED)
 def test_without_a_mutation_all_goes_well(scenario, seed):
     for at in range(1, scenarios.num_points(scenario, seed) + 1):
