@@ -92,7 +92,8 @@ def _problem(tensor: Tensor) -> str:
             "transform"
         )
     return (
-        "tensor with memory of its own, not one whose storage is empty: pass tensor.clone(), or give it storage first"
+        "tensor with memory of its own, not one whose storage is empty: give it storage first; inside of "
+        "torch.func.functionalize, call it outside"
     )
 
 
