@@ -114,7 +114,7 @@ def by_device(
     def routed(group: Any, /, *arguments: P.args, **options: P.kwargs) -> dist.Work:
         device = None
         for tensor in _tensors_of(arguments):
-            check_values(tensor, method.__name__, takes_sparse=takes_sparse)
+            check_values(tensor, method.__name__, takes_sparse=takes_sparse, takes_meta=True)
             device = tensor.device if device is None else device
         if device is None or device.type == "cpu":
             return method(group, *arguments, **options)
