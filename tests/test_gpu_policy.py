@@ -214,7 +214,7 @@ def test_messages_have_no_round_trip(monkeypatch):
         group.backend.host_copies = StandIn()
         group.send(torch.ones(2, device="meta"), 1)
 
-    with pytest.raises(echelon.UnsupportedOp, match=r"send: a tensor on meta, .* copy it there first"):
+    with pytest.raises(echelon.UnsupportedOp, match=r"send: a tensor on meta, .* give it memory there first"):
         echelon.simulate(act, 2)
 
 

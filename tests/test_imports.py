@@ -106,6 +106,7 @@ NOT_PURE = {
         "same_buffers",
         "saved",
         "separate_uses",
+        "sharded",
         "stage",
         "ties",
         "traced_stage",

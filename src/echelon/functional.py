@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from echelon.backends.admission import check_values
 from echelon.backends.memory import plain
 from echelon.backends.tag import Tag
 from echelon.errors import SizeMismatch, UnsupportedOp
@@ -387,6 +388,9 @@ def _gradient_tag(group: ProcessGroup, tag: int) -> Tag:
 
 
 def _apply(function: type[Function], *args: object) -> Tensor:
+    for argument in args:
+        if isinstance(argument, Tensor):  # before autograd sees it, which refuses wrappers of torch.func unclearly
+            check_values(argument, "echelon.functional")
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
 
@@ -396,16 +400,19 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _check_dims(tensor: Tensor, what: str) -> None:
+    check_values(tensor, f"functional.{what}")
     if tensor.dim() == 0:
         raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", f"functional.{what}", "reshape it")
 
 
 def _check_requires_grad(tensor: Tensor, what: str) -> None:
+    check_values(tensor, f"functional.{what}")
     if torch.is_grad_enabled() and not tensor.requires_grad:
         raise UnsupportedOp(f"functional.{what} of a tensor that requires no gradient: use group.{what}")
 
 
 def _rows(tensor: Tensor) -> Tensor:
+    check_values(tensor, "echelon.functional")  # before ranks exchange their sizes
     return tensor if tensor.dim() else tensor.reshape(1)
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from echelon._torch_private import is_faking
 from echelon.backends.base import Backend
 from echelon.backends.work import Work
 from echelon.calls.caller import Caller
@@ -25,7 +26,7 @@ from echelon.collectives.algorithms import numbered
 from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
-from echelon.errors import Closed, InvalidRank, PeerFailed
+from echelon.errors import Closed, InvalidRank, PeerFailed, UnsupportedOp
 from echelon.flights import write_records
 
 __all__ = ["JsonLike", "ProcessGroup"]
@@ -187,7 +188,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
         seconds = self.timeout if timeout is None else timeout
-        return not self._closed and self._caller.all_reduce_known(tensor, op, seconds)
+        return not self._closed and not is_faking() and self._caller.all_reduce_known(tensor, op, seconds)
 
     def _know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
         self._caller.know_all_reduce(tensor, op, note)
@@ -196,6 +197,10 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         if self._closed:
             raise Closed(
                 f"group {self.name!r} of rank {self.backend.rank} is closed: make a new one with echelon.init()"
+            )
+        if is_faking():
+            raise UnsupportedOp(
+                f"group {self.name!r} was called inside of FakeTensorMode, where tensors have no values: call outside"
             )
 
 

@@ -7,6 +7,7 @@ import torch
 
 import echelon
 from echelon.collectives.algorithms import algorithms_of
+from echelon.simulation import Network
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 13)
 
@@ -149,3 +150,70 @@ def test_all_algorithms_give_the_same_on_processes(pool, expected):
         assert list(found) == choices
         for results in found.values():
             assert results == {**expected[3][rank], "all_reduce": [3.0 * i + 3 for i in range(40)]}
+
+
+def large(group, operation, num_elements):
+    """Runs an operation on large tensors, then writes to them; returns the number of wrong elements."""
+    size, rank, last = group.world_size, group.rank, group.world_size - 1
+    base = torch.arange(num_elements, dtype=torch.int32) % 1009
+    mine, total, parts = base * (rank + 1), base * sum(range(1, size + 1)), base.chunk(size)
+    rows = torch.cat([parts[src] * (src + 1) for src in range(size)])
+    if operation == "all_reduce":
+        got, wanted = group.all_reduce(mine), total
+    elif operation == "reduce":
+        got, wanted = group.reduce(mine, dst=last), total if rank == last else base * (rank + 1)
+    elif operation == "broadcast":
+        got, wanted = group.broadcast(mine, src=last), base * size
+    elif operation == "all_gather":
+        got, wanted = group.all_gather(mine.chunk(size)[rank]), rows
+    elif operation == "gather":
+        got, wanted = group.gather(mine.chunk(size)[rank], dst=last), rows if rank == last else None
+    elif operation == "scatter":
+        got, wanted = group.scatter(mine if rank == last else None, src=last), parts[rank] * size
+    elif operation == "reduce_scatter":
+        got, wanted = group.reduce_scatter(mine), total.chunk(size)[rank]
+    else:
+        got, wanted = group.all_to_all(mine), torch.cat([parts[rank] * (src + 1) for src in range(size)])
+    num_wrong = 0 if got is wanted else int((got != wanted).sum())
+    mine.fill_(-1)  # which others must not see any more
+    return num_wrong
+
+
+def large_by_every_algorithm(group, choices, num_elements):
+    wrong = {}
+    for operation, name in choices:
+        os.environ[f"ECHELON_{operation.upper()}"] = name
+        try:
+            wrong[operation, name] = large(group, operation, num_elements)
+        finally:
+            del os.environ[f"ECHELON_{operation.upper()}"]
+    return {key: number for key, number in wrong.items() if number}
+
+
+EVERY = [*OTHERS, *(("all_reduce", name) for name in names("all_reduce"))]
+MEBIBYTE = 1 << 18
+"""As many elements."""
+
+
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
+)
+def test_a_chunk_that_is_being_sent_is_not_overwritten_on_processes(pool, world_size):
+    """Of a large chunk the kernel takes a part at once; the rest is read when the peer has made room."""
+    num_elements = 4 * MEBIBYTE // world_size * world_size
+    assert pool.run(large_by_every_algorithm, world_size, EVERY, num_elements, backend="tcp") == [{}] * world_size
+
+
+def slow_from(slow):
+    """Returns a network where the sends of one rank take far longer than all others."""
+    return lambda src, _: Network(latency=1.0 if src == slow else 1e-6)
+
+
+@pytest.mark.parametrize(("operation", "name"), EVERY)
+def test_a_chunk_that_is_being_sent_is_not_overwritten(monkeypatch, operation, name):
+    """A rank whose sends are slow has received before they are done."""
+    use(monkeypatch, operation, name)
+    for world_size in (2, 3, 4):
+        for slow in range(world_size):
+            found = echelon.simulate(large, world_size, (operation, 24), network=slow_from(slow), timeout=1000.0)
+            assert found.results == [0] * world_size

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon._torch_private import operators_of
+from echelon._torch_private import fake_tensors, operators_of
+from echelon.errors import UnsupportedOp
 
 N = 2
 
@@ -159,6 +160,42 @@ def sparse(rank):
 
 def test_sparse_tensors_are_summed(in_world):
     assert in_world(N, sparse) == [[2.0, 0.0, 2.0, 3.0]] * N
+
+
+def refused(rank):
+    """Gives every call tensors that cannot be read, or not be written; returns the calls that took one."""
+    other = 1 - rank
+    ones, made = torch.ones(2, 2), {}
+    with fake_tensors():
+        made["fake"] = torch.ones(2, 2)
+    made["compressed"] = torch.eye(2).to_sparse_csr()
+    made["overlapping"] = torch.ones(3).as_strided((2, 2), (1, 1))
+    calls = {
+        "all_reduce": dist.all_reduce,
+        "reduce": lambda tensor: dist.reduce(tensor, rank),
+        "broadcast": lambda tensor: dist.broadcast(tensor, other),
+        "all_gather": lambda tensor: dist.all_gather([tensor, ones.clone()], ones),
+        "gather": lambda tensor: dist.gather(ones, [tensor, ones.clone()], dst=rank),
+        "scatter": lambda tensor: dist.scatter(tensor, [ones, ones], src=rank),
+        "reduce_scatter": lambda tensor: dist.reduce_scatter(tensor, [ones, ones]),
+        "all_to_all": lambda tensor: dist.all_to_all([tensor, ones.clone()], [ones, ones]),
+        "recv": lambda tensor: dist.recv(tensor, other),
+    }
+    accepted = []
+    for kind, tensor in made.items():
+        for name, call in calls.items():
+            try:
+                call(tensor)
+            except UnsupportedOp:
+                continue
+            accepted.append((kind, name))
+    dist.all_reduce(ones)
+    return accepted, ones.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_cannot_be_read_or_written_is_refused(in_world):
+    assert in_world(N, refused) == [([], [[2.0, 2.0], [2.0, 2.0]])] * N
 
 
 FUNCTIONAL = (

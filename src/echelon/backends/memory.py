@@ -8,11 +8,11 @@ import math
 
 import torch
 
+from echelon.backends.admission import ORDINARY_TYPES, check_values, elements_overlap, has_address
 from echelon.backends.wire import DTYPES
 from echelon.errors import SizeMismatch, UnsupportedOp
 
 _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name, _ in DTYPES)
-_ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
 _CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
 
@@ -110,7 +110,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     One of a class of its own is not, as whatever it is asked may be answered by its own code.
     """
     return (
-        type(tensor) in _ORDINARY_TYPES
+        type(tensor) in ORDINARY_TYPES
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -118,6 +118,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_neg()
         and not tensor.is_conj()
+        and has_address(tensor)
     )
 
 
@@ -132,25 +133,21 @@ def check_dense(tensor: torch.Tensor, devices: frozenset[str], what: str) -> boo
     """Says whether `tensor` is on one of `devices`.
 
     Raises:
-        UnsupportedOp: it is no dense tensor, or of a dtype that cannot be sent.
+        UnsupportedOp: it is no dense tensor with memory of its own, or of a dtype that cannot be sent.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedOp(f"{what} takes a tensor, not {type(tensor).__name__}")
-    if tensor.is_nested:
-        raise UnsupportedOp(f"{what} takes a dense tensor, not a nested one: unbind it, and pass its parts")
-    if tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CODES and "cpu" in devices:
+    check_values(tensor, what, takes_meta=True)
+    if tensor.is_cpu and tensor.dtype in _CODES and "cpu" in devices:
         return True  # as nearly always; to ask for the name of a device alone takes as long as this
-    if tensor.layout != torch.strided:
-        raise UnsupportedOp(f"{what} takes a dense tensor, not one of layout {tensor.layout}: call .to_dense() first")
     dtype_code(tensor.dtype)
     return tensor.device.type in devices
 
 
 def wrong_device(tensor: torch.Tensor, devices: frozenset[str], what: str) -> UnsupportedOp:
     """Makes the error for a tensor that is not on one of `devices`."""
+    advice = "give it memory there first, such as by .to_empty()" if tensor.is_meta else "copy it there first"
     return UnsupportedOp(
         f"{what}: a tensor on {tensor.device}, but this backend can only move tensors on {', '.join(sorted(devices))}: "
-        "copy it there first"
+        f"{advice}"
     )
 
 
@@ -163,8 +160,6 @@ def check_tensor(tensor: torch.Tensor, devices: frozenset[str], what: str) -> No
 
 
 def check_writable(tensor: torch.Tensor, what: str) -> None:
-    """Raises UnsupportedOp if elements of a tensor share memory, as those of an expanded one do."""
-    if not tensor.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    """Raises UnsupportedOp if elements of a dense tensor overlap, as those of an expanded one do."""
+    if elements_overlap(tensor):
         raise UnsupportedOp(f"{what} writes the tensor in place, but its elements share memory: call .clone() first")

@@ -103,6 +103,7 @@ class Collectives(Member):
             SizeMismatch: `out` has not the shape or dtype of the result.
         """
         away = self._check(tensor, "all_gather")
+        self._check_place(out, "all_gather")
         return self._call(on_device(rows.all_gather(here(tensor, away), out), away, out), async_op, timeout, out)
 
     @overload
@@ -135,6 +136,7 @@ class Collectives(Member):
         away = self._check(tensor, "gather")
         self._check_rank(dst, "dst")
         out = out if self.rank == dst else None
+        self._check_place(out, "gather")
         return self._call(on_device(rows.gather(here(tensor, away), dst, out), away), async_op, timeout, out)
 
     @overload
@@ -166,6 +168,7 @@ class Collectives(Member):
         """
         self._check_open()
         self._check_rank(src, "src")
+        self._check_place(out, "scatter")
         if self.rank == src:
             if tensor is None or tensor.dim() == 0:
                 got = "None" if tensor is None else "a zero-dim tensor"
@@ -205,6 +208,7 @@ class Collectives(Member):
             SizeMismatch: `out` has not the shape or dtype of this rank's part, or `tensor` has no dims.
         """
         away = self._check(tensor, "reduce_scatter")
+        self._check_place(out, "reduce_scatter")
         if tensor.dim() == 0:
             raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
         operation = operations.reduce_scatter(here(tensor, away), op, out)
@@ -254,6 +258,7 @@ class Collectives(Member):
             CollectiveMismatch: other numbers of rows came than `out_splits` says.
         """
         away = self._check(tensor, "all_to_all")
+        self._check_place(out, "all_to_all")
         num_rows = len(tensor) if tensor.dim() else 1
         if in_splits is not None and (
             len(in_splits) != self.world_size or sum(in_splits) != num_rows or min(in_splits) < 0

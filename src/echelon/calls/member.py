@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from echelon.backends.admission import check_values
 from echelon.backends.base import Backend
 from echelon.backends.host_copies import Landing
 from echelon.backends.memory import check_dense, check_tensor, check_writable, wrong_device
@@ -69,7 +70,7 @@ class Member(ABC):
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raises Closed after the group was closed."""
+        """Raises Closed after the group was closed, UnsupportedOp inside of FakeTensorMode."""
 
     def _check(self, tensor: Tensor, what: str, *, in_place: bool = False) -> Landing | None:
         """Returns None if a tensor can be moved where it is; else, where that is allowed, its copy on the host.
@@ -88,6 +89,14 @@ class Member(ABC):
             raise wrong_device(tensor, self.backend.devices, what)
         check_away(tensor, what, self.backend.name)
         return self.backend.host_copies.to_host(tensor)
+
+    def _check_place(self, out: Tensor | None, what: str) -> None:
+        """Raises UnsupportedOp if a result cannot be written into `out`; what shape it has is known later."""
+        if out is not None:
+            check_values(out, f"{what}(out=)", takes_meta=True)
+            if out.is_meta and not self.backend.host_copies.handles(out):
+                raise wrong_device(out, self.backend.devices, f"{what}(out=)")
+            check_writable(out, f"{what}(out=)")
 
     def _check_message(self, tensor: Tensor) -> None:
         self._check_open()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from echelon.backends.memory import as_bytes, check_writable, plain
 from echelon.data_parallel.buckets import bucket_layout
 from echelon.group import ProcessGroup
 
@@ -62,5 +63,6 @@ def _in_buckets(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[list[
 
 def _write(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        if not torch.equal(tensor.reshape(-1).view(torch.uint8), piece.view(torch.uint8)):  # bits: 0 is not -0
+        if not torch.equal(as_bytes(plain(tensor)), as_bytes(piece)):  # bits: 0 is not -0
+            check_writable(tensor, "a broadcast of parameters and buffers")
             tensor.copy_(piece.view(tensor.shape))

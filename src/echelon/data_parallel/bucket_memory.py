@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon._torch_private import version_of
+from echelon.backends.admission import has_values
 from echelon.data_parallel.hooks import GradientBucket
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
@@ -68,7 +69,8 @@ class BucketMemory:
         """Moves the gradient of a parameter, which is new or was added to, into the memory.
 
         Raises:
-            UnsupportedOp: the gradient is sparse, has a graph of its own, or another dtype than the parameter had.
+            UnsupportedOp: the gradient is sparse or has no memory of its own, has a graph of its own, or another dtype
+                than the parameter had.
         """
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
@@ -149,6 +151,8 @@ def _problem(gradient: Tensor, dtype: torch.dtype) -> str:
     """Says why a gradient cannot be reduced, and what to do; nothing if it can."""
     if gradient.layout != torch.strided:
         return "is sparse: make it dense, such as by nn.Embedding(..., sparse=False)"
+    if not has_values(gradient):
+        return f"is a {type(gradient).__name__} without memory of its own: set .grad to a plain tensor"
     if gradient.requires_grad:
         return (
             "has a graph (create_graph=True), which reducing it would cut: use torch.autograd.grad, then set .grad "

@@ -17,6 +17,7 @@ from typing import get_args
 import torch
 
 from echelon._torch_private import at_end_of_backward
+from echelon.backends.admission import check_values
 from echelon.data_parallel.agreement import check_same_model
 from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.buffers import Buffers, synchronize_buffers
@@ -77,8 +78,9 @@ class DistributedDataParallel(Transparent):
         Raises:
             CollectiveMismatch: on every rank, if names, shapes or dtypes of the model or the options differ.
             ValueError: an option that is none.
-            UnsupportedOp: a parameter or buffer that the group's backend cannot move, or that has no shape yet, or a
-                parameter that another living wrapper reduces, which has not failed.
+            UnsupportedOp: a parameter or buffer that the group's backend cannot move, or that has no shape yet or no
+                memory of its own, such as a DTensor; a parameter that another living wrapper reduces, which has not
+                failed.
         """
         super().__init__()
         _check_choice("buffers", buffers, get_args(Buffers))
@@ -93,7 +95,7 @@ class DistributedDataParallel(Transparent):
         self._runs_beside = True
         self._is_armed = False
         self._is_prepared = False
-        _check_has_shapes(module)
+        _check_tensors(module)
         take_over(module.named_parameters())
         check_same_model(module, group, self._options)
         self._reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
@@ -284,10 +286,13 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(map(repr, choices))}")
 
 
-def _check_has_shapes(module: torch.nn.Module) -> None:
+def _check_tensors(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise UnsupportedOp(f"parameter {name!r} has no shape yet: run one forward of the model, then wrap it")
+        check_values(parameter, f"DistributedDataParallel, parameter {name!r},")
+    for name, buffer in module.named_buffers():
+        check_values(buffer, f"DistributedDataParallel, buffer {name!r},")
 
 
 def _check_calls_no_collectives(module: torch.nn.Module) -> None:

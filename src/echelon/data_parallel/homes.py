@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from echelon.backends.admission import check_values
 from echelon.data_parallel.broadcast import kind_of
 from echelon.data_parallel.bucket_memory import BucketMemory
 from echelon.data_parallel.buckets import bucket_layout
@@ -38,8 +39,11 @@ class Homes:
             learns_order: whether `arrived` is kept for `learn`.
 
         Raises:
+            UnsupportedOp: a parameter has no memory of its own.
             ValueError: `bucket_mb` is not above 0.
         """
+        for name, parameter in parameters:
+            check_values(parameter, f"GradientReducer, parameter {name!r},")
         self._group = group
         self._bucket_mb = bucket_mb
         self._dtype = dtype

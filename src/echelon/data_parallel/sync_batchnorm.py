@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from echelon.backends.admission import check_values
 from echelon.errors import SizeMismatch
 from echelon.group import ProcessGroup
 
@@ -78,9 +79,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
         Raises:
             SizeMismatch: `input` has not `num_features` features in dim 1.
+            UnsupportedOp: in training, `input` has no memory of its own.
             ValueError: all ranks together have no more than one value per feature.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
         """
+        if self.training:
+            check_values(input, "SyncBatchNorm")
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise SizeMismatch(
                 f"(samples, {self.num_features}, ...)", tuple(input.shape), "SyncBatchNorm", "give it such an input"

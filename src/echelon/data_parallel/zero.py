@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from echelon.backends.admission import check_values, has_values
 from echelon.backends.memory import describe
 from echelon.data_parallel.agreement import check_same_lines
 from echelon.data_parallel.broadcast import kind_of
@@ -57,7 +58,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
-            UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory.
+            UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory,
+                or without memory of its own.
             ValueError: `bucket_mb` is not above 0, or what the optimizer itself refuses.
         """
         if not bucket_mb > 0:
@@ -91,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             SizeMismatch: a parameter was given other memory since, such as by model.to().
-            UnsupportedOp: a gradient is sparse.
+            UnsupportedOp: a gradient is sparse, or has no memory of its own.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
         """
         loss = None
@@ -161,6 +163,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Plans shards for the parameters of new groups; returns groups of this rank's part of them."""
         first = len(self._parameters)
         new: list[Tensor] = [parameter for each in param_groups for parameter in each["params"]]
+        for number, one in enumerate(new, start=first):
+            check_values(one, f"ZeroOptimizer, parameter {number},")
         lines = [f"parameter {number} {describe(one.shape, one.dtype)}" for number, one in enumerate(new, start=first)]
         check_same_lines([f"optimizer {self._name}", *lines], self._group)
         rows = _rows_of(new, first, self._group.world_size)
@@ -211,6 +215,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"the gradient of parameter {number} is sparse, and shards are cut from dense ones: make it dense, "
                     "such as by nn.Embedding(..., sparse=False)"
                 )
+            if parameter.grad is not None and not has_values(parameter.grad):
+                check_values(parameter.grad, f"ZeroOptimizer.step, the gradient of parameter {number},")
 
     def _gradient_of(self, piece: Piece, view: Tensor) -> Tensor | None:
         parameter = self._parameters[piece.parameter]

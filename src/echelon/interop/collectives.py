@@ -30,7 +30,7 @@ from echelon.interop.devices import by_device
 from echelon.interop.reductions import Reduction
 from echelon.interop.running import Running
 from echelon.interop.sparse import entries, put_sum
-from echelon.interop.tensors import deal, flat, joined, only, put
+from echelon.interop.tensors import deal, flat, joined, only, put, writable
 
 
 class Collectives(Running):
@@ -38,7 +38,7 @@ class Collectives(Running):
 
     # Reductions
 
-    @by_device
+    @partial(by_device, takes_sparse=True)
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> dist.Work:
         """Combines one tensor over all ranks, in place."""
         tensor, opts = only(tensors, "all_reduce"), opts or AllreduceOptions()
@@ -46,6 +46,7 @@ class Collectives(Running):
         if tensor.layout != torch.strided:
             gather = partial(self.group.all_gather_coalesced, entries(tensor, reduction))
             return self._run(gather, lambda came: [put_sum(came, tensor, reduction, self.group.world_size)], opts)
+        writable([tensor], "all_reduce")
         call = partial(self.group.all_reduce, reduction.prepare(tensor), reduction.op)
         return self._run(call, lambda total: [self._finish(reduction, total, tensor)], opts)
 
@@ -56,6 +57,7 @@ class Collectives(Running):
         """Combines many tensors over all ranks, in place."""
         opts = opts or AllreduceCoalescedOptions()
         reductions = Reduction.of_all(opts.reduceOp, tensors)
+        writable(tensors, "all_reduce_coalesced")
         values = [reduction.prepare(tensor) for reduction, tensor in zip(reductions, tensors, strict=True)]
         call = partial(self.group.all_reduce_coalesced, values, reductions[0].op if reductions else "sum")
         return self._run(call, lambda totals: self._finish_all(reductions, totals, tensors), opts)
@@ -67,6 +69,8 @@ class Collectives(Running):
         reduction = Reduction.of(opts.reduceOp, tensor.dtype)
         call = partial(self.group.reduce, reduction.prepare(tensor), opts.rootRank, reduction.op)
         is_root = self.group.rank == opts.rootRank
+        if is_root:
+            writable([tensor], "reduce")
         return self._run(call, lambda total: [self._finish(reduction, total, tensor) if is_root else tensor], opts)
 
     @by_device
@@ -77,7 +81,10 @@ class Collectives(Running):
         opts: ReduceScatterOptions | None = None,
     ) -> dist.Work:
         """Combines a list of tensors, one for each rank, over all ranks, each of which gets its own."""
-        output, opts = only(output_tensors, "reduce_scatter"), opts or ReduceScatterOptions()
+        output, opts = (
+            only(writable(output_tensors, "reduce_scatter"), "reduce_scatter"),
+            opts or ReduceScatterOptions(),
+        )
         (inputs,) = input_tensors
         sizes = [tensor.numel() for tensor in inputs]
         if len(set(sizes)) <= 1:
@@ -94,6 +101,7 @@ class Collectives(Running):
     ) -> dist.Work:
         """Combines a tensor over all ranks, each of which gets its part."""
         opts = opts or ReduceScatterOptions()
+        writable([output], "reduce_scatter")
         return self._reduce_scatter(output, flat(input), opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -113,6 +121,7 @@ class Collectives(Running):
         """Combines many tensors over all ranks, each of which gets its part of each."""
         opts = opts or ReduceScatterOptions()
         reductions = Reduction.of_all(opts.reduceOp, inputs)
+        writable(outputs, "reduce_scatter_coalesced")
         values = [reduction.prepare(tensor) for reduction, tensor in zip(reductions, inputs, strict=True)]
         call = partial(self.group.reduce_scatter_coalesced, values, reductions[0].op if reductions else "sum")
         return self._run(call, lambda totals: self._finish_all(reductions, totals, outputs), opts)
@@ -136,6 +145,8 @@ class Collectives(Running):
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions | None = None) -> dist.Work:
         """Overwrites one tensor on every rank with that of one of them."""
         tensor, opts = only(tensors, "broadcast"), opts or BroadcastOptions()
+        if self.group.rank != opts.rootRank:
+            writable([tensor], "broadcast")
         call = partial(self.group.broadcast, flat(tensor), opts.rootRank)
         return self._run(call, lambda values: [put(values, tensor)], opts)
 
@@ -149,6 +160,7 @@ class Collectives(Running):
         """Gathers the tensors of all ranks into a list, on every rank; ranks may have different numbers of elements."""
         tensor, opts = only(input_tensors, "all_gather"), opts or AllgatherOptions()
         (outputs,) = output_tensors
+        writable(outputs, "all_gather")
         call = partial(self.group.all_gather, flat(tensor))
         return self._run(call, lambda rows: deal(rows, outputs, "all_gather"), opts)
 
@@ -161,7 +173,7 @@ class Collectives(Running):
     ) -> dist.Work:
         """Gathers many tensors of all ranks; `output_lists` has for each rank a list with a place for each."""
         opts = opts or AllgatherOptions()
-        places = list(zip(*output_lists, strict=True))
+        places = [writable(each, "all_gather_coalesced") for each in zip(*output_lists, strict=True)]
         call = partial(self.group.all_gather_coalesced, [flat(tensor) for tensor in input_list])
         return self._run(call, lambda rows: _deal_all(rows, places), opts)
 
@@ -169,6 +181,7 @@ class Collectives(Running):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
         """Gathers the tensors of all ranks into one, on every rank."""
         opts = opts or AllgatherOptions()
+        writable([output], "all_gather")
         call = partial(self.group.all_gather, flat(input), flat(output))
         return self._run(call, lambda rows: [put(rows, output)], opts)
 
@@ -180,6 +193,7 @@ class Collectives(Running):
     ) -> dist.Work:
         """Gathers many tensors of all ranks, each into one, on every rank."""
         opts = opts or AllgatherOptions()
+        writable(outputs, "all_gather_coalesced")
         call = partial(self.group.all_gather_coalesced, [flat(tensor) for tensor in inputs])
         return self._run(call, lambda rows: _deal_all(rows, [[output] for output in outputs]), opts)
 
@@ -194,7 +208,7 @@ class Collectives(Running):
     ) -> dist.Work:
         """Gathers the tensors of all ranks into a list, on one of them."""
         tensor, opts = only(input_tensors, "gather"), opts or GatherOptions()
-        outputs = output_tensors[0] if output_tensors else []
+        outputs = writable(output_tensors[0], "gather") if output_tensors else []
         call = partial(self.group.gather, flat(tensor), opts.rootRank)
         return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
 
@@ -206,7 +220,7 @@ class Collectives(Running):
         opts: ScatterOptions | None = None,
     ) -> dist.Work:
         """Gives every rank its tensor of a list that one of them has."""
-        output, opts = only(output_tensors, "scatter"), opts or ScatterOptions()
+        output, opts = only(writable(output_tensors, "scatter"), "scatter"), opts or ScatterOptions()
         values = joined(input_tensors[0]) if self.group.rank == opts.rootRank else None
         call = partial(self.group.scatter, values, opts.rootRank)
         return self._run(call, lambda part: deal(part, [output], "scatter"), opts)
@@ -217,6 +231,7 @@ class Collectives(Running):
     ) -> dist.Work:
         """Gives every rank a tensor of a list, and takes one from each."""
         opts = opts or AllToAllOptions()
+        writable(output_tensors, "all_to_all")
         call = partial(
             self.group.all_to_all,
             joined(input_tensors),
@@ -237,6 +252,7 @@ class Collectives(Running):
     ) -> dist.Work:
         """Gives every rank a part of a tensor, split along dim 0, and takes one from each; no sizes: equal ones."""
         opts = opts or AllToAllOptions()
+        writable([output], "all_to_all")
         call = partial(
             self.group.all_to_all,
             flat(input),

@@ -8,7 +8,7 @@ which is made when the first such tensor comes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.backends.admission import check_values
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
 
@@ -97,12 +98,24 @@ class ByDevice(_TorchGroup):  # type: ignore[misc]
         return dict(pair.split(":") for pair in pairs)
 
 
-def by_device(method: Callable[Concatenate[Any, P], dist.Work]) -> Callable[Concatenate[Any, P], dist.Work]:
-    """Makes a method of a `ByDevice` hand calls with tensors of another device to the method of that device's group."""
+def by_device(
+    method: Callable[Concatenate[Any, P], dist.Work], *, takes_sparse: bool = False
+) -> Callable[Concatenate[Any, P], dist.Work]:
+    """Makes a method of a `ByDevice` hand calls with tensors of another device to the method of that device's group.
+
+    The method raises UnsupportedOp, before anything is sent, for a tensor without memory of its own.
+
+    Args:
+        method: one of torch's interface.
+        takes_sparse: whether it takes sparse COO tensors.
+    """
 
     @functools.wraps(method)
     def routed(group: Any, /, *arguments: P.args, **options: P.kwargs) -> dist.Work:
-        device = _device_of(arguments)
+        device = None
+        for tensor in _tensors_of(arguments):
+            check_values(tensor, method.__name__, takes_sparse=takes_sparse, takes_meta=True)
+            device = tensor.device if device is None else device
         if device is None or device.type == "cpu":
             return method(group, *arguments, **options)
         elsewhere: dist.Work = getattr(group.group_for(device), method.__name__)(*arguments, **options)
@@ -111,10 +124,10 @@ def by_device(method: Callable[Concatenate[Any, P], dist.Work]) -> Callable[Conc
     return routed
 
 
-def _device_of(argument: object) -> torch.device | None:
-    """Returns the device of the first tensor among arguments and lists in them."""
+def _tensors_of(argument: object) -> Iterator[Tensor]:
+    """Yields the tensors among arguments and lists in them."""
     if isinstance(argument, Tensor):
-        return argument.device
-    if isinstance(argument, list | tuple):
-        return next((device for item in argument if (device := _device_of(item)) is not None), None)
-    return None
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from _tensors_of(item)

@@ -12,7 +12,7 @@ from echelon.backends.work import Received, Work
 from echelon.interop.collectives import Collectives
 from echelon.interop.devices import by_device
 from echelon.interop.messages import Message
-from echelon.interop.tensors import deal, flat, only
+from echelon.interop.tensors import deal, flat, only, writable
 
 
 class EchelonProcessGroup(Collectives):
@@ -28,7 +28,7 @@ class EchelonProcessGroup(Collectives):
     @by_device
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
         """Starts to receive one tensor from a rank of the group."""
-        tensor = only(tensors, "recv")
+        tensor = only(writable(tensors, "recv"), "recv")
         in_place = is_plain(tensor)
         work = self.group.irecv(src, tag, flat(tensor) if in_place else None)
 
@@ -40,7 +40,7 @@ class EchelonProcessGroup(Collectives):
     @by_device
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
         """Starts to receive one tensor from whichever rank sends first; `source_rank()` of the Work says which."""
-        tensor = only(tensors, "recv")
+        tensor = only(writable(tensors, "recv"), "recv")
         work: Work[Received] = self.group.irecv_any(tag)
         others = [rank for rank in range(self.group.world_size) if rank != self.group.rank]
 

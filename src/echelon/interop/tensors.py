@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from echelon.backends.memory import plain
+from echelon.backends.memory import check_writable, plain
 from echelon.errors import SizeMismatch
 
 
@@ -34,6 +34,17 @@ def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
     if len(tensors) != 1:
         raise SizeMismatch("1 tensor", len(tensors), operation, "give one tensor for each process")
     return tensors[0]
+
+
+def writable(tensors: Sequence[Tensor], operation: str) -> Sequence[Tensor]:
+    """Returns tensors that are to be written, before anything is sent.
+
+    Raises:
+        UnsupportedOp: elements of one overlap.
+    """
+    for tensor in tensors:
+        check_writable(tensor, operation)
+    return tensors
 
 
 def put(values: Tensor, into: Tensor) -> Tensor:

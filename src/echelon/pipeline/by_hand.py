@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from echelon._torch_private import tree_leaves
+from echelon.backends.admission import check_values
 from echelon.backends.memory import describe
 from echelon.errors import ScheduleError, SizeMismatch
 from echelon.pipeline.batch import Batch
@@ -113,4 +114,5 @@ def _pieces(column: Sequence[torch.Tensor], gradient: object) -> Sequence[torch.
         raise SizeMismatch(
             describe(torch.Size(shape), column[0].dtype), got, "backward(grad_outputs)", "pass the outputs' .grad"
         )
+    check_values(gradient, "backward(grad_outputs)")
     return gradient.unbind() if stacked else torch.split(gradient, [len(tensor) for tensor in column])

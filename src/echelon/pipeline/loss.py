@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from echelon.backends.admission import check_values
 from echelon.backends.work import Work
 from echelon.errors import NotFinite, SizeMismatch
 from echelon.group import ProcessGroup
@@ -95,10 +96,12 @@ def check_loss(loss: object) -> torch.Tensor:
 
     Raises:
         SizeMismatch: loss_fn returned something else.
+        UnsupportedOp: it has no memory of its own.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SizeMismatch("a tensor with one element", got, "loss_fn(output, target)", "reduce it to one number")
+    check_values(loss, "loss_fn(output, target)")
     return loss.reshape(())
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from echelon._torch_private import tree_flatten, tree_unflatten
+from echelon.backends.admission import check_values
 from echelon.errors import ProtocolError, UnsupportedOp
 
 Value: TypeAlias = object
@@ -29,6 +30,12 @@ _PLAIN = (type(None), bool, int, float, str)
 def tensors_of(value: Value) -> list[torch.Tensor]:
     """Returns the tensors in a value, from left to right."""
     return list(_tensors(value))
+
+
+def check_tensors(value: Value, what: str) -> None:
+    """Raises UnsupportedOp unless all tensors in a value have memory of their own."""
+    for tensor in tensors_of(value):
+        check_values(tensor, what)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Value], value: Value) -> Value:

@@ -26,13 +26,14 @@ from echelon.pipeline.fuse import split_stages
 from echelon.pipeline.loss import Metrics, Objective, Reduction, check_finite, is_here, num_samples
 from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
-from echelon.pipeline.nested import Value
+from echelon.pipeline.nested import Value, check_tensors
 from echelon.pipeline.outcome import Span, StepOutput, tell, tell_metrics
 from echelon.pipeline.randomness import Key
 from echelon.pipeline.replicas import Replicas
 from echelon.pipeline.runtime import Runtime
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules.forward_only import forward_only
+from echelon.pipeline.sharded import refuse_sharded_stages
 from echelon.pipeline.ties import TiedWeights, agree_on_ties, find_ties
 from echelon.pipeline.weights import Weights
 from echelon.trace import Timeline
@@ -98,7 +99,8 @@ class Pipeline:
         Raises:
             ScheduleError: an unknown name, a schedule with problems, or one for another number of ranks.
             PartitionError: the model cannot be cut that way.
-            UnsupportedOp: an argument of the wrong kind, or a schedule without a backward.
+            UnsupportedOp: an argument of the wrong kind, a schedule without a backward, or on all ranks, a stage whose
+                parameters are sharded by FSDP.
             CollectiveMismatch: the ranks of the group were not given the same schedule.
         """
         check_groups(group, data_parallel)
@@ -170,7 +172,7 @@ class Pipeline:
         Raises:
             SizeMismatch: there are fewer samples than microbatches, or inputs, target and keyword arguments differ in
                 their number.
-            UnsupportedOp: there is no loss_fn, or gradients are switched off.
+            UnsupportedOp: there is no loss_fn, or gradients are switched off, or a tensor has no memory of its own.
             PeerFailed: another rank failed; the message has its error.
             Timeout: a rank did not send in time what another waited for.
         """
@@ -198,11 +200,13 @@ class Pipeline:
 
         Raises:
             SizeMismatch: there are no samples, or with `train` fewer than microbatches.
+            UnsupportedOp: a tensor has no memory of its own.
             PeerFailed, Timeout: as for `step`.
         """
         self._by_hand.forget()
         with self._runtime.failures.told():
             self._require_memory()
+            self._check_inputs(inputs, kwargs, "forward()")
             samples = batch_size((inputs, kwargs), "inputs of forward()") if self.is_first else None
             if self.is_first and (not samples or (train and samples < self.num_microbatches)):
                 least = self.num_microbatches if train else 1
@@ -256,7 +260,8 @@ class Pipeline:
         call it.
 
         Raises:
-            UnsupportedOp: a norm_type that is not above 0.
+            UnsupportedOp: a norm_type that is not above 0, or on all ranks, a gradient that is not dense or has no
+                memory of its own, such as a DTensor; nothing was scaled.
             NotFinite: with `error_if_nonfinite`, on all ranks, if the norm is not; nothing was scaled.
         """
         return self._weights.clip(max_norm, norm_type, error_if_nonfinite)
@@ -312,6 +317,7 @@ class Pipeline:
         self.at = parts.at
         """The layers that stages 1, 2, ... begin with; none for a list of stages."""
         self.stages = keep(parts, self.schedule.placement, self._group.rank)
+        refuse_sharded_stages(self.stages, self._group)
         ties = agree_on_ties(find_ties(parts), self._group)
         tied = TiedWeights(ties, self.stages, self.schedule.placement, self._group)
         self._weights = Weights(self.stages, tied, self._group)
@@ -323,6 +329,8 @@ class Pipeline:
         if split_stages(self.schedule):
             is_ready = example is not None and self._weights.have_memory
             if all(self._group.all_gather_object(is_ready)):
+                with self._runtime.failures.told():
+                    self._check_inputs(tuple(example or ()), kwargs or {}, "example")
                 self._settle(self._batch(tuple(example or ()), kwargs or {}, 1, 0))
 
     def _settle(self, batch: Batch) -> None:
@@ -348,6 +356,9 @@ class Pipeline:
         with self._runtime.failures.told():
             _require_gradients("step()")
             self._require_memory()
+            self._check_inputs(inputs, kwargs, "step()")
+            if self.is_last:
+                check_tensors(target, "target of step()")
             count = self.num_microbatches
             batch = self._batch(inputs, kwargs, count, self.num_steps)
             batch.keeps_outputs = keeps_outputs
@@ -362,6 +373,11 @@ class Pipeline:
                 batch.targets = split(target, count)
                 batch.scale = self._objective.scale(batch.targets, self._data_parallel)
             return batch
+
+    def _check_inputs(self, inputs: tuple[Value, ...], kwargs: Mapping[str, Value], what: str) -> None:
+        if self.is_first:
+            check_tensors(inputs, f"inputs of {what}")
+        check_tensors(dict(kwargs), f"keyword arguments of {what}")
 
     def _require_memory(self) -> None:
         if not self._has_memory:

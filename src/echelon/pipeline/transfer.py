@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from echelon.backends.admission import check_values
 from echelon.backends.memory import plain
 from echelon.backends.tag import Tag
 from echelon.backends.wire import MAX_NOTE_BYTES
@@ -67,7 +68,7 @@ class Ports:
         """Starts to send a value to rank `peer`; its tensors must not change before all Works are done.
 
         Raises:
-            UnsupportedOp: it has more than 1023 tensors, or is no nested value.
+            UnsupportedOp: it has more than 1023 tensors, or one without memory of its own, or is no nested value.
         """
         backend, dst, tag = self._group.backend, self._group.ranks[peer], self._tag(transfer)
         works = []
@@ -178,14 +179,19 @@ def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
     """Returns the tensors that say all, and their notes."""
     structure = structure_of(value)
     if isinstance(value, torch.Tensor):  # as mostly
-        return [(plain(value), structure)]
-    tensors = [plain(tensor) for tensor in tensors_of(value)]
+        return [(_sendable(value), structure)]
+    tensors = [_sendable(tensor) for tensor in tensors_of(value)]
     if len(tensors) >= _PARTS:
         raise UnsupportedOp(f"{len(tensors)} tensors pass between two stages: at most {_PARTS - 1} can; stack some")
     if tensors and (structure.isascii() and len(structure) <= MAX_NOTE_BYTES):
         return [(tensors[0], structure), *((tensor, "") for tensor in tensors[1:])]
     head = torch.frombuffer(bytearray(structure.encode()), dtype=torch.uint8)
     return [(head, _APART), *((tensor, "") for tensor in tensors)]
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    check_values(tensor, "a transfer between two stages")
+    return plain(tensor)
 
 
 def detached(value: Value) -> Value:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from echelon.backends.admission import check_values
 from echelon.errors import NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.stage import Stage
@@ -91,7 +92,8 @@ class Weights:
         """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
 
         Raises:
-            UnsupportedOp: there is no such norm.
+            UnsupportedOp: there is no such norm, or on all ranks, a gradient has no memory of its own; nothing was
+                scaled.
             NotFinite: the norm is not, and that is to be an error; nothing was scaled.
         """
         norm = self._norm(float(norm_type))
@@ -112,15 +114,35 @@ class Weights:
         """Returns the norm of all gradients, those of tied weights counted once."""
         if not norm_type > 0:
             raise UnsupportedOp(f"norm_type={norm_type}: give a number above 0, or inf")
+        problem = self._gradient_problem()
         norms = [
             torch.linalg.vector_norm(_precise(parameter.grad.detach()), norm_type).cpu()
             for _, parameter in self.named_parameters()
-            if parameter.grad is not None and self._ties.is_counted_here(parameter)
+            if problem is None and parameter.grad is not None and self._ties.is_counted_here(parameter)
         ]
         mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
-        if norm_type == float("inf"):
-            return self._group.all_reduce(mine.max().reshape(1), op="max")[0]
-        return self._group.all_reduce(mine.pow(norm_type).sum().reshape(1))[0].pow(1.0 / norm_type)
+        is_largest = norm_type == float("inf")
+        part = mine.max() if is_largest else mine.pow(norm_type).sum()
+        told = torch.stack([part, torch.tensor(float(problem is not None), dtype=part.dtype, device="cpu")])
+        total, num_problems = self._group.all_reduce(told, op="max" if is_largest else "sum").unbind()
+        if problem is not None:
+            raise problem
+        if num_problems:
+            raise UnsupportedOp(
+                "clip_grad_norm_: another rank has a gradient without memory of its own, such as a DTensor, and says "
+                "which: nothing was scaled"
+            )
+        return total if is_largest else total.pow(1.0 / norm_type)
+
+    def _gradient_problem(self) -> UnsupportedOp | None:
+        """Returns the error for a gradient whose norm cannot be taken here; all ranks are to raise one then."""
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                try:
+                    check_values(parameter.grad, f"clip_grad_norm_, the gradient of {name},")
+                except UnsupportedOp as error:
+                    return error
+        return None
 
     def _find(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Returns an entry, of a tied weight by any of its names: some formats save only one."""

@@ -81,11 +81,7 @@ class VirtualBackend(Backend):
         if error := self._mailbox.failure(dst, tag):
             work.complete(error=error)
         else:
-            done = self.world.send_tensor(self.rank, dst, tensor, tag, note)
-            if done <= self._scheduler.now:
-                work.complete()
-            else:
-                self._scheduler.at(done, work.complete)
+            self.world.send_tensor(self.rank, dst, tensor, tag, note, work.complete)
         self._boundary.leave(task)
         return work
 

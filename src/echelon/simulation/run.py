@@ -101,6 +101,8 @@ def simulate(
         LaunchError, InvalidRank: an argument that makes no sense; faults of ranks that there are not.
         DeadlockError: no rank can go on; with who waits for whom, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
+        UnsupportedOp: a rank changed a tensor before its send was done. Looked for where messages take time, and there
+            are neither faults nor `memory`.
         Exception: that of the rank which failed first, with a note that names the rank.
     """
     check_world_size(world_size)
@@ -187,7 +189,7 @@ class _Run:
             rank = first_cause(self._failures).rank
             self._errors[rank].add_note(f"raised on rank {rank} of {len(self.results)}")
             return self._errors[rank]
-        return self._scheduler.error or self._world.missed()
+        return self._scheduler.error or self._world.overwritten or self._world.missed()
 
     def _run_rank(self, rank: int) -> None:
         """The body of a rank's own task."""

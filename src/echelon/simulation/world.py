@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from echelon.backends.matching import Mailbox
+from echelon.backends.memory import as_bytes, describe
 from echelon.backends.status import Question, Status, status_of
 from echelon.backends.tag import Tag
 from echelon.backends.wire import as_sent, readable
-from echelon.errors import CollectiveMismatch, PeerFailed
+from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.flights import FlightRecorder
 from echelon.pipeline.transfer import TRANSFERS
 from echelon.places import line_of
@@ -49,6 +50,36 @@ class _Arrival:
         self._world.arrive(self.src, self.dst, self._tensor, self.tag, self._note)
 
 
+class _Departure:
+    """The end of a send: when called, its tensor may change again."""
+
+    __slots__ = ("_complete", "_dst", "_note", "_original", "_sent", "_src", "_world")
+
+    def __init__(
+        self,
+        world: World,
+        src: int,
+        dst: int,
+        note: str,
+        original: torch.Tensor,
+        sent: torch.Tensor,
+        complete: Callable[[], None],
+    ) -> None:
+        self._world = world
+        self._src = src
+        self._dst = dst
+        self._note = note
+        self._original = original
+        self._sent = sent
+        self._complete = complete
+
+    def __call__(self) -> None:
+        if not _have_equal_bits(self._original, self._sent):
+            what = readable(self._note) or describe(self._sent.shape, self._sent.dtype)
+            self._world.note_overwritten(self._src, self._dst, what)
+        self._complete()
+
+
 class World:
     """One simulated world. Its methods are called by whichever task runs; none of them blocks."""
 
@@ -80,15 +111,22 @@ class World:
         self.killed: set[int] = set()
         self.deaths_by_op = {kill.rank: kill.at_op for kill in faults.kills if kill.at_op is not None}
         self._told_of: set[int] = set()
+        self.overwritten: UnsupportedOp | None = None
+        """The error for the first tensor that its rank has changed while it was sent."""
         if faults.pauses:
             self.scheduler.available_at = faults.available_at
         for kill in faults.kills:
             if kill.at is not None:
                 self.scheduler.at(kill.at, partial(self.kill, kill.rank))
 
-    def send_tensor(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> float:
-        """Sends a copy of a tensor; returns when its sender is done with it."""
-        tensor = self._copy(src, tensor)
+    def send_tensor(
+        self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, complete: Callable[[], None]
+    ) -> None:
+        """Sends a copy of a tensor; calls `complete` when its sender is done with it, which may be at once.
+
+        Real networks read the tensor until then, not a copy. So the tensor is compared with its copy at that time.
+        """
+        original, tensor = tensor, self._copy(src, tensor)
         num_bytes, recorder = tensor.nbytes, self.recorder
         passage = self.traffic.send(src, dst, num_bytes)
         recorder.bytes_sent[src, dst] += num_bytes
@@ -97,7 +135,13 @@ class World:
             if is_plain(tag):
                 recorder.sent(src, dst, tag, passage.left, passage.arrives)
             self.scheduler.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
-        return passage.done
+        if passage.done <= self.scheduler.now:
+            complete()
+        elif self.faults.faults or self.memory_meters:  # waits are given up, or the tensor would count for longer
+            self.scheduler.at(passage.done, complete)
+        else:
+            copy = tensor.clone()  # the one that is sent belongs to the receiver, once it has arrived
+            self.scheduler.at(passage.done, _Departure(self, src, dst, note, original.detach(), copy, complete))
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Copies what is sent. The copy is the network's, then the receiver's, never the sender's."""
@@ -182,9 +226,21 @@ class World:
             if isinstance(action, _Arrival) and not is_plain(action.tag):
                 yield action.dst, action.src, action.tag
 
+    def note_overwritten(self, src: int, dst: int, what: str) -> None:
+        """Keeps the error for a tensor that was changed while it was sent."""
+        if self.overwritten is None:
+            self.overwritten = UnsupportedOp(
+                f"rank {src} changed a tensor before its send to rank {dst} was done, at {self.scheduler.now:g} s in "
+                f"{what}: wait for the Work of the send first"
+            )
+
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""
         self.recorder.events.append((self.scheduler.now, rank, what))
+
+
+def _have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def _fail_peer(rank: int, failure: PeerFailed, mailbox: Mailbox) -> None:

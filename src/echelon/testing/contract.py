@@ -20,6 +20,7 @@ from echelon.errors import (
     Timeout,
     UnsupportedOp,
 )
+from echelon.group import ProcessGroup
 from echelon.testing.contract_any import (
     each_death_is_told_to_one_receive_from_any,
     receives_from_any,
@@ -329,6 +330,61 @@ def _bad_arguments_are_named(run_ranks: RunRanks) -> None:
     run_ranks(2, act)
 
 
+def _what_has_no_memory_is_refused(run_ranks: RunRanks) -> None:
+    """By the backend and by a group over it, before anything is sent, so that both go on."""
+
+    def act(backend: Backend) -> None:
+        other = 1 - backend.rank
+        group = ProcessGroup(backend, [0, 1], context=7)
+        group.all_reduce(torch.ones(2))  # what was checked before is not checked as much again
+        uses: tuple[Callable[[torch.Tensor], object], ...] = (
+            lambda tensor: backend.isend(tensor, other),
+            lambda tensor: backend.irecv(other, out=tensor),
+            group.all_reduce,
+            lambda tensor: group.send(tensor, other),
+            lambda tensor: group.recv(other, out=tensor),
+            lambda tensor: group.all_gather(torch.ones(1), out=tensor),
+            lambda tensor: group.all_reduce_coalesced([torch.ones(2), tensor]),
+        )
+        for name, call in _without_memory():
+            for use in uses:
+                expect_error(UnsupportedOp, partial(call, use), name)
+        got = group.all_reduce(torch.full((2,), float(backend.rank))).tolist()
+        expect(got == [1.0, 1.0], f"after tensors were refused, an all_reduce gave {got}")
+
+    run_ranks(2, act)
+
+
+class _Dispatched(torch.Tensor):
+    """A tensor that computes by code of its own, as a DTensor and a FakeTensor do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object) -> object:
+        raise AssertionError("a tensor without memory was used")
+
+
+def _without_memory() -> list[tuple[str, Callable[[Callable[[torch.Tensor], object]], object]]]:
+    """Returns the names of tensors without memory of their own, each with a function that calls another with one."""
+    dispatched = torch.Tensor._make_wrapper_subclass(_Dispatched, (2,), dtype=torch.float32)
+    freed = torch.ones(2)
+    freed.untyped_storage().resize_(0)
+
+    def in_vmap(call: Callable[[torch.Tensor], object]) -> object:
+        return torch.func.vmap(call)(torch.ones(3, 2))
+
+    def in_grad(call: Callable[[torch.Tensor], object]) -> object:
+        return torch.func.grad(call)(torch.ones(2))
+
+    return [
+        ("a class with __torch_dispatch__", lambda call: call(dispatched)),
+        ("a sparse tensor", lambda call: call(torch.ones(2).to_sparse())),
+        ("a meta tensor", lambda call: call(torch.ones(2, device="meta"))),
+        ("a tensor whose storage was freed", lambda call: call(freed)),
+        ("a tensor inside of vmap", in_vmap),
+        ("a tensor inside of torch.func.grad", in_grad),
+    ]
+
+
 def _a_closed_peer_is_named(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 2:
@@ -466,6 +522,7 @@ _CLAUSES: dict[str, Callable[[RunRanks], None]] = {
         _a_timeout_withdraws_the_receive,
         _a_mismatch_leaves_the_connection_usable,
         _bad_arguments_are_named,
+        _what_has_no_memory_is_refused,
         _a_closed_peer_is_named,
         _an_abort_is_told_to_all,
         _a_revoked_context_ends_its_collectives,
