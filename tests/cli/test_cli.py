@@ -1,10 +1,12 @@
+import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
-from echelon.cli import main
 from tests.cli.commands import imported_by, printed, refusal
 
 
@@ -35,11 +37,11 @@ def test_help_lists_the_commands(capsys, arguments):
     assert not any(line.endswith("...") for line in commands), "a description is too long for its line"
 
 
-def test_without_typer_there_is_a_hint(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "echelon.cli.app", raising=False)
-    monkeypatch.setitem(sys.modules, "typer", None)
-    assert main(["--help"]) == 1
-    assert capsys.readouterr().err == "echelon: the command line needs typer: pip install 'echelon[cli]'\n"
+def test_the_command_line_is_part_of_a_plain_installation():
+    """Without an extra: `pip install .` gives a working command."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    plain = {re.match(r"[\w-]+", line).group() for line in project["dependencies"]}
+    assert {"typer", "rich"} <= plain
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "bench", "tune", "doctor"])

@@ -12,6 +12,7 @@ from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
 from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.recommendation import Option, search_chunks
 from echelon.trace import Time
 
 _MOST_RANKS = 4096
@@ -19,6 +20,16 @@ _MOST_MICROBATCHES = 1_000_000
 _MOST_CHUNKS = 256
 _MOST_FORWARDS = 4_000_000
 """More than these are a slip of the keyboard, or more than anybody waits for."""
+
+
+class Found(NamedTuple):
+    """A schedule to plan."""
+
+    schedule: Schedule
+    costs: Costs
+    """Of its stages."""
+    searched: tuple[Option, ...] = ()
+    """The best schedule for each number of chunks that was searched, the best of all first; else empty."""
 
 
 class Request(NamedTuple):
@@ -84,20 +95,24 @@ class Request(NamedTuple):
         if value > most:
             raise ScheduleError(f"{option} {value} is too many: give at most {most}")
 
-    def make(self, costs: Costs, limit: Time | None) -> Schedule:
+    def make(self, costs: Costs, limit: Time | None) -> Found:
         """Reads, searches or builds the schedule.
 
         Raises:
             ScheduleError: there is no such schedule.
         """
         if self.is_file:
-            return self._read()
+            return Found(self._read(), costs)
         assert self.num_ranks is not None, "checked"
         assert self.num_microbatches is not None, "checked"
-        if self.search:
-            return schedules.search(costs, self.num_ranks, self.num_microbatches, limit, self.chunks)
-        assert self.schedule is not None, "checked"
-        return schedules.build(self.schedule, self.num_ranks, self.num_microbatches, self.chunks, self.group_size)
+        sizes = self.num_ranks, self.num_microbatches
+        if not self.search:
+            assert self.schedule is not None, "checked"
+            return Found(schedules.build(self.schedule, *sizes, self.chunks, self.group_size), costs)
+        if self.chunks is None and costs.num_stages in (None, self.num_ranks):
+            searched = search_chunks(costs, *sizes, limit)
+            return Found(searched[0].schedule, searched[0].costs, searched)
+        return Found(schedules.search(costs, *sizes, limit, self.chunks), costs)
 
     def _read(self) -> Schedule:
         assert self.schedule is not None, "checked"

@@ -48,7 +48,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise EchelonError("drawing needs matplotlib: pip install 'echelon[plot]'") from None
+        raise EchelonError("drawing needs matplotlib: pip install matplotlib") from None
     # Whatever style the program has set for its own figures. Text as text can be searched, and the file is small.
     own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}
     with style.context(["default", own]):
