@@ -16,9 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.backends.memory import plain
+from echelon.backends.operators import check_op
 from echelon.backends.tag import Tag
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.group import ProcessGroup
+from echelon.group import ProcessGroup, check_group
 
 __all__ = [
     "all_gather",
@@ -52,6 +53,8 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
         UnsupportedOp: another op.
         CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
     """
+    _check(tensor, group, "all_reduce")
+    op = check_op(op)
     if op == "sum":
         return _apply(_Sum, tensor, group)
     if op == "mean":
@@ -75,6 +78,8 @@ def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Te
     Raises:
         UnsupportedOp: another op.
     """
+    _check(tensor, group, "reduce")
+    op = check_op(op)
     if op not in _LINEAR:
         everywhere = all_reduce(tensor, group, op)
         return everywhere if group.rank == dst else everywhere.flatten()[:0]
@@ -90,6 +95,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
         src: the rank whose tensor it is.
         group: the ranks.
     """
+    _check(tensor, group, "broadcast")
     return _apply(_Broadcast, tensor, group, src)
 
 
@@ -100,12 +106,14 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
         tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
         group: the ranks.
     """
+    _check(tensor, group, "all_gather")
     tensor = _rows(tensor)
     return _apply(_AllGather, tensor, group, _all_sizes(tensor, group))
 
 
 def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
     """Returns what `all_gather` does on rank `dst`, and a tensor without rows on the others."""
+    _check(tensor, group, "gather")
     tensor = _rows(tensor)
     sizes = _all_sizes(tensor, group)
     ranks = range(group.world_size)
@@ -121,6 +129,7 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
         src: the rank whose tensor it is.
         group: the ranks.
     """
+    _check(tensor, group, "scatter")
     _check_dims(tensor, "scatter")
     rows = _all_sizes(tensor, group)[src]
     sizes = _even(rows, group.world_size)
@@ -142,7 +151,9 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tens
         UnsupportedOp: another op.
         SizeMismatch: a tensor without dims.
     """
+    _check(tensor, group, "reduce_scatter")
     _check_dims(tensor, "reduce_scatter")
+    op = check_op(op)
     if op not in _LINEAR:
         return all_reduce(tensor, group, op).tensor_split(group.world_size)[group.rank]
     total = _apply(_ReduceScatter, tensor, group)
@@ -163,6 +174,7 @@ def all_to_all(
         in_splits: rows for each rank; None: split as torch.tensor_split does.
         out_splits: rows from each rank; None: asked of them, in a small collective before.
     """
+    _check(tensor, group, "all_to_all")
     tensor = _rows(tensor)
     sends = _even(len(tensor), group.world_size) if in_splits is None else list(in_splits)
     if out_splits is None:
@@ -187,6 +199,7 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     Raises:
         UnsupportedOp: the tensor requires no gradient.
     """
+    _check(tensor, group, "send")
     _check_requires_grad(tensor, "send")
     return _apply(_Send, tensor, group, dst, tag, False)
 
@@ -201,6 +214,7 @@ def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
         group: the ranks.
         tag: as in `ProcessGroup.recv`.
     """
+    check_group(group)
     return _apply(_Recv, torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled()), group, src, tag, False)
 
 
@@ -216,6 +230,7 @@ def sendrecv(tensor: Tensor, dst: int, src: int, group: ProcessGroup, tag: int =
     Raises:
         UnsupportedOp: the tensor requires no gradient.
     """
+    _check(tensor, group, "sendrecv")
     _check_requires_grad(tensor, "sendrecv")
     return _apply(_SendRecv, tensor, group, dst, src, tag, False)
 
@@ -393,6 +408,12 @@ def _apply(function: type[Function], *args: object) -> Tensor:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _check(tensor: object, group: object, what: str) -> None:
+    check_group(group)
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedOp(f"functional.{what} takes a tensor, not {type(tensor).__name__}")
 
 
 def _check_dims(tensor: Tensor, what: str) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from echelon.arguments import choices
 from echelon.collectives.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
@@ -118,8 +118,6 @@ class Request(NamedTuple):
         assert self.schedule is not None, "checked"
         try:
             return Schedule.from_csv(self.schedule, self.num_microbatches)
-        except OSError as error:
-            raise ScheduleError(f"cannot read {self.schedule}: {error.strerror}; give a file that exists") from None
         except UnicodeDecodeError:
             raise ScheduleError(f"cannot read {self.schedule}: it is not text; give what --csv writes") from None
 
@@ -144,12 +142,8 @@ def _unknown(name: str) -> str:
     if any(name.replace("-", "_") == algorithm.name for each in OPERATIONS for algorithm in algorithms_of(each)):
         return f"{name} is an algorithm: name the collective first, as in `echelon plan all-reduce --algorithm ring`"
     collectives = [operation.replace("_", "-") for operation in OPERATIONS]
-    close = difflib.get_close_matches(name.lower(), [*schedules.names(), *collectives], n=1)
-    hint = f"did you mean {close[0]}? There are" if close else "choose from"
-    return (
-        f"no schedule or collective is called {name!r}: {hint} {_names()}; {', '.join(collectives)}; or give a file "
-        "that ends in .csv"
-    )
+    known = choices(name, [*schedules.names(), *collectives], "choose from")
+    return f"no schedule or collective is called {name!r}: {known}; or give a file that ends in .csv"
 
 
 def _names() -> str:

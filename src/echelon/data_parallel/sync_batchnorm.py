@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.errors import SizeMismatch
-from echelon.group import ProcessGroup
+from echelon.group import ProcessGroup, check_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -45,6 +45,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             group: the ranks whose batches count as one.
             num_features, eps, momentum, affine, track_running_stats, device, dtype: as for torch.nn.BatchNorm2d.
         """
+        check_group(group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._group = group
 
@@ -54,6 +55,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
         """
+        check_group(group)
         known: dict[int, SyncBatchNorm] = {}  # a layer under two names stays one layer
         for path, layer in list(module.named_modules(remove_duplicate=False)):
             if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):

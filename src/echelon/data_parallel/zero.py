@@ -13,14 +13,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from echelon.arguments import check_bucket_mb, named
 from echelon.backends.memory import describe
 from echelon.data_parallel.agreement import check_same_lines
 from echelon.data_parallel.broadcast import kind_of
 from echelon.data_parallel.buckets import MEBIBYTE
 from echelon.data_parallel.shards import Piece, pieces_between, shard_layout
 from echelon.data_parallel.zero_state import cut_state, gather_state, in_memory_order
-from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.group import ProcessGroup
+from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
+from echelon.group import ProcessGroup, check_group
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch whose update of an element needs other elements of its parameter."""
@@ -58,10 +59,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
             UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory.
-            ValueError: `bucket_mb` is not above 0, or what the optimizer itself refuses.
+            InvalidArgument: `optimizer_class` is no class of optimizers, `group` is no group, or `bucket_mb` no size.
+            ValueError: the optimizer itself refuses an option.
         """
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: use a size in mebibytes above 0, such as 25")
+        check_group(group)
+        if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+            raise InvalidArgument(
+                f"optimizer_class is {named(optimizer_class)}: pass a class, its parameters and its options, such as "
+                "ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=1e-3)"
+            )
+        check_bucket_mb(bucket_mb)
         if optimizer_class.__name__ in _NOT_ELEMENTWISE:
             raise UnsupportedOp(
                 f"{optimizer_class.__name__} does not update each element by itself, so its state cannot be cut "
