@@ -18,9 +18,7 @@ def check_seconds(timeout: object) -> float:
     # Exact types first: an isinstance of numbers.Real takes ten times as long. nan fails the comparison.
     if (type(timeout) is float or type(timeout) is int) and timeout >= 0:
         return timeout
-    if (
-        isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) >= 0
-    ):  # numpy's numbers, fractions
+    if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) >= 0:  # numpy's, fractions
         return float(timeout)
     raise InvalidArgument(f"timeout={timeout!r}: use a number of seconds, 0 or more, or None for the group's own")
 

@@ -3,8 +3,7 @@
 The type says who is to blame, the fields say where, the message says what happened and what to do:
 
     EchelonError
-    ├── InvalidArgument      (TypeError,           you: an argument of another type than the call takes,
-    │                         ValueError)              or a value that it cannot have
+    ├── InvalidArgument      (TypeError, ValueError)  you: an argument that the call does not take
     ├── InvalidRank          (ValueError)          you: a rank outside the group
     ├── InvalidWorldSize     (ValueError)          you: a world that cannot be
     ├── SelfSend             (ValueError)          you: a message to yourself

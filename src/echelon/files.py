@@ -26,9 +26,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         FileError: it is a path of Windows, its folder is missing, or it cannot be written to.
     """
     name = check_path(path)
-    if "\\" in os.path.basename(name) and not os.path.lexists(
-        name
-    ):  # legal here, but the file would lie in the current folder
+    # Legal as a name, but the file would lie in the current folder.
+    if "\\" in os.path.basename(name) and not os.path.lexists(name):
         raise FileError(f"cannot write {name}: it is a path of Windows; separate folders with /, as in plans/plan.svg")
     try:
         yield

@@ -105,7 +105,9 @@ def test_min_and_max_pass_a_nan_on():
 
 
 def test_an_unknown_op_lists_the_known_ones():
-    with pytest.raises(UnsupportedOp, match="op='avg': use one of sum, mean, product, min, max, band, bor, bxor"):
+    with pytest.raises(
+        UnsupportedOp, match="op='xor': did you mean bxor\\? There are sum, mean, product, min, max, band, bor, bxor"
+    ):
         operator("avg", torch.float32)
 
 

@@ -19,7 +19,16 @@ from tests.cli.commands import imported_by, printed, refusal
         (["run", "-n", "two", __file__], "Invalid value for '-n'"),
         (["run", "-n", "2", "--grace", "-1", __file__], "--grace -1: use a number of seconds, 0 or more"),
         (["run", "-n", "2"], "Missing argument 'SCRIPT'"),
-        (["run", __file__], "Missing option '-n'"),
+        (["run", __file__], "Missing option '-n' / '--num-ranks': say how many ranks to start: echelon run -n 2 "),
+        (
+            ["run", "s.py", "-n", "2"],
+            "-n stands after the script, which gets it; options go before: echelon run -n 2 s.py",
+        ),
+        (
+            ["run", "s.py", "a", "-n2"],
+            "-n2 stands after the script, which gets it; options go before: echelon run -n 2 s",
+        ),
+        (["run", "s.py", "--num-ranks=4"], "--num-ranks=4 stands after the script, which gets it; options go before: "),
         (["run", "--ranks", "2", __file__], "No such option: --ranks"),
         (["fly"], "No such command 'fly': see `echelon --help`"),
         (["plan", "--fly"], "No such option: --fly: see `echelon plan --help`"),

@@ -231,9 +231,15 @@ def test_the_memory_limit_counts_microbatches(capsys):
         ("1f1b -r 2 -m 4 --memory-limit all", "--memory-limit all: not a number; "),
         ("1f1b -r 2 -m 4 --svg a.png", "--svg a.png: give a name that ends in .svg, such as plan.svg"),
         ("1f1b -r 2 -m 4 --png a", "--png a: give a name that ends in .png, such as plan.png"),
-        ("1f1b -r 2 -m 4 --csv no/a.csv", "cannot write no/a.csv: No such file or directory; give a place that can "),
-        ("1f1b -r 2 -m 4 --svg no/a.svg", "cannot write no/a.svg: No such file or directory; give a place that can "),
-        ("no.csv", "cannot read no.csv: No such file or directory; give a file that exists"),
+        (
+            "1f1b -r 2 -m 4 --csv no/a.csv",
+            "cannot write no/a.csv: the folder no does not exist; make it first: mkdir -p no",
+        ),
+        (
+            "1f1b -r 2 -m 4 --svg no/a.svg",
+            "cannot write no/a.svg: the folder no does not exist; make it first: mkdir -p no",
+        ),
+        ("no.csv", "cannot read no.csv: there is no such file in /"),
         ("no.csv -r 4", "-r 4: no.csv itself says that; leave -r out"),
         ("--search -r 2 -m 4 --memory-limit 1/2", "memory_limit=0.5: a rank must hold at least 1 microbatch; "),
     ],

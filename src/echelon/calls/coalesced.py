@@ -152,7 +152,7 @@ class CoalescedCollectives(Member):
         """Returns the tensors where they can be moved."""
         self._check_open()
         if not isinstance(tensors, list | tuple):  # a generator would be empty after this check
-            raise InvalidArgument(f"{what} takes a list of tensors, and not one {named(tensors)}: pass list(...) of it")
+            raise InvalidArgument(f"{what} takes a list of tensors, but they are {named(tensors)}: pass a list")
         away = []
         for number, tensor in enumerate(tensors):
             name = f"{what}, tensor {number}"

@@ -29,7 +29,7 @@ class Collectives(Member):
 
         Args:
             tensor: same shape and dtype on every rank. float16 and bfloat16 are accumulated in float32.
-            op: sum, mean, product, min, max, band, bor or bxor.
+            op: sum, mean, product, min, max, band, bor or bxor; or as torch spells them ("avg", ReduceOp.AVG).
             async_op: return a Work at once; `tensor` belongs to it until it is done.
             timeout: seconds for the whole operation.
         """

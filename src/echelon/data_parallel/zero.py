@@ -74,6 +74,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{optimizer_class.__name__} does not update each element by itself, so its state cannot be cut "
                 "anywhere: use the plain optimizer, or AdamW or SGD here"
             )
+        params = list(params)
+        _check_values(params)
         whole = optimizer_class(params, **options)  # checks the options and fills in the defaults; keeps no state
         self._name = optimizer_class.__name__
         self._group = group
@@ -288,3 +290,13 @@ def _options(param_group: dict[str, Any]) -> dict[str, Any]:
 
 def _clip(first: int, last: int, begin: int, step: int) -> tuple[int, int]:
     return min(first + begin, last), min(first + begin + step, last)
+
+
+def _check_values(params: list[Any]) -> None:
+    members = (member for each in params for member in (each["params"] if isinstance(each, dict) else [each]))
+    for number, parameter in enumerate(members):
+        if isinstance(parameter, Tensor) and parameter.is_meta:
+            raise UnsupportedOp(
+                f"parameter {number} is on the meta device and has no values: call model.to_empty(device='cpu') and "
+                "initialise it, then make the optimizer"
+            )

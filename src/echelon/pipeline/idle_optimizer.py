@@ -45,8 +45,8 @@ class IdleOptimizer:
         if self._idle and not self._is_done and any(each.grad is not None for _, each in self._parameters()):
             self._is_done = True
             warnings.warn(
-                f"rank {self._rank}: a step of {self._idle} changed no parameter of this rank's stages, and none of its "
-                "own had a gradient: give the optimizer pipe.parameters(), not those of another model",
+                f"rank {self._rank}: a step of {self._idle} changed no parameter of this rank's stages, and none of "
+                "its own had a gradient: give the optimizer pipe.parameters(), not those of another model",
                 stacklevel=3,
             )
         if self._is_done:
