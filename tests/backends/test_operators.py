@@ -123,7 +123,7 @@ def test_names_of_torch_are_known():
         "bxor",
         "max",
     ]
-    with pytest.raises(UnsupportedOp, match="op=<RedOpType.PREMUL_SUM: 8>: use one of sum"):
+    with pytest.raises(UnsupportedOp, match=r"op=<RedOpType.PREMUL_SUM: 8>: use one of sum"):
         check_op(ReduceOp.PREMUL_SUM)
 
 
