@@ -21,4 +21,3 @@ for _ in range(50):
 if group.rank == 0:
     planned, measured = pipe.schedule.simulate(), pipe.timeline
     print(f"loss {loss:.3f}, bubble {planned.bubble_rate:.0%} as planned, {measured.bubble_rate:.0%} as measured")
-    measured.draw("pipeline.svg", against=planned)

@@ -36,12 +36,13 @@ def test_all_is_sorted_and_has_no_name_twice():
 
 
 def test_the_tree_in_the_docstring_is_that_of_the_classes():
-    lines = re.findall(r"[├└]── (\w+) +\((\w+)\) +(.+)", errors.__doc__)
+    lines = re.findall(r"[├└]── (\w+) +\(([\w, ]+)\) +(.+)", errors.__doc__)
     drawn = {name: builtin for name, builtin, _ in lines}
     assert len(drawn) == len(lines)
     assert set(drawn) == set(ERRORS) - {"EchelonError"}
-    for name, builtin in drawn.items():
-        assert ERRORS[name].__bases__ == (errors.EchelonError, getattr(builtins, builtin)), name
+    for name, nearest in drawn.items():
+        bases = [getattr(builtins, builtin) for builtin in nearest.split(", ")]
+        assert ERRORS[name].__bases__ == (errors.EchelonError, *bases), name
 
 
 def test_the_tree_is_one_level_deep():

@@ -351,7 +351,7 @@ def bad_calls(group):
         lambda: group.broadcast(torch.ones(1), src=2),
         lambda: group.send(torch.ones(1), -1),
         lambda: group.send(torch.ones(1), group.rank),
-        lambda: group.all_reduce(torch.ones(1), "avg"),
+        lambda: group.all_reduce(torch.ones(1), "average"),
         lambda: group.all_reduce(torch.ones(1, dtype=torch.int64), "mean"),
         lambda: group.all_reduce(torch.ones(1, device="meta")),
         lambda: group.subgroup([0, 0]),

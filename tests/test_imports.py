@@ -10,7 +10,7 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("errors", "trace", "places", "flights", "wording", "_torch_private"),
+    ("arguments", "errors", "files", "flights", "places", "trace", "wording", "_torch_private"),
     ("backends",),
     ("collectives",),
     ("calls",),
@@ -43,7 +43,9 @@ IMPURE = {
 }
 
 PURE = (
+    "arguments",
     "errors",
+    "files",
     "trace",
     "wording",
     "bench.decide",
@@ -88,6 +90,7 @@ NOT_PURE = {
         "entry",
         "failures",
         "graph_cut",
+        "idle_optimizer",
         "interpreter",
         "junctions",
         "loss",

@@ -3,6 +3,7 @@
 The type says who is to blame, the fields say where, the message says what happened and what to do:
 
     EchelonError
+    ├── InvalidArgument      (TypeError, ValueError)  you: an argument that the call does not take
     ├── InvalidRank          (ValueError)          you: a rank outside the group
     ├── InvalidWorldSize     (ValueError)          you: a world that cannot be
     ├── SelfSend             (ValueError)          you: a message to yourself
@@ -15,6 +16,7 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── PartitionError       (ValueError)          you: a model that cannot be cut that way
     ├── NotFinite            (ArithmeticError)     the numbers: a loss that is infinite or not a number
     ├── LaunchError          (ValueError)          you: a job that cannot be started that way
+    ├── FileError            (OSError)             you: a file that cannot be written or read
     ├── DeadlockError        (RuntimeError)        the program: every rank waits for another
     ├── PeerFailed           (ConnectionError)     the world: another rank died or gave up
     ├── ConnectError         (ConnectionError)     the world: a rank never came
@@ -43,6 +45,10 @@ def _rebuild(cls: type[EchelonError], args: tuple[object, ...], state: dict[str,
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+class InvalidArgument(EchelonError, TypeError, ValueError):
+    """An argument of another type than the call takes, or a value that it cannot have."""
 
 
 class InvalidRank(EchelonError, ValueError):
@@ -126,6 +132,10 @@ class NotFinite(EchelonError, ArithmeticError):
 
 class LaunchError(EchelonError, ValueError):
     """A job that cannot be started as asked: environment variables, a script, a function or a backend's name."""
+
+
+class FileError(EchelonError, OSError):
+    """A file that cannot be written or read, with its path and the folder that is missing."""
 
 
 class DeadlockError(EchelonError, RuntimeError):

@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from echelon.backends.admission import check_values
 from echelon.backends.memory import plain
+from echelon.backends.operators import check_op
 from echelon.backends.tag import Tag
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.group import ProcessGroup
+from echelon.group import ProcessGroup, check_group
 
 __all__ = [
     "all_gather",
@@ -53,6 +54,8 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
         UnsupportedOp: another op.
         CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
     """
+    _check(tensor, group, "all_reduce")
+    op = check_op(op)
     if op == "sum":
         return _apply(_Sum, tensor, group)
     if op == "mean":
@@ -76,6 +79,8 @@ def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Te
     Raises:
         UnsupportedOp: another op.
     """
+    _check(tensor, group, "reduce")
+    op = check_op(op)
     if op not in _LINEAR:
         everywhere = all_reduce(tensor, group, op)
         return everywhere if group.rank == dst else everywhere.flatten()[:0]
@@ -91,6 +96,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
         src: the rank whose tensor it is.
         group: the ranks.
     """
+    _check(tensor, group, "broadcast")
     return _apply(_Broadcast, tensor, group, src)
 
 
@@ -101,12 +107,14 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
         tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
         group: the ranks.
     """
+    _check(tensor, group, "all_gather")
     tensor = _rows(tensor)
     return _apply(_AllGather, tensor, group, _all_sizes(tensor, group))
 
 
 def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
     """Returns what `all_gather` does on rank `dst`, and a tensor without rows on the others."""
+    _check(tensor, group, "gather")
     tensor = _rows(tensor)
     sizes = _all_sizes(tensor, group)
     ranks = range(group.world_size)
@@ -122,6 +130,7 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
         src: the rank whose tensor it is.
         group: the ranks.
     """
+    _check(tensor, group, "scatter")
     _check_dims(tensor, "scatter")
     rows = _all_sizes(tensor, group)[src]
     sizes = _even(rows, group.world_size)
@@ -143,7 +152,9 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tens
         UnsupportedOp: another op.
         SizeMismatch: a tensor without dims.
     """
+    _check(tensor, group, "reduce_scatter")
     _check_dims(tensor, "reduce_scatter")
+    op = check_op(op)
     if op not in _LINEAR:
         return all_reduce(tensor, group, op).tensor_split(group.world_size)[group.rank]
     total = _apply(_ReduceScatter, tensor, group)
@@ -164,6 +175,7 @@ def all_to_all(
         in_splits: rows for each rank; None: split as torch.tensor_split does.
         out_splits: rows from each rank; None: asked of them, in a small collective before.
     """
+    _check(tensor, group, "all_to_all")
     tensor = _rows(tensor)
     sends = _even(len(tensor), group.world_size) if in_splits is None else list(in_splits)
     if out_splits is None:
@@ -188,6 +200,7 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     Raises:
         UnsupportedOp: the tensor requires no gradient.
     """
+    _check(tensor, group, "send")
     _check_requires_grad(tensor, "send")
     return _apply(_Send, tensor, group, dst, tag, False)
 
@@ -202,6 +215,7 @@ def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
         group: the ranks.
         tag: as in `ProcessGroup.recv`.
     """
+    check_group(group)
     return _apply(_Recv, torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled()), group, src, tag, False)
 
 
@@ -217,6 +231,7 @@ def sendrecv(tensor: Tensor, dst: int, src: int, group: ProcessGroup, tag: int =
     Raises:
         UnsupportedOp: the tensor requires no gradient.
     """
+    _check(tensor, group, "sendrecv")
     _check_requires_grad(tensor, "sendrecv")
     return _apply(_SendRecv, tensor, group, dst, src, tag, False)
 
@@ -397,6 +412,12 @@ def _apply(function: type[Function], *args: object) -> Tensor:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _check(tensor: object, group: object, what: str) -> None:
+    check_group(group)
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedOp(f"functional.{what} takes a tensor, not {type(tensor).__name__}")
 
 
 def _check_dims(tensor: Tensor, what: str) -> None:

@@ -7,13 +7,16 @@ What a group can be asked stands in `echelon.calls`, a file for each kind of cal
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, SupportsIndex, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from echelon._torch_private import is_faking
+from echelon.arguments import check_seconds, named
 from echelon.backends.base import Backend
 from echelon.backends.work import Work
 from echelon.calls.caller import Caller
@@ -26,10 +29,10 @@ from echelon.collectives.algorithms import numbered
 from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
-from echelon.errors import Closed, InvalidRank, PeerFailed, UnsupportedOp
+from echelon.errors import Closed, InvalidArgument, InvalidRank, PeerFailed, UnsupportedOp
 from echelon.flights import write_records
 
-__all__ = ["JsonLike", "ProcessGroup"]
+__all__ = ["JsonLike", "ProcessGroup", "check_group"]
 
 T = TypeVar("T")
 
@@ -76,7 +79,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self.backend = backend
         self.ranks = tuple(range(backend.world_size) if ranks is None else ranks)
         self.rank = self.ranks.index(backend.rank)
-        self.timeout = backend.timeout if timeout is None else timeout
+        self.timeout = backend.timeout if timeout is None else check_seconds(timeout)
         self.name = name
         self.context = context
         hosts = backend.hosts
@@ -128,6 +131,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             InvalidRank: a rank that is not in this group, or twice in the list.
         """
         self._check_open()
+        if not isinstance(ranks, Iterable):
+            raise InvalidArgument(f"ranks={ranks!r}: give a list of ranks, such as [0, 1]")
         members = list(ranks)
         for rank in members:
             self._check_rank(rank, "ranks")
@@ -168,6 +173,12 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self.backend.abort(reason, origin)
         write_records(self.backend.flight_recorder, self.backend.rank)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UnsupportedOp(
+            f"group {self.name!r} is this rank's connections, and cannot be copied or pickled: call echelon.init() in "
+            "the process that needs it, and save a model's state_dict() instead of an object that holds the group"
+        )
+
     def __enter__(self) -> ProcessGroup:
         return self
 
@@ -184,10 +195,12 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def _call(
         self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
     ) -> T | Work[T]:
-        return self._caller.call(operation, async_op, self.timeout if timeout is None else timeout, out)
+        if out is not None and not isinstance(out, Tensor):
+            raise InvalidArgument(f"out is {named(out)}: pass one tensor for the whole result, or leave it out")
+        return self._caller.call(operation, async_op, self.timeout if timeout is None else check_seconds(timeout), out)
 
     def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
-        seconds = self.timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else check_seconds(timeout)
         return not self._closed and not is_faking() and self._caller.all_reduce_known(tensor, op, seconds)
 
     def _know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
@@ -202,6 +215,24 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             raise UnsupportedOp(
                 f"group {self.name!r} was called inside of FakeTensorMode, where tensors have no values: call outside"
             )
+
+
+def check_group(group: object, what: str = "group") -> ProcessGroup:
+    """Returns a group that was given to a call.
+
+    Raises:
+        InvalidArgument: it is none; the message says where to get one.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, dist.ProcessGroup | DeviceMesh):
+        raise InvalidArgument(
+            f"{what} is torch's {type(group).__name__}: pass the group that echelon.init() returns, under the same "
+            "launcher, or a subgroup of it"
+        )
+    raise InvalidArgument(
+        f"{what} is {named(group)}: pass the group that echelon.init() returned, a subgroup of it, or mesh['dp']"
+    )
 
 
 def _context_of(parent: int, number: int) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from echelon.arguments import choices
 from echelon.errors import InvalidWorldSize
-from echelon.group import ProcessGroup
+from echelon.group import ProcessGroup, check_group
 
 
 class Mesh:
@@ -26,12 +27,14 @@ class Mesh:
         Raises:
             InvalidWorldSize: the product of the sizes is not the group's number of ranks.
         """
+        check_group(group)
         wrong = {name: size for name, size in axes.items() if not isinstance(size, int) or size < 1}
         if not axes or wrong or math.prod(axes.values()) != group.world_size:
             product = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
+            count = "N" if not axes or wrong else math.prod(axes.values())
             raise InvalidWorldSize(
                 f"{product} does not make {group.world_size} ranks: choose sizes of at least 1 whose product is "
-                f"{group.world_size}, or start that many ranks"
+                f"{group.world_size}, or start as many ranks: echelon run -n {count} script.py"
             )
         self.group = group
         self.shape = dict(axes)
@@ -42,7 +45,7 @@ class Mesh:
     def __getitem__(self, axis: str) -> ProcessGroup:
         """Returns the group of the ranks that differ from this one along `axis` only."""
         if axis not in self._groups:
-            raise KeyError(f"no axis {axis!r} in this mesh: use one of {', '.join(self._groups)}")
+            raise KeyError(f"no axis {axis!r} in this mesh: {choices(axis, self._groups)}")
         return self._groups[axis]
 
     def __repr__(self) -> str:

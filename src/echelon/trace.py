@@ -250,6 +250,7 @@ class Timeline:
 
         Raises:
             EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.
+            FileError: the file cannot be written.
         """
         from echelon.pipeline.draw import draw
 
@@ -264,6 +265,7 @@ class Timeline:
 
         Raises:
             EchelonError: `seconds` is not above 0.
+            FileError: the file cannot be written.
         """
         from echelon.pipeline.chrome import to_chrome
 

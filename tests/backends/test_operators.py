@@ -5,9 +5,10 @@ from functools import reduce
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 import echelon
-from echelon.backends.operators import accumulation_dtype, operator
+from echelon.backends.operators import accumulation_dtype, check_op, operator
 from echelon.backends.wire import DTYPES
 from echelon.errors import UnsupportedOp
 
@@ -105,8 +106,25 @@ def test_min_and_max_pass_a_nan_on():
 
 
 def test_an_unknown_op_lists_the_known_ones():
-    with pytest.raises(UnsupportedOp, match="op='avg': use one of sum, mean, product, min, max, band, bor, bxor"):
-        operator("avg", torch.float32)
+    with pytest.raises(
+        UnsupportedOp, match="op='xor': did you mean bxor\\? There are sum, mean, product, min, max, band, bor, bxor"
+    ):
+        operator("xor", torch.float32)
+    with pytest.raises(UnsupportedOp, match=r"op=3: use one of sum, mean, "):
+        check_op(3)
+
+
+def test_names_of_torch_are_known():
+    assert [check_op(op) for op in ("avg", ReduceOp.AVG, ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.BXOR, "MAX")] == [
+        "mean",
+        "mean",
+        "sum",
+        "product",
+        "bxor",
+        "max",
+    ]
+    with pytest.raises(UnsupportedOp, match=r"op=<RedOpType.PREMUL_SUM: 8>: use one of sum"):
+        check_op(ReduceOp.PREMUL_SUM)
 
 
 def reduce_all(group):

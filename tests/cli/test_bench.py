@@ -150,7 +150,7 @@ def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
         ("sum", "operation 'sum' is unknown: choose from all_reduce, reduce, "),
         ("all_reduce -n 0", "-n 0: give 1 to 1024 ranks"),
         ("all_reduce -n 1000000000000", "-n 1000000000000: give 1 to 1024 ranks"),
-        ("all_reduce --dtype float8", "--dtype 'float8' is unknown: choose from bool, "),
+        ("all_reduce --dtype float8", "--dtype 'float8' is unknown: did you mean "),
         ("all_reduce --op avg", "--op 'avg' is unknown: choose from sum, mean, "),
         ("all_reduce --vs nccl", "--vs 'nccl' is unknown: choose from gloo, mpi"),
         ("all_reduce --min 5x", "--min 5x: not a number of bytes; give one such as 8, 64K or 1M"),

@@ -123,12 +123,34 @@ def test_a_file_is_read_and_checked(capsys, tmp_path):
 
 def test_search_finds_what_fits(capsys):
     arguments = ("--search", "-r", "3", "-m", "6", "--memory-limit", "2", "--json")
-    found = json.loads(run(capsys, *arguments))
+    found = json.loads(run(capsys, *arguments, "--chunks", "1"))
     assert max(rank["peak_microbatches"] for rank in found["ranks"]) <= 2
     assert found["makespan"] == schedules.search(Costs(), 3, 6, 2).simulate().makespan
+    assert "searched" not in found
     with_chunks = json.loads(run(capsys, *arguments, "--chunks", "2"))
     assert with_chunks["num_stages"] == 6
     assert max(rank["peak_microbatches"] for rank in with_chunks["ranks"]) <= 2
+
+
+def test_search_tries_one_and_two_chunks(capsys):
+    arguments = ("--search", "-r", "4", "-m", "8", "--memory-limit", "3")
+    found = json.loads(run(capsys, *arguments, "--json"))
+    alone = json.loads(run(capsys, *arguments, "--chunks", "1", "--json"))
+    compared = json.loads(run(capsys, "--compare", *arguments, "--json"))["schedules"]
+    best = min(option["span"] for option in compared if option["fits"])
+    assert found["span"] == best < alone["span"], "2 chunks of half the work each are faster here"
+    assert {tried["num_chunks"]: tried["span"] for tried in found["searched"]} == {1: alone["span"], 2: best}
+    assert run(capsys, *arguments).endswith(
+        f"searched with 1 chunk per rank (span {alone['span']:g}) and with 2 chunks per rank (span {best:g})\n"
+    )
+
+
+def test_search_takes_the_number_of_chunks_from_costs_of_each_stage(capsys):
+    arguments = ("--search", "-r", "2", "-m", "4", "--json")
+    assert json.loads(run(capsys, *arguments, "--forward", "1,2,1,1"))["num_stages"] == 4
+    of_boundaries = run(capsys, "--search", "-r", "3", "-m", "6", "--transfer", "0.1,0.2")
+    assert of_boundaries.splitlines()[0] == "searched: 3 ranks, 3 stages, 6 microbatches"
+    assert of_boundaries.endswith("; --transfer per boundary fits only one placement of 2 chunks\n")
 
 
 def test_compare_prints_a_table(capsys):
@@ -209,9 +231,15 @@ def test_the_memory_limit_counts_microbatches(capsys):
         ("1f1b -r 2 -m 4 --memory-limit all", "--memory-limit all: not a number; "),
         ("1f1b -r 2 -m 4 --svg a.png", "--svg a.png: give a name that ends in .svg, such as plan.svg"),
         ("1f1b -r 2 -m 4 --png a", "--png a: give a name that ends in .png, such as plan.png"),
-        ("1f1b -r 2 -m 4 --csv no/a.csv", "cannot write no/a.csv: No such file or directory; give a place that can "),
-        ("1f1b -r 2 -m 4 --svg no/a.svg", "cannot write no/a.svg: No such file or directory; give a place that can "),
-        ("no.csv", "cannot read no.csv: No such file or directory; give a file that exists"),
+        (
+            "1f1b -r 2 -m 4 --csv no/a.csv",
+            "cannot write no/a.csv: the folder no does not exist; make it first: mkdir -p no",
+        ),
+        (
+            "1f1b -r 2 -m 4 --svg no/a.svg",
+            "cannot write no/a.svg: the folder no does not exist; make it first: mkdir -p no",
+        ),
+        ("no.csv", "cannot read no.csv: there is no such file in /"),
         ("no.csv -r 4", "-r 4: no.csv itself says that; leave -r out"),
         ("--search -r 2 -m 4 --memory-limit 1/2", "memory_limit=0.5: a rank must hold at least 1 microbatch; "),
     ],
@@ -229,7 +257,7 @@ def test_a_file_that_is_no_text(capsys, tmp_path):
 def test_without_matplotlib_there_is_a_hint(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", "1f1b", "-r", "2", "-m", "4", "--svg", "a.svg"]) == 1
-    assert capsys.readouterr().err == "echelon: drawing needs matplotlib: pip install 'echelon[plot]'\n"
+    assert capsys.readouterr().err == "echelon: drawing needs matplotlib: pip install matplotlib\n"
 
 
 def test_neither_torch_nor_matplotlib_is_imported_for_text():

@@ -146,7 +146,7 @@ def test_files_are_written(capsys, tmp_path):
         ("all-reduce --algorithm ring -r 4 -m 4", "No such option: -m"),
         ("all-reduce --svg a.svg", "a.svg: there is no one plan to draw; name it, as --algorithm ring -r 4"),
         ("all-reduce --algorithm ring -r 4 --svg a.png", "--svg a.png: give a name that ends in .svg"),
-        ("all-reduce --algorithm ring -r 4 --png no/a.png", "cannot write no/a.png: No such file or directory; "),
+        ("all-reduce --algorithm ring -r 4 --png no/a.png", "cannot write no/a.png: the folder no does not exist; "),
     ],
 )
 def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message):

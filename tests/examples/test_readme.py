@@ -1,6 +1,7 @@
 """The README shows the small examples as they are, and they run."""
 
 import re
+import sys
 
 import pytest
 
@@ -33,6 +34,16 @@ def test_the_example_runs_on_simulated_ranks(name, monkeypatch, tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     echelon.simulate(lambda _: run_example(name), 2)
     assert re.fullmatch(OUTPUTS[name], capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_example_needs_no_matplotlib(name, monkeypatch, tmp_path, capsys):
+    """A plain installation has none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    echelon.simulate(lambda _: run_example(name), 2)
+    assert re.fullmatch(OUTPUTS[name], capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_other_python_blocks_run(capsys):

@@ -105,5 +105,7 @@ def test_the_variable_overrules_auto_only():
 
 @pytest.mark.parametrize(("environ", "backend"), [({}, "mpi4"), ({"ECHELON_BACKEND": "mpi4"}, "auto")])
 def test_an_unknown_backend_is_refused_with_the_known_ones(environ, backend):
-    with pytest.raises(LaunchError, match="'mpi4' is unknown: use one of auto, shm, tcp, gloo, nccl"):
+    with pytest.raises(
+        LaunchError, match=r"'mpi4' is unknown: did you mean mpi\? There are auto, shm, tcp, gloo, nccl"
+    ):
         read_backend(environ, backend)

@@ -84,8 +84,12 @@ def test_a_group_that_is_provided_is_returned(alone):
 @pytest.mark.parametrize(
     ("environ", "arguments", "message"),
     [
-        ({}, {"backend": "mpi4"}, "use one of auto, shm, tcp, gloo, nccl, mpi, ucc, simulated"),
-        ({"ECHELON_BACKEND": "mpi4"}, {}, "use one of auto, shm, tcp, gloo, nccl, mpi, ucc, simulated"),
+        ({}, {"backend": "mpi4"}, "did you mean mpi? There are auto, shm, tcp, gloo, nccl, mpi, ucc, simulated"),
+        (
+            {"ECHELON_BACKEND": "mpi4"},
+            {},
+            "did you mean mpi? There are auto, shm, tcp, gloo, nccl, mpi, ucc, simulated",
+        ),
         ({}, {"backend": "simulated"}, "only inside echelon.simulate"),
         ({}, {"timeout": 0}, "timeout=0: use a number of seconds above 0"),
         ({"RANK": "0"}, {}, "RANK set without WORLD_SIZE and MASTER_ADDR and MASTER_PORT"),

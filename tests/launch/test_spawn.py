@@ -31,7 +31,7 @@ def test_results_come_back_in_the_order_of_ranks():
         (
             (ranks.who, 2, (), "mpi4"),
             LaunchError,
-            "backend='mpi4' is unknown: use one of auto, shm, tcp, gloo",
+            "backend='mpi4' is unknown: did you mean mpi? There are auto, shm, tcp, gloo",
         ),
         ((ranks.who, 2, (), "simulated"), LaunchError, "call echelon.simulate"),
         ((ranks.who, 2, (), "auto", 0.0), LaunchError, "timeout=0.0: use a number of seconds above 0"),

@@ -195,7 +195,7 @@ def test_a_suffix_that_is_no_picture(tmp_path):
 
 def test_without_matplotlib_there_is_a_hint(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(EchelonError, match=r"drawing needs matplotlib: pip install 'echelon\[plot\]'"):
+    with pytest.raises(EchelonError, match=r"drawing needs matplotlib: pip install matplotlib"):
         simulated("1f1b", 2, 2).draw(tmp_path / "a.svg")
 
 

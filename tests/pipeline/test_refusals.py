@@ -81,7 +81,7 @@ def told(model, group, schedule, count, samples, kwargs):
         ("a number", "PartitionError", "pass an nn.Module"),
         ("numbers", "PartitionError", "entry 0 of the list of stages is 1"),
         ("no layers", "PartitionError", "0 layers cannot make 2 stages"),
-        ("no such replicas", "UnsupportedOp", "data_parallel is a int"),
+        ("no such replicas", "InvalidArgument", "data_parallel is 3 (int): pass the group that"),
         ("replicas of itself", "UnsupportedOp", "ranks [0, 1] are in the pipeline's group and in data_parallel"),
         ("recompute no stage", "UnsupportedOp", "recompute=[2]: give True, or a list of stages from 0 to 1"),
         ("recompute some", "UnsupportedOp", "recompute='all': give True"),

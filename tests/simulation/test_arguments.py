@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import echelon
-from echelon import Delay, Kill, Network, Partition, Pause, Slow
+from echelon import Delay, Kill, Network, NetworkPartition, Pause, Slow
 from echelon.errors import InvalidRank, InvalidWorldSize, LaunchError
 from echelon.simulation import Measured
 from echelon.simulation.arguments import is_amount, is_count, is_factor
@@ -98,11 +98,11 @@ def test_no_function():
         lambda: Kill(0, at="1"),
         lambda: Kill(0, at_op=1.5),
         lambda: Slow(0, factor=0),
-        lambda: Partition(0, 1),
-        lambda: Partition({0}, 1),
-        lambda: Partition({0}, set()),
-        lambda: Partition({0}, {0, 1}),
-        lambda: Partition({0}, {1}, 2, 1),
+        lambda: NetworkPartition(0, 1),
+        lambda: NetworkPartition({0}, 1),
+        lambda: NetworkPartition({0}, set()),
+        lambda: NetworkPartition({0}, {0, 1}),
+        lambda: NetworkPartition({0}, {1}, 2, 1),
         lambda: Delay("1"),
         lambda: Delay(0),
         lambda: Pause(0, "a", "b"),
@@ -114,7 +114,9 @@ def test_values(make):
         make()
 
 
-@pytest.mark.parametrize("fault", [Kill(9, at=1), Kill("0", at=1), Partition({0}, {7}), Delay(1, src=9), Pause(True)])
+@pytest.mark.parametrize(
+    "fault", [Kill(9, at=1), Kill("0", at=1), NetworkPartition({0}, {7}), Delay(1, src=9), Pause(True)]
+)
 def test_faults_of_ranks_that_there_are_not(fault):
     with pytest.raises(InvalidRank):
         echelon.simulate(program, 2, faults=[fault])

@@ -50,7 +50,7 @@ def test_the_error_of_a_survivor_that_does_not_handle_it_is_raised():
 
 @pytest.mark.parametrize("left", [{0}, {0, 1}, {1, 3}])
 def test_a_partition_for_ever_is_a_timeout_or_a_failure_on_every_rank(left):
-    partition = echelon.Partition(left, {0, 1, 2, 3} - left, start=0.0005)
+    partition = echelon.NetworkPartition(left, {0, 1, 2, 3} - left, start=0.0005)
     run = echelon.simulate(sums, 4, network=NETWORK, faults=[partition], timeout=30.0)
     assert all(kind in ("PeerFailed", "Timeout") for kind, *_ in run.results)
     assert "Timeout" in str(run.results)
@@ -59,7 +59,9 @@ def test_a_partition_for_ever_is_a_timeout_or_a_failure_on_every_rank(left):
 
 def test_a_partition_that_ends_only_takes_time():
     without = echelon.simulate(sums, 4, network=NETWORK)
-    run = echelon.simulate(sums, 4, network=NETWORK, faults=[echelon.Partition({0}, {1, 2, 3}, start=0.0003, end=5.0)])
+    run = echelon.simulate(
+        sums, 4, network=NETWORK, faults=[echelon.NetworkPartition({0}, {1, 2, 3}, start=0.0003, end=5.0)]
+    )
     assert all(kind == "done" for kind, *_ in run.results)
     assert 5 < run.elapsed < 5 + without.elapsed + 0.001
 
@@ -117,8 +119,8 @@ def drawn(draw, world_size):
             [
                 echelon.Kill(rank=rank, at=start),
                 echelon.Kill(rank=rank, at_op=draw.randint(1, 60)),
-                echelon.Partition({rank}, {other}, start=start),
-                echelon.Partition({rank}, set(range(world_size)) - {rank}, start=start, end=start + 1),
+                echelon.NetworkPartition({rank}, {other}, start=start),
+                echelon.NetworkPartition({rank}, set(range(world_size)) - {rank}, start=start, end=start + 1),
                 echelon.Delay(draw.uniform(0, 1), src=rank),
                 echelon.Pause(rank=rank, start=start, end=start + 1),
                 echelon.Pause(rank=rank, start=start),
@@ -183,7 +185,7 @@ def test_a_killed_rank_says_nothing_more():
         (lambda: [echelon.Kill(rank=3, at=1.0)], "rank of Kill=3 is not a rank of this group of 3"),
         (lambda: [echelon.Slow(rank=0, factor=2.0)], "computing costs nothing here: give costs="),
         (lambda: [echelon.Slow(rank=0, factor=0.0)], "give a factor above 0"),
-        (lambda: [echelon.Partition({0}, {0, 1})], "without a common one"),
+        (lambda: [echelon.NetworkPartition({0}, {0, 1})], "without a common one"),
         (lambda: [echelon.Pause(rank=0, start=2.0, end=1.0)], "end must come after the start"),
         (lambda: [echelon.Delay(0.0)], "give seconds above 0"),
     ],

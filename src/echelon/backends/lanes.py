@@ -63,10 +63,11 @@ class Lanes:
                 own.put(None)
                 break
             job()
+        seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)  # more raises OverflowError
         with self._changed:
             self._num_waiters += 1
             try:
-                return self._changed.wait_for(work.is_completed, timeout)
+                return self._changed.wait_for(work.is_completed, seconds)
             finally:
                 self._num_waiters -= 1
 

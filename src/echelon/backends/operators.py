@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch.distributed import ReduceOp
 
+from echelon.arguments import choices
 from echelon.errors import UnsupportedOp
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
@@ -79,15 +81,22 @@ _OPERATORS = {
 }
 
 
-def check_op(name: object) -> str:
-    """Returns the name of a reduction.
+_TORCH_NAMES = {"avg": "mean", **{name.upper(): name for name in _OPERATORS}, "AVG": "mean"}
+"""How torch.distributed.ReduceOp spells them."""
+
+
+def check_op(op: object) -> str:
+    """Returns the name of a reduction, which may be given in torch's spelling: "avg", or ReduceOp.AVG.
 
     Raises:
         UnsupportedOp: there is none of that name.
     """
-    if not isinstance(name, str) or name not in _OPERATORS:
-        raise UnsupportedOp(f"op={name!r}: use one of {', '.join(_OPERATORS)}")
-    return name
+    if isinstance(op, str) and op in _OPERATORS:
+        return op
+    name = op if isinstance(op, str) else str(op).rpartition(".")[2] if isinstance(op, ReduceOp.RedOpType) else None
+    if name in _TORCH_NAMES:
+        return _TORCH_NAMES[name]
+    raise UnsupportedOp(f"op={op!r}: {choices(op, _OPERATORS)}")
 
 
 @functools.lru_cache(256)

@@ -106,8 +106,9 @@ class SimulatedBackend(Backend):
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Sleeps until another rank's thread has completed `work`; returns False when the time is up."""
+        seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)  # more raises OverflowError
         with self._changed:
-            return self._changed.wait_for(work.is_completed, timeout)
+            return self._changed.wait_for(work.is_completed, seconds)
 
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002, D102
         peers = [self._world[rank] for rank in ranks if rank != self.rank]

@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from echelon.arguments import check_seconds
 from echelon.backends.memory import describe
 from echelon.errors import Timeout
 from echelon.flights import Flight
@@ -94,10 +95,9 @@ class Work(Generic[T]):
             Timeout: it did not end in time. The operation goes on; wait again if you like.
             EchelonError: the operation failed.
         """
-        if not self._completed:
-            seconds = self._timeout if timeout is None else timeout
-            if not self._driver.drive(self, seconds):  # type: ignore[arg-type]
-                raise Timeout(f"{self.description}: not done after {seconds:.1f} s")
+        seconds = self._timeout if timeout is None else check_seconds(timeout)
+        if not self._completed and not self._driver.drive(self, seconds):  # type: ignore[arg-type]
+            raise Timeout(f"{self.description}: not done after {seconds:.1f} s")
         return self.result()
 
     def result(self) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echelon.arguments import choices
 from echelon.bench.figures import OPERATIONS, ROOTED, Case
 from echelon.collectives.algorithms import find
 from echelon.errors import InvalidRank, LaunchError
@@ -57,7 +58,7 @@ class Request:
             ("--vs", self.vs or PEERS[0], PEERS),
         ):
             if value not in known:
-                raise LaunchError(f"{what} {value!r} is unknown: choose from {', '.join(known)}")
+                raise LaunchError(f"{what} {value!r} is unknown: {choices(value, known, 'choose from')}")
         if self.operation in ROOTED and not 0 <= self.root < num_ranks:
             raise InvalidRank(self.root, num_ranks, "--root")
         if self.operation == "send_recv" and num_ranks < 2:

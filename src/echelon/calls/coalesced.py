@@ -7,13 +7,14 @@ from typing import ParamSpec, TypeVar, overload
 
 from torch import Tensor
 
+from echelon.arguments import named
 from echelon.backends.memory import check_dense, check_writable, wrong_device
 from echelon.backends.work import Work
 from echelon.calls.away import Copies
 from echelon.calls.member import Member, No, Seconds, Yes
 from echelon.collectives import coalesced
 from echelon.collectives.operations import Operation
-from echelon.errors import SizeMismatch
+from echelon.errors import InvalidArgument, SizeMismatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,6 +151,8 @@ class CoalescedCollectives(Member):
     def _check_all(self, tensors: Sequence[Tensor], what: str, *, in_place: bool = False) -> Copies:
         """Returns the tensors where they can be moved."""
         self._check_open()
+        if not isinstance(tensors, list | tuple):  # a generator would be empty after this check
+            raise InvalidArgument(f"{what} takes a list of tensors, but they are {named(tensors)}: pass a list")
         away = []
         for number, tensor in enumerate(tensors):
             name = f"{what}, tensor {number}"

@@ -12,7 +12,7 @@ from echelon.backends.work import Work
 from echelon.calls.away import here, in_place, on_device
 from echelon.calls.member import Member, No, Seconds, Yes
 from echelon.collectives import operations, rows
-from echelon.errors import SizeMismatch
+from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 
 
 class Collectives(Member):
@@ -29,7 +29,7 @@ class Collectives(Member):
 
         Args:
             tensor: same shape and dtype on every rank. float16 and bfloat16 are accumulated in float32.
-            op: sum, mean, product, min, max, band, bor or bxor.
+            op: sum, mean, product, min, max, band, bor or bxor; or as torch spells them ("avg", ReduceOp.AVG).
             async_op: return a Work at once; `tensor` belongs to it until it is done.
             timeout: seconds for the whole operation.
         """
@@ -170,7 +170,12 @@ class Collectives(Member):
         self._check_rank(src, "src")
         self._check_place(out, "scatter")
         if self.rank == src:
-            if tensor is None or tensor.dim() == 0:
+            if isinstance(tensor, list | tuple):  # torch's scatter takes one tensor for each rank
+                raise UnsupportedOp(
+                    f"scatter takes one tensor, which it splits along dim 0, not a {type(tensor).__name__}: pass "
+                    "torch.cat of them, or torch.stack for one row each"
+                )
+            if tensor is None or (isinstance(tensor, Tensor) and tensor.dim() == 0):
                 got = "None" if tensor is None else "a zero-dim tensor"
                 raise SizeMismatch(
                     "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
@@ -260,6 +265,8 @@ class Collectives(Member):
         away = self._check(tensor, "all_to_all")
         self._check_place(out, "all_to_all")
         num_rows = len(tensor) if tensor.dim() else 1
+        _check_splits(in_splits, "in_splits")
+        _check_splits(out_splits, "out_splits")
         if in_splits is not None and (
             len(in_splits) != self.world_size or sum(in_splits) != num_rows or min(in_splits) < 0
         ):
@@ -285,7 +292,11 @@ class Collectives(Member):
             UnsupportedOp: there is no memory for it.
         """
         self._check_open()
-        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        if not all(isinstance(length, int) and length >= 0 for length in size):
+            raise InvalidArgument(f"empty: shape={shape!r}: give whole numbers of at least 0, such as (2, 3)")
+        if not isinstance(dtype, torch.dtype | None):
+            raise InvalidArgument(f"empty: dtype={dtype!r}: give a dtype of torch, such as torch.float32")
         operation = operations.empty(size, torch.get_default_dtype() if dtype is None else dtype)
         return cast("Tensor", self._call(operation, False, timeout))
 
@@ -301,3 +312,10 @@ class Collectives(Member):
         """
         self._check_open()
         return self._call(operations.barrier(), async_op, timeout)
+
+
+def _check_splits(splits: object, what: str) -> None:
+    if splits is None:
+        return
+    if not isinstance(splits, Sequence) or not all(isinstance(rows, int) for rows in splits):
+        raise InvalidArgument(f"all_to_all: {what}={splits!r}: give a list with a number of rows for each rank")

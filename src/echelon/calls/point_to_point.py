@@ -8,12 +8,13 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from echelon.arguments import check_seconds, named
 from echelon.backends.memory import describe, is_ordinary, plain
 from echelon.backends.tag import Tag
 from echelon.backends.work import Received, Work, end_with
 from echelon.calls.member import Member, Seconds
 from echelon.calls.patience import wait_for
-from echelon.errors import EchelonError, InvalidWorldSize, Timeout
+from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize, Timeout
 from echelon.flights import Flight
 
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class PointToPoint(Member):
 
         A tensor on a GPU, which an engine carries, may be changed once its receive has come.
         """
+        if timeout is not None:
+            check_seconds(timeout)
         values, peer, own_tag, flight = self._sending(tensor, dst, tag)
         if self.backend.send_at_once(values, peer, own_tag):
             flight.end()
@@ -84,6 +87,8 @@ class PointToPoint(Member):
         Raises:
             SizeMismatch: the tensor does not fit `out`; it is dropped, and the group stays usable.
         """
+        if timeout is not None:
+            check_seconds(timeout)
         peer, own_tag, flight = self._receiving(src, tag, out)
         message = self.backend.recv_at_once(peer, own_tag, out=out)
         if message is not None:
@@ -108,6 +113,8 @@ class PointToPoint(Member):
                 rank that has closed its group is only missed when nobody is left who could send.
             InvalidWorldSize: the group has one rank.
         """
+        if timeout is not None:
+            check_seconds(timeout)
         with self.backend.attend():
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             return self._receive(self.irecv_any(tag), others, timeout)
@@ -126,7 +133,7 @@ class PointToPoint(Member):
         Raises:
             SizeMismatch: as in `recv`.
         """
-        deadline = self.backend.now() + (self.timeout if timeout is None else timeout)
+        deadline = self.backend.now() + (self.timeout if timeout is None else check_seconds(timeout))
         with self.backend.attend():
             receipt, sent = self.batch_isend_irecv([RecvFrom(src, tag, out), SendTo(tensor, dst, tag)])
             came = self._receive(cast("Work[Tensor]", receipt), [src], deadline - self.backend.now())
@@ -162,8 +169,14 @@ class PointToPoint(Member):
             messages: what `isend` and `irecv` would be given; those with one peer and one tag keep their order.
         """
         works: dict[int, Work[Tensor] | Work[None]] = {}
+        if not isinstance(messages, Sequence):
+            raise InvalidArgument(f"messages is {named(messages)}: give a list of SendTo(...) and RecvFrom(...)")
         for message in messages:
             match message:
+                case _ if not isinstance(message, SendTo | RecvFrom):
+                    raise InvalidArgument(
+                        f"batch_isend_irecv takes SendTo(tensor, dst) and RecvFrom(src), not {type(message).__name__}"
+                    )
                 case SendTo(tensor, dst, tag):
                     self._check_message(tensor)
                     self._peer(dst, "dst")

@@ -14,11 +14,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the name of the program; None: those of this process.
     """
-    try:
-        from echelon.cli.app import run_app
-    except ModuleNotFoundError as error:
-        if error.name != "typer":
-            raise
-        print("echelon: the command line needs typer: pip install 'echelon[cli]'", file=sys.stderr)
-        return 1
+    from echelon.cli.app import run_app  # imports typer and rich, which `import echelon.cli` alone does not need
+
     return run_app(sys.argv[1:] if arguments is None else arguments)

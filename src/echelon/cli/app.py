@@ -15,7 +15,7 @@ from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
 from echelon.cli.tune import tune
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, FileError
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -68,7 +68,7 @@ def run_app(arguments: Sequence[str]) -> int:
             status = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:
         message = error.format_message().rstrip(".")
         command = "echelon" if error.ctx is None else error.ctx.command_path

@@ -11,7 +11,7 @@ from rich.text import Text
 from echelon.cli.amounts import costs
 from echelon.cli.plan_compare import Memory, compare_schedules
 from echelon.cli.plan_files import Files
-from echelon.cli.plan_report import as_values, print_plan, to_json, write
+from echelon.cli.plan_report import as_tried, as_values, in_words, print_plan, to_json, write
 from echelon.cli.plan_request import Request, check_limit
 from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedules.recommendation import held_microbatches
@@ -26,7 +26,9 @@ def plan(
     num_microbatches: Annotated[
         int | None, typer.Option("-m", "--num-microbatches", help="How many microbatches a step has.")
     ] = None,
-    chunks: Annotated[int | None, typer.Option(help="Stages per rank.  [default: as few as it can have]")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages per rank.  [default: the fewest; --search: 1 and 2]")
+    ] = None,
     group_size: Annotated[int | None, typer.Option(help="Microbatches per turn of a chunk (interleaved-1f1b).")] = None,
     forward: Annotated[str | None, typer.Option(metavar="TIME", help="Of a forward.  [default: 1]")] = None,
     backward_input: Annotated[
@@ -107,14 +109,17 @@ def plan(
 def _plan_one(
     console: Console, request: Request, stage_costs: Costs, limit: Time | None, files: Files, as_json: bool
 ) -> None:
-    found = request.make(stage_costs, limit)
+    found, stage_costs, searched = request.make(stage_costs, limit)
     timeline = found.simulate(stage_costs)
     held = held_microbatches(found, stage_costs, timeline)
     check_limit(found, held, limit)
     written = files.write(found, timeline)
     if as_json:
-        print(to_json({**as_values(found, timeline, held), "files": written}))
+        tried = {"searched": [as_tried(option) for option in searched]} if searched else {}
+        print(to_json({**as_values(found, timeline, held), **tried, "files": written}))
         return
     print_plan(console, found, timeline, held)
+    if searched:
+        write(console, Text(f"\n{in_words(searched)}"))
     for path in written:
         write(console, Text(f"wrote {path}"))

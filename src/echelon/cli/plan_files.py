@@ -35,7 +35,7 @@ class Files(NamedTuple):
         """Writes what was asked for, and returns the names of the files.
 
         Raises:
-            ScheduleError: a file cannot be written.
+            FileError: a file cannot be written.
             EchelonError: a picture was asked for, and matplotlib is not installed.
         """
         wanted: list[tuple[str | None, Callable[[str], None]]] = [
@@ -44,12 +44,9 @@ class Files(NamedTuple):
             (self.chrome, timeline.to_chrome),
             (self.csv, schedule.to_csv),
         ]
-        return [_written(path, write) for path, write in wanted if path is not None]
-
-
-def _written(path: str, write: Callable[[str], None]) -> str:
-    try:
-        write(path)
-    except OSError as error:
-        raise ScheduleError(f"cannot write {path}: {error.strerror}; give a place that can be written to") from None
-    return path
+        written = []
+        for path, write in wanted:
+            if path is not None:
+                write(path)
+                written.append(path)
+        return written

@@ -14,6 +14,7 @@ from rich.text import Text
 from echelon.pipeline.boxes import boxes_of
 from echelon.pipeline.palette import KIND_NAMES, color, text_color
 from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.recommendation import Option
 from echelon.pipeline.summary import number, summary
 from echelon.pipeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line, lines
 from echelon.trace import Time, Timeline
@@ -45,6 +46,25 @@ def as_values(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> 
             for rank in range(schedule.num_ranks)
         ],
     }
+
+
+def as_tried(option: Option) -> dict[str, Any]:
+    """Returns the best schedule of one number of chunks, ready for JSON."""
+    return {
+        "num_chunks": option.schedule.num_chunks,
+        "makespan": exact(option.timeline.makespan),
+        "span": exact(option.timeline.span),
+    }
+
+
+def in_words(searched: Sequence[Option]) -> str:
+    """Says which numbers of chunks were searched, with the span of the best schedule of each."""
+    spans = " and with ".join(
+        f"{counted(option.schedule.num_chunks, 'chunk')} per rank (span {number(option.timeline.span)})"
+        for option in sorted(searched, key=lambda option: option.schedule.num_chunks)
+    )
+    left_out = "" if len(searched) > 1 else "; --transfer per boundary fits only one placement of 2 chunks"
+    return f"searched with {spans}{left_out}"
 
 
 def to_json(values: dict[str, Any]) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from echelon.arguments import choices
 from echelon.collectives.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
 from echelon.pipeline.cost import Costs
 from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.recommendation import Option, search_chunks
 from echelon.trace import Time
 
 _MOST_RANKS = 4096
@@ -19,6 +20,16 @@ _MOST_MICROBATCHES = 1_000_000
 _MOST_CHUNKS = 256
 _MOST_FORWARDS = 4_000_000
 """More than these are a slip of the keyboard, or more than anybody waits for."""
+
+
+class Found(NamedTuple):
+    """A schedule to plan."""
+
+    schedule: Schedule
+    costs: Costs
+    """Of its stages."""
+    searched: tuple[Option, ...] = ()
+    """The best schedule for each number of chunks that was searched, the best of all first; else empty."""
 
 
 class Request(NamedTuple):
@@ -84,27 +95,29 @@ class Request(NamedTuple):
         if value > most:
             raise ScheduleError(f"{option} {value} is too many: give at most {most}")
 
-    def make(self, costs: Costs, limit: Time | None) -> Schedule:
+    def make(self, costs: Costs, limit: Time | None) -> Found:
         """Reads, searches or builds the schedule.
 
         Raises:
             ScheduleError: there is no such schedule.
         """
         if self.is_file:
-            return self._read()
+            return Found(self._read(), costs)
         assert self.num_ranks is not None, "checked"
         assert self.num_microbatches is not None, "checked"
-        if self.search:
-            return schedules.search(costs, self.num_ranks, self.num_microbatches, limit, self.chunks)
-        assert self.schedule is not None, "checked"
-        return schedules.build(self.schedule, self.num_ranks, self.num_microbatches, self.chunks, self.group_size)
+        sizes = self.num_ranks, self.num_microbatches
+        if not self.search:
+            assert self.schedule is not None, "checked"
+            return Found(schedules.build(self.schedule, *sizes, self.chunks, self.group_size), costs)
+        if self.chunks is None and costs.num_stages in (None, self.num_ranks):
+            searched = search_chunks(costs, *sizes, limit)
+            return Found(searched[0].schedule, searched[0].costs, searched)
+        return Found(schedules.search(costs, *sizes, limit, self.chunks), costs)
 
     def _read(self) -> Schedule:
         assert self.schedule is not None, "checked"
         try:
             return Schedule.from_csv(self.schedule, self.num_microbatches)
-        except OSError as error:
-            raise ScheduleError(f"cannot read {self.schedule}: {error.strerror}; give a file that exists") from None
         except UnicodeDecodeError:
             raise ScheduleError(f"cannot read {self.schedule}: it is not text; give what --csv writes") from None
 
@@ -129,12 +142,8 @@ def _unknown(name: str) -> str:
     if any(name.replace("-", "_") == algorithm.name for each in OPERATIONS for algorithm in algorithms_of(each)):
         return f"{name} is an algorithm: name the collective first, as in `echelon plan all-reduce --algorithm ring`"
     collectives = [operation.replace("_", "-") for operation in OPERATIONS]
-    close = difflib.get_close_matches(name.lower(), [*schedules.names(), *collectives], n=1)
-    hint = f"did you mean {close[0]}? There are" if close else "choose from"
-    return (
-        f"no schedule or collective is called {name!r}: {hint} {_names()}; {', '.join(collectives)}; or give a file "
-        "that ends in .csv"
-    )
+    known = choices(name, [*schedules.names(), *collectives], "choose from")
+    return f"no schedule or collective is called {name!r}: {known}; or give a file that ends in .csv"
 
 
 def _names() -> str:

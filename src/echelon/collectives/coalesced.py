@@ -32,11 +32,13 @@ _Step: TypeAlias = tuple[Callable[[], Operation[Tensor]], Callable[[Tensor], Non
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], op: str) -> list[Operation[None]]:
     """Combines each tensor over all ranks, in place; an operation for each dtype."""
+    op = check_op(op)
     return _in_place(f"all_reduce_coalesced({op})", tensors, op, lambda packed: all_reduce(packed, op))
 
 
 def reduce_coalesced(tensors: Sequence[Tensor], dst: int, op: str, is_dst: bool) -> list[Operation[None]]:
     """Combines each tensor over all ranks, in place on rank `dst`; an operation for each dtype."""
+    op = check_op(op)
     name = f"reduce_coalesced({op}, dst={dst})"
     return _in_place(name, tensors, op, lambda packed: reduce(packed, dst, op), keeps=is_dst)
 
@@ -45,6 +47,7 @@ def reduce_scatter_coalesced(
     tensors: Sequence[Tensor], op: str, rank: int, num_ranks: int, results: list[Tensor]
 ) -> list[Operation[None]]:
     """Combines each tensor over all ranks, and puts this rank's part of each in `results`."""
+    op = check_op(op)
     results[:] = tensors
 
     def part_of(chosen: Sequence[int]) -> _Step:
@@ -113,7 +116,7 @@ def _for_each_dtype(
     for number, tensor in enumerate(tensors):
         numbers.setdefault(tensor.dtype, []).append(number)
     for dtype in numbers:
-        operator(check_op(op), dtype)
+        operator(op, dtype)
     if not numbers:
         return [barrier()._replace(note=note)]
     operations = []

@@ -54,7 +54,8 @@ def derived(make: Callable[[], Operation[S]], finish: Callable[[S], T], note: st
 
 def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
     """Combines `tensor` over all ranks, in place."""
-    note, reduction = _reduction(f"all_reduce({op})", op, tensor.shape, tensor.dtype)
+    op = check_op(op)
+    note, reduction = _known_reduction(f"all_reduce({op})", op, tensor.shape, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
         wide = _widen(tensor)
@@ -74,7 +75,8 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
 
 def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
     """Combines `tensor` over all ranks, in place on rank `dst`; on others it stays as it is."""
-    note, reduction = _reduction(f"reduce({op}, dst={dst})", op, tensor.shape, tensor.dtype)
+    op = check_op(op)
+    note, reduction = _known_reduction(f"reduce({op}, dst={dst})", op, tensor.shape, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
         wide = _widen(tensor)
@@ -116,7 +118,8 @@ def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
 
 def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operation[Tensor]:
     """Combines `tensor` over all ranks and returns this rank's part of the result; `out`, if it fits."""
-    note, reduction = _reduction(f"reduce_scatter({op})", op, tensor.shape, tensor.dtype)
+    op = check_op(op)
+    note, reduction = _known_reduction(f"reduce_scatter({op})", op, tensor.shape, tensor.dtype)
 
     def act(channel: Channel) -> Tensor:
         num_rows, *row = tensor.shape
@@ -225,14 +228,9 @@ class _Reduction(NamedTuple):
     operator: Operator
 
 
-def _reduction(name: str, op: str, shape: torch.Size, dtype: torch.dtype) -> _Reduction:
-    """Returns what ranks compare, and the operator."""
-    return _known_reduction(name, check_op(op), shape, dtype)
-
-
-@lru_cache(1024)
+@lru_cache(1024)  # the same calls are made over and over
 def _known_reduction(name: str, op: str, shape: torch.Size, dtype: torch.dtype) -> _Reduction:
-    """Does it; the same calls are made over and over."""
+    """Returns what ranks compare, and the operator."""
     return _Reduction(f"{name} of {describe(shape, dtype)}", operator(op, dtype))
 
 

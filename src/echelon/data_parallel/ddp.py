@@ -17,6 +17,7 @@ from typing import get_args
 import torch
 
 from echelon._torch_private import at_end_of_backward
+from echelon.arguments import check_bucket_mb, choices, named
 from echelon.backends.admission import check_values
 from echelon.data_parallel.agreement import check_same_model
 from echelon.data_parallel.broadcast import broadcast_tensors
@@ -29,8 +30,8 @@ from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientRe
 from echelon.data_parallel.spare_cores import has_time_beside
 from echelon.data_parallel.transparent import Transparent
 from echelon.data_parallel.watched import Watched
-from echelon.errors import UnsupportedOp
-from echelon.group import ProcessGroup
+from echelon.errors import InvalidArgument, UnsupportedOp
+from echelon.group import ProcessGroup, check_group
 
 
 class DistributedDataParallel(Transparent):
@@ -77,15 +78,19 @@ class DistributedDataParallel(Transparent):
 
         Raises:
             CollectiveMismatch: on every rank, if names, shapes or dtypes of the model or the options differ.
-            ValueError: an option that is none.
+            InvalidArgument: `module` is no instance of a module, `group` is no group, or an option is none.
             UnsupportedOp: a parameter or buffer that the group's backend cannot move, or that has no shape yet or no
                 memory of its own, such as a DTensor; a parameter that another living wrapper reduces, which has not
-                failed.
+                failed; or no parameter requires a gradient.
         """
         super().__init__()
+        check_group(group)
+        _check_module(module)
         _check_choice("buffers", buffers, get_args(Buffers))
         _check_choice("average", average, get_args(Average))
-        options = [f"bucket_mb={float(bucket_mb)}", f"buffers={buffers}", f"average={average}"]
+        if not isinstance(hook, GradientHook | None):
+            raise InvalidArgument(f"hook is {named(hook)}: pass a GradientHook, such as CompressTo(torch.bfloat16)")
+        options = [f"bucket_mb={check_bucket_mb(bucket_mb)}", f"buffers={buffers}", f"average={average}"]
         self._options = [*options, f"hook={hook!r}"]
         self._group = group
         self._bucket_mb = float(bucket_mb)
@@ -98,6 +103,7 @@ class DistributedDataParallel(Transparent):
         _check_tensors(module)
         take_over(module.named_parameters())
         check_same_model(module, group, self._options)
+        _check_trains(module)  # after the comparison, so that all ranks raise, or all hear of the difference
         self._reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
         self._joining = Joining(self._reducer.group)
         self._watched: Watched | None = None
@@ -281,18 +287,38 @@ class DistributedDataParallel(Transparent):
 DDP = DistributedDataParallel
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: use one of {', '.join(map(repr, choices))}")
+def _check_module(module: object) -> None:
+    if isinstance(module, torch.nn.Module):
+        return
+    if isinstance(module, type):
+        raise InvalidArgument(f"module is {named(module)}: pass an instance of it, such as {module.__name__}(...)")
+    raise InvalidArgument(f"module is {named(module)}: pass the model, a torch.nn.Module")
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InvalidArgument(f"{name}={value!r}: {choices(repr(value), map(repr, known))}")
 
 
 def _check_tensors(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise UnsupportedOp(f"parameter {name!r} has no shape yet: run one forward of the model, then wrap it")
-        check_values(parameter, f"DistributedDataParallel, parameter {name!r},")
-    for name, buffer in module.named_buffers():
-        check_values(buffer, f"DistributedDataParallel, buffer {name!r},")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise UnsupportedOp(
+                f"{name!r} is on the meta device and has no values: call model.to_empty(device='cpu') and initialise "
+                "it, then wrap it"
+            )
+        check_values(tensor, f"DistributedDataParallel, {name!r},")
+
+
+def _check_trains(module: torch.nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UnsupportedOp(
+            f"no parameter of this {type(module).__name__} requires a gradient, so there is nothing to reduce: use the "
+            "module as it is, or wrap it once one does"
+        )
 
 
 def _check_calls_no_collectives(module: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from echelon.backends.admission import check_values
 from echelon.errors import SizeMismatch
-from echelon.group import ProcessGroup
+from echelon.group import ProcessGroup, check_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -46,6 +46,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             group: the ranks whose batches count as one.
             num_features, eps, momentum, affine, track_running_stats, device, dtype: as for torch.nn.BatchNorm2d.
         """
+        check_group(group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._group = group
 
@@ -55,6 +56,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
         """
+        check_group(group)
         known: dict[int, SyncBatchNorm] = {}  # a layer under two names stays one layer
         for path, layer in list(module.named_modules(remove_duplicate=False)):
             if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):

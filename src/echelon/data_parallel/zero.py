@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from echelon.arguments import check_bucket_mb, named
 from echelon.backends.admission import check_values, has_values
 from echelon.backends.memory import describe
 from echelon.data_parallel.agreement import check_same_lines
@@ -20,8 +21,8 @@ from echelon.data_parallel.broadcast import kind_of
 from echelon.data_parallel.buckets import MEBIBYTE
 from echelon.data_parallel.shards import Piece, pieces_between, shard_layout
 from echelon.data_parallel.zero_state import cut_state, gather_state, in_memory_order
-from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.group import ProcessGroup
+from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
+from echelon.group import ProcessGroup, check_group
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch whose update of an element needs other elements of its parameter."""
@@ -60,15 +61,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
             UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory,
                 or without memory of its own.
-            ValueError: `bucket_mb` is not above 0, or what the optimizer itself refuses.
+            InvalidArgument: `optimizer_class` is no class of optimizers, `group` is no group, or `bucket_mb` no size.
+            ValueError: the optimizer itself refuses an option.
         """
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: use a size in mebibytes above 0, such as 25")
+        check_group(group)
+        if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+            raise InvalidArgument(
+                f"optimizer_class is {named(optimizer_class)}: pass a class, its parameters and its options, such as "
+                "ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=1e-3)"
+            )
+        check_bucket_mb(bucket_mb)
         if optimizer_class.__name__ in _NOT_ELEMENTWISE:
             raise UnsupportedOp(
                 f"{optimizer_class.__name__} does not update each element by itself, so its state cannot be cut "
                 "anywhere: use the plain optimizer, or AdamW or SGD here"
             )
+        params = list(params)
+        _check_values(params)
         whole = optimizer_class(params, **options)  # checks the options and fills in the defaults; keeps no state
         self._name = optimizer_class.__name__
         self._group = group
@@ -287,3 +296,13 @@ def _options(param_group: dict[str, Any]) -> dict[str, Any]:
 
 def _clip(first: int, last: int, begin: int, step: int) -> tuple[int, int]:
     return min(first + begin, last), min(first + begin + step, last)
+
+
+def _check_values(params: list[Any]) -> None:
+    members = (member for each in params for member in (each["params"] if isinstance(each, dict) else [each]))
+    for number, parameter in enumerate(members):
+        if isinstance(parameter, Tensor) and parameter.is_meta:
+            raise UnsupportedOp(
+                f"parameter {number} is on the meta device and has no values: call model.to_empty(device='cpu') and "
+                "initialise it, then make the optimizer"
+            )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from echelon.arguments import choices
 from echelon.backends.tcp.members import join_address
 from echelon.backends.torch_distributed.names import ENGINES
 from echelon.errors import LaunchError
@@ -145,7 +146,7 @@ def read_backend(environ: Mapping[str, str], backend: str) -> str:
     overruled = backend == "auto" and environ.get("ECHELON_BACKEND")
     name, source = (overruled, "ECHELON_BACKEND") if overruled else (backend, "backend")
     if name not in BACKENDS:
-        raise LaunchError(f"{source}={name!r} is unknown: use one of {', '.join(BACKENDS)}")
+        raise LaunchError(f"{source}={name!r} is unknown: {choices(name, BACKENDS)}")
     return name
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
+from echelon.arguments import check_default_timeout
 from echelon.backends.base import Backend
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
@@ -29,7 +30,7 @@ from echelon.backends.torch_distributed.names import ENGINES
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import ConnectError, LaunchError
 from echelon.flights import FlightRecord, FlightRecorder
-from echelon.group import ProcessGroup
+from echelon.group import ProcessGroup, check_group
 from echelon.launch import environment
 from echelon.launch.device import choose_device
 from echelon.launch.environment import Environment
@@ -89,8 +90,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         ConnectError: the ranks did not all find each other within 60 s (or `timeout`, if that is shorter).
         AuthenticationError: a rank has another secret.
     """
-    if timeout <= 0:
-        raise LaunchError(f"timeout={timeout}: use a number of seconds above 0")
+    timeout = check_default_timeout(timeout, LaunchError)
     provided = _provided.get()
     if provided is not None:
         return _accept(provided, backend)
@@ -126,7 +126,7 @@ def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ..
     Args:
         group: any group of this rank; None: the one that `init` gave.
     """
-    found = group or _provided.get()
+    found = _provided.get() if group is None else check_group(group)
     recorder = found.backend.flight_recorder if found is not None else next(iter(_latest), None)
     return recorder.records() if recorder is not None else ()
 

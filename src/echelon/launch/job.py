@@ -26,8 +26,16 @@ GRACE = 3.0
 
 def check_world_size(world_size: int) -> None:
     """Raises InvalidWorldSize unless `world_size` is a number of ranks."""
-    if not isinstance(world_size, int) or world_size < 1:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise InvalidWorldSize(f"world_size={world_size!r}: a world has at least 1 rank: give 1 or more")
+
+
+def check_call(function: object, args: object) -> None:
+    """Raises LaunchError unless these are a function for each rank to run and its arguments after the group."""
+    if not callable(function):
+        raise LaunchError(f"fn={function!r}: give the function that each rank runs; its first argument is the group")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")
 
 
 def pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:
@@ -36,6 +44,7 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
     Raises:
         LaunchError: the other process could not find the function by its name, or an argument cannot be pickled.
     """
+    check_call(function, args)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if "<" in name:
         raise LaunchError(f"fn={name} cannot be found by name in another process: def it at the top level of a module")

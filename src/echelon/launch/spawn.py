@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from echelon.arguments import check_default_timeout
 from echelon.backends.torch_distributed.engines import check_available
 from echelon.backends.torch_distributed.names import ENGINES
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError
 from echelon.launch import environment
 from echelon.launch.job import check_world_size, pickle_call, run_job
-from echelon.launch.worker import Worker
+from echelon.launch.worker import Worker, leave_if_imported
 
 _PATIENCE = 2.0
 """Seconds that a worker gets to leave by itself after its work."""
@@ -42,9 +43,9 @@ def spawn(
         Exception: what the first failing rank raised, with a note that names the rank. The others then get 3 s to
         end.
     """
+    leave_if_imported()
     check_world_size(world_size)
-    if timeout <= 0:
-        raise LaunchError(f"timeout={timeout}: use a number of seconds above 0")
+    timeout = check_default_timeout(timeout, LaunchError)
     name = environment.read_backend(os.environ, backend)
     if name in ENGINES:
         check_available(name)

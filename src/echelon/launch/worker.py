@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from echelon.backends.tcp.backend import TcpBackend
+from echelon.errors import LaunchError
 from echelon.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.failure import RankFailure, describe_exit, exit_status
@@ -31,6 +32,12 @@ from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
 from echelon.launch.tuned import agreed_table
 
 _FAREWELL = b""
+_UNGUARDED = 87
+"""Exit status of a worker in which the program itself asked for workers, while the worker imported it."""
+_ADVICE = (
+    "the program calls echelon.spawn (or a RankPool) whenever it is imported, and every new process imports it: put "
+    'the call under `if __name__ == "__main__":`'
+)
 
 
 class Job(NamedTuple):
@@ -59,6 +66,17 @@ class Outcome(NamedTuple):
     error: bytes | None = None
 
 
+def leave_if_imported() -> None:
+    """Ends a worker that is importing the program, which asks for workers without a guard: there is no end of them.
+
+    The parent reports it. A new process runs the program's main module as `__mp_main__`, and only makes it `__main__`
+    when that has come to its end.
+    """
+    imported = sys.modules.get("__mp_main__")
+    if imported is not None and imported is not sys.modules["__main__"]:
+        raise SystemExit(_UNGUARDED)
+
+
 class Worker:
     """The parent's end of one worker process.
 
@@ -67,6 +85,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
+        leave_if_imported()
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="echelon rank")
@@ -93,7 +112,7 @@ class Worker:
                 return outcome
         except (EOFError, OSError):
             dead = True
-        return Outcome(None, self._death(rank)) if dead else None
+        return self._death(rank) if dead else None
 
     def is_dead(self) -> bool:
         """Says whether the process has ended."""
@@ -115,15 +134,16 @@ class Worker:
         self.connection.close()
         os.close(self.pidfd)
 
-    def _death(self, rank: int) -> RankFailure:
+    def _death(self, rank: int) -> Outcome:
         self._process.join()
         code = self._process.exitcode or 0
-        return RankFailure(
+        failure = RankFailure(
             rank=rank,
             at=time.monotonic(),
             summary=f"{describe_exit(code)} before it returned",
             status=exit_status(code) or 1,
         )
+        return Outcome(None, failure, _pickled(LaunchError(_ADVICE)) if code == _UNGUARDED else None)
 
 
 def _serve(connection: Connection) -> None:

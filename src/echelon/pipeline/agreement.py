@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
-from echelon.group import JsonLike, ProcessGroup
+from echelon.group import JsonLike, ProcessGroup, check_group
 from echelon.pipeline import schedules
 from echelon.pipeline.cut import Parts, StageMaker, split
 from echelon.pipeline.schedule import Schedule
@@ -21,14 +21,13 @@ def check_groups(group: object, data_parallel: object) -> None:
     """Refuses what are no groups, or not two that cross.
 
     Raises:
-        UnsupportedOp: they are.
+        InvalidArgument: one is no group.
+        UnsupportedOp: they cross.
     """
-    if not isinstance(group, ProcessGroup):
-        raise UnsupportedOp(f"group is a {type(group).__name__}: pass what echelon.init() returned, or mesh['pp']")
+    group = check_group(group)
     if data_parallel is None:
         return
-    if not isinstance(data_parallel, ProcessGroup):
-        raise UnsupportedOp(f"data_parallel is a {type(data_parallel).__name__}: pass a group, such as mesh['dp']")
+    data_parallel = check_group(data_parallel, "data_parallel")
     both = sorted(set(group.ranks) & set(data_parallel.ranks))
     if data_parallel.backend is group.backend and len(both) > 1:
         raise UnsupportedOp(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from echelon.errors import EchelonError
+from echelon.files import writing
 from echelon.pipeline.action import Action, Overlapped
 from echelon.pipeline.palette import KIND_NAMES
 from echelon.trace import Span, Time, Timeline, Transfer
@@ -31,7 +32,7 @@ def to_chrome(timeline: Timeline, path: str | os.PathLike[str], seconds: float =
     """
     if not (math.isfinite(seconds) and seconds > 0):
         raise EchelonError(f"seconds={seconds}: give how long a unit of time is, such as 1.0 or 1e-3")
-    with open(path, "w", encoding="ascii") as file:
+    with writing(path), open(path, "w", encoding="ascii") as file:
         # One event a line: a long trace can still be searched and compared with the usual tools.
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator = "\n"

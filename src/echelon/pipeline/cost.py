@@ -97,6 +97,15 @@ class Costs:
             for number in value if isinstance(value, tuple) else (value,):
                 _validate(item.name, number)
 
+    @property
+    def num_stages(self) -> int | None:
+        """The number of stages that these costs are for; None if they are the same for any stage."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, tuple):
+                return len(value) + (item.name == "transfer")
+        return None
+
     def per_stage(self, placement: Sequence[int]) -> StageCosts:
         """Spells the costs out for the stages of a placement (the rank of each stage).
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import EchelonError
+from echelon.files import check_path, writing
 from echelon.pipeline.boxes import Box, Boxes, boxes_of
 from echelon.pipeline.palette import KIND_NAMES, NUM_HUES, color, text_color
 from echelon.pipeline.summary import is_measured, summary
@@ -40,6 +41,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     Raises:
         EchelonError: matplotlib is not installed, or the suffix names no format.
     """
+    check_path(path)
     suffix = Path(path).suffix.lower()
     if suffix not in _FORMATS:
         raise EchelonError(f"cannot draw into {os.fspath(path)!r}: give a name that ends in .svg, .png or .pdf")
@@ -48,11 +50,13 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise EchelonError("drawing needs matplotlib: pip install 'echelon[plot]'") from None
+        raise EchelonError("drawing needs matplotlib: pip install matplotlib") from None
     # Whatever style the program has set for its own figures. Text as text can be searched, and the file is small.
     own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}
     with style.context(["default", own]):
-        figure_of(timeline, against).savefig(path, format=suffix[1:], dpi=150, metadata=_FORMATS[suffix])
+        figure = figure_of(timeline, against)
+        with writing(path):
+            figure.savefig(path, format=suffix[1:], dpi=150, metadata=_FORMATS[suffix])
 
 
 class _Panel(NamedTuple):

@@ -24,9 +24,9 @@ Span = tuple[float, float]
 class StepOutput:
     """What one training step gave.
 
-    loss: over the whole batch, data-parallel ranks included; zero-dim, on every rank. outputs: the last stage's, in
-    batch order, on its rank and only if asked for; else None. metrics: over the whole batch as the loss, on every rank,
-    if the Pipeline has a function for them.
+    loss: over the whole batch, data-parallel ranks included; zero-dim, on every rank. It has no graph: the step has run
+    the backward. outputs: the last stage's, in batch order, on its rank and only if asked for; else None. metrics: over
+    the whole batch as the loss, on every rank, if the Pipeline has a function for them.
     """
 
     loss: torch.Tensor

@@ -23,6 +23,7 @@ from echelon.pipeline.batch import Batch
 from echelon.pipeline.by_hand import ByHand
 from echelon.pipeline.cut import Parts, StageMaker, keep
 from echelon.pipeline.fuse import split_stages
+from echelon.pipeline.idle_optimizer import IdleOptimizer
 from echelon.pipeline.loss import Metrics, Objective, Reduction, check_finite, is_here, num_samples
 from echelon.pipeline.meter import Memory
 from echelon.pipeline.microbatch import batch_size, merge, split, split_arguments, split_keywords
@@ -99,8 +100,9 @@ class Pipeline:
         Raises:
             ScheduleError: an unknown name, a schedule with problems, or one for another number of ranks.
             PartitionError: the model cannot be cut that way.
-            UnsupportedOp: an argument of the wrong kind, a schedule without a backward, or on all ranks, a stage whose
-                parameters are sharded by FSDP.
+            InvalidArgument: `group` or `data_parallel` is no group.
+            UnsupportedOp: another argument of the wrong kind, a schedule without a backward, or on all ranks, a stage
+                whose parameters are sharded by FSDP.
             CollectiveMismatch: the ranks of the group were not given the same schedule.
         """
         check_groups(group, data_parallel)
@@ -120,6 +122,7 @@ class Pipeline:
         self._runtime.load(self.schedule)
         self._by_hand = ByHand(self._runtime, self._replicas)
         self._is_settled = False
+        self._idle_optimizer = IdleOptimizer(group.rank, self._weights.named_parameters)
         self._settle_early(example, example_kwargs)
 
     def __repr__(self) -> str:
@@ -177,6 +180,7 @@ class Pipeline:
             Timeout: a rank did not send in time what another waited for.
         """
         self._by_hand.forget()
+        self._idle_optimizer.check()
         batch = self._training_batch(inputs, target, kwargs, return_outputs)
         self._settle(batch)
         with self._runtime.failures.told(), self._replicas.synchronizing():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from echelon.errors import ScheduleError
+from echelon.files import reading, writing
 from echelon.pipeline.action import Action, Overlapped, Step
 from echelon.pipeline.check import find_problems, over_limit, report
 from echelon.pipeline.cost import Amount, Costs
@@ -125,8 +126,12 @@ class Schedule:
         return recorded(self, times, costs or Costs())
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the orders as torch.distributed.pipelining reads them (its "compute_only" format)."""
-        with open(path, "w", encoding="ascii", newline="") as file:
+        """Writes the orders as torch.distributed.pipelining reads them (its "compute_only" format).
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        with writing(path), open(path, "w", encoding="ascii", newline="") as file:
             file.write(f"{self}\n")
 
     @classmethod
@@ -135,9 +140,11 @@ class Schedule:
 
         Raises:
             ScheduleError: the file does not hold a schedule.
+            FileError: there is no such file, or it cannot be read.
         """
-        with open(path, encoding="utf-8", newline="") as file:
-            return cls.from_text(file.read(), num_microbatches, name=os.path.splitext(os.path.basename(path))[0])
+        with reading(path), open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+        return cls.from_text(text, num_microbatches, name=os.path.splitext(os.path.basename(path))[0])
 
     @classmethod
     def from_text(cls, text: str, num_microbatches: int | None = None, name: str = "text") -> Schedule:

@@ -2,7 +2,7 @@
 
 from echelon.simulation.costs import Measured, Measurements
 from echelon.simulation.explore import explore
-from echelon.simulation.faults import Delay, Fault, Kill, Partition, Pause, Slow
+from echelon.simulation.faults import Delay, Fault, Kill, NetworkPartition, Pause, Slow
 from echelon.simulation.network import PRESETS, Network
 from echelon.simulation.run import Simulation, simulate
 
@@ -14,7 +14,7 @@ __all__ = [
     "Measured",
     "Measurements",
     "Network",
-    "Partition",
+    "NetworkPartition",
     "Pause",
     "Simulation",
     "Slow",

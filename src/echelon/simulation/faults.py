@@ -48,7 +48,7 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class Partition:
+class NetworkPartition:
     """Lets nothing pass between two sets of ranks for a while; what was sent meanwhile arrives after `end`.
 
     As with TCP, which sends again. Without an end nothing arrives any more, and who waits for it runs into its timeout.
@@ -60,10 +60,12 @@ class Partition:
     end: float = math.inf
 
     def __post_init__(self) -> None:
-        _check_interval(self.start, self.end, "Partition")
+        _check_interval(self.start, self.end, "NetworkPartition")
         sides = (self.left, self.right)
         if not all(isinstance(side, Collection) and side for side in sides) or set(self.left) & set(self.right):
-            raise LaunchError(f"Partition({self.left}, {self.right}): give two sets of ranks without a common one")
+            raise LaunchError(
+                f"NetworkPartition({self.left}, {self.right}): give two sets of ranks without a common one"
+            )
         object.__setattr__(self, "left", frozenset(self.left))
         object.__setattr__(self, "right", frozenset(self.right))
 
@@ -104,7 +106,7 @@ class Pause:
         _check_interval(self.start, self.end, f"Pause of rank {self.rank}")
 
 
-Fault: TypeAlias = Kill | Slow | Partition | Delay | Pause
+Fault: TypeAlias = Kill | Slow | NetworkPartition | Delay | Pause
 Faults: TypeAlias = Sequence[Fault] | Callable[[random.Random, int], Sequence[Fault]]
 """The faults, or a function that draws them: given a generator seeded for this run and the number of ranks."""
 
@@ -120,10 +122,10 @@ class FaultPlan:
             LaunchError: what is no list of faults, or a fault that would do nothing.
         """
         if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
-            raise LaunchError(f"faults={faults!r}: give a list of Kill, Slow, Partition, Delay, Pause")
+            raise LaunchError(f"faults={faults!r}: give a list of Kill, Slow, NetworkPartition, Delay, Pause")
         self.faults = tuple(faults)
         self.kills: list[Kill] = []
-        self._partitions: list[Partition] = []
+        self._partitions: list[NetworkPartition] = []
         self._delays: list[Delay] = []
         self._pauses: dict[int, list[Pause]] = {}
         self._factors: dict[int, float] = {}
@@ -137,7 +139,7 @@ class FaultPlan:
         match fault:
             case Kill():
                 self.kills.append(fault)
-            case Partition():
+            case NetworkPartition():
                 self._partitions.append(fault)
             case Delay():
                 self._delays.append(fault)
@@ -185,7 +187,7 @@ class FaultPlan:
 
 
 def _ranks_of(fault: Fault) -> list[int]:
-    if isinstance(fault, Partition):
+    if isinstance(fault, NetworkPartition):
         return sorted(fault.left) + sorted(fault.right)
     if isinstance(fault, Delay):
         return [rank for rank in (fault.src, fault.dst) if rank is not None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
+from echelon.arguments import choices
 from echelon.errors import LaunchError
 from echelon.simulation.arguments import is_amount, is_count, is_factor
 
@@ -62,7 +63,7 @@ class Network:
             LaunchError: there is none of that name.
         """
         if name not in PRESETS:
-            raise LaunchError(f"network={name!r}: use one of {', '.join(PRESETS)}, or Network(latency=, bandwidth=)")
+            raise LaunchError(f"network={name!r}: {choices(name, PRESETS)}, or Network(latency=, bandwidth=)")
         return PRESETS[name]
 
     def between(self, src: int, dst: int) -> Network:

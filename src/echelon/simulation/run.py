@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +12,16 @@ from typing import Any
 
 import torch
 
+from echelon.arguments import check_default_timeout
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.watch import Watch
 from echelon.errors import DeadlockError, LaunchError
 from echelon.group import ProcessGroup
 from echelon.launch.failure import RankFailure, first_cause
 from echelon.launch.init import provide
-from echelon.launch.job import check_world_size
+from echelon.launch.job import check_call, check_world_size
 from echelon.launch.report import describe
-from echelon.simulation.arguments import is_count, is_factor
+from echelon.simulation.arguments import is_count
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.explain import explain
@@ -134,14 +134,10 @@ def simulate(
 
 
 def _check(fn: object, args: object, seed: object, timeout: object) -> None:
-    if not callable(fn):
-        raise LaunchError(f"fn={fn!r}: give the function that each rank runs; its first argument is the group")
-    if not isinstance(args, Sequence) or isinstance(args, str):
-        raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")
+    check_call(fn, args)
     if not is_count(seed):
         raise LaunchError(f"seed={seed!r}: give a whole number, at least 0: what repeats needs one")
-    if not (is_factor(timeout) or timeout == math.inf):
-        raise LaunchError(f"timeout={timeout!r}: use a number of seconds above 0")
+    check_default_timeout(timeout, LaunchError)
 
 
 class _Run:

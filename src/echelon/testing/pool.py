@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from echelon.arguments import check_default_timeout
 from echelon.errors import LaunchError
 from echelon.launch import environment
 from echelon.launch.job import check_world_size, pickle_call, run_job
@@ -55,6 +56,7 @@ class RankPool:
             Exception: what the first failing rank raised, with a note that names the rank.
         """
         check_world_size(world_size)
+        timeout = check_default_timeout(timeout, LaunchError)
         name = environment.read_backend(os.environ, backend)
         call = pickle_call(fn, args)
         workers = self._take(world_size)

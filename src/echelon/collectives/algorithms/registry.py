@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from echelon.arguments import choices
 from echelon.collectives.algorithms.binomial import binomial_broadcast, binomial_reduce
 from echelon.collectives.algorithms.binomial_scatter import (
     binomial_gather,
@@ -201,7 +202,7 @@ def algorithms_of(operation: str) -> tuple[Algorithm, ...]:
         PlanError: there is no such operation.
     """
     if operation not in OPERATIONS:
-        raise PlanError(f"no collective is called {operation!r}: choose from {', '.join(OPERATIONS)}")
+        raise PlanError(f"no collective is called {operation!r}: {choices(operation, OPERATIONS, 'choose from')}")
     return tuple(algorithm for algorithm in _ALGORITHMS if algorithm.operation == operation)
 
 
@@ -213,8 +214,8 @@ def find(operation: str, name: str) -> Algorithm:
     """
     found = _BY_NAME.get((operation, name))
     if found is None:
-        known = ", ".join(algorithm.name for algorithm in algorithms_of(operation))
-        raise PlanError(f"{operation} has no algorithm {name!r}: choose from {known}")
+        known = [algorithm.name for algorithm in algorithms_of(operation)]
+        raise PlanError(f"{operation} has no algorithm {name!r}: {choices(name, known, 'choose from')}")
     return found
 
 

@@ -90,8 +90,33 @@ def recommend(
     known = list(_named(num_ranks, num_microbatches))
     if search:
         known += [found for found in _searched(costs, num_ranks, num_microbatches, memory_limit) if found not in known]
-    options = [_option(schedule, costs, memory_limit, throughout, capacity) for schedule in known]
-    return tuple(sorted(options, key=lambda option: (not option.fits, option.timeline.span, max(option.peak_memory))))
+    return tuple(sorted((_option(each, costs, memory_limit, throughout, capacity) for each in known), key=_rank))
+
+
+def search_chunks(
+    costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None = None
+) -> tuple[Option, ...]:
+    """Searches for a schedule with one chunk per rank and for one with two, of the same model; the better one first.
+
+    Two chunks are left out where `costs.transfer` is given per boundary: it fits only one placement of two chunks.
+
+    Args:
+        costs: Of the stages of a model that is cut into one per rank, as for `recommend`.
+        num_ranks: How many ranks take part.
+        num_microbatches: How many microbatches a step has.
+        memory_limit: The most that a rank may hold, in microbatches.
+
+    Raises:
+        ScheduleError: sizes or a limit that cannot be, or costs that are not for one stage per rank.
+    """
+    found = _searched(costs, num_ranks, num_microbatches, memory_limit)
+    options = (_option(schedule, costs, memory_limit, (0,) * num_ranks, None) for schedule in found)
+    return tuple(sorted(options, key=_rank))
+
+
+def _rank(option: Option) -> tuple[bool, Time, Time]:
+    """Returns the key by which options are sorted, the best first."""
+    return not option.fits, option.timeline.span, max(option.peak_memory)
 
 
 def table(options: Sequence[Option]) -> str:

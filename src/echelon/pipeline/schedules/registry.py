@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+from echelon.arguments import choices
 from echelon.errors import ScheduleError
 from echelon.pipeline.placement import loop
 from echelon.pipeline.schedule import Schedule
@@ -78,8 +79,8 @@ def build(
     Raises:
         ScheduleError: an unknown name, or sizes that the schedule does not have.
     """
-    if name not in _SCHEDULES:
-        raise ScheduleError(f"no schedule is called {name!r}: choose from {', '.join(names())}")
+    if not isinstance(name, str) or name not in _SCHEDULES:
+        raise ScheduleError(f"no schedule is called {name!r}: {choices(name, names(), 'choose from')}")
     _require_positive(name, "num_ranks", num_ranks)
     _require_positive(name, "num_microbatches", num_microbatches)
     _require_positive(name, "num_chunks", 1 if num_chunks is None else num_chunks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import fields
 from numbers import Real
 
 from echelon.errors import ScheduleError
@@ -90,12 +89,7 @@ def _times(schedule: Schedule, costs: Costs) -> tuple[Time, Time]:
 
 def _chunks(costs: Costs, num_ranks: int) -> int:
     """Stages per rank, as the lengths of costs say that are given per stage."""
-    for item in fields(costs):
-        value = getattr(costs, item.name)
-        if isinstance(value, tuple):
-            stages = len(value) + (item.name == "transfer")
-            return max(1, stages // num_ranks)
-    return 1
+    return max(1, (costs.num_stages or num_ranks) // num_ranks)
 
 
 def _validate(num_ranks: int, num_microbatches: int, num_chunks: int, memory_limit: Time | None) -> None:

@@ -1,0 +1,61 @@
+"""Checks of arguments that many calls share: timeouts, and names out of a list."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from numbers import Real
+
+from echelon.errors import EchelonError, InvalidArgument
+
+
+def check_seconds(timeout: object) -> float:
+    """Returns the timeout of one call.
+
+    Raises:
+        InvalidArgument: it is not a number of seconds of at least 0.
+    """
+    # Exact types first: an isinstance of numbers.Real takes ten times as long. nan fails the comparison.
+    if (type(timeout) is float or type(timeout) is int) and timeout >= 0:
+        return timeout
+    if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) >= 0:  # numpy's, fractions
+        return float(timeout)
+    raise InvalidArgument(f"timeout={timeout!r}: use a number of seconds, 0 or more, or None for the group's own")
+
+
+def check_default_timeout(timeout: object, error: type[EchelonError]) -> float:
+    """Returns the timeout that holds for all calls of a group; raises `error` unless it is a number above 0."""
+    if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) > 0:
+        return float(timeout)
+    raise error(f"timeout={timeout!r}: use a number of seconds above 0")
+
+
+def check_bucket_mb(size: object) -> float:
+    """Returns the size of a bucket; raises InvalidArgument unless it is a number of mebibytes above 0."""
+    if isinstance(size, Real) and not isinstance(size, bool) and float(size) > 0:
+        return float(size)
+    raise InvalidArgument(f"bucket_mb={size!r}: use a size in mebibytes above 0, such as 25")
+
+
+def named(value: object) -> str:
+    """Returns a wrong argument in few words and one line: "None", "2 (int)", "the class Linear", "of type Tensor"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value).__name__
+    return f"{value!r} ({kind})" if isinstance(value, str | int | float) else f"of type {kind}"
+
+
+def choices(name: object, names: Iterable[str], otherwise: str = "use one of") -> str:
+    """Returns the end of an error about an unknown name: the nearest name, if one is near, then all of them.
+
+    Args:
+        name: the unknown one; may be of any type.
+        names: all that there are.
+        otherwise: begins the list if no name is near.
+    """
+    by_lower = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
+    listed = ", ".join(by_lower.values())
+    return f"did you mean {by_lower[near[0]]}? There are {listed}" if near else f"{otherwise} {listed}"

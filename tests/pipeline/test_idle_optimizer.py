@@ -1,0 +1,101 @@
+"""An optimizer that changes none of a rank's parameters is warned of, once; others are not."""
+
+import copy
+import gc
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.pipeline import Pipeline
+
+
+def layers(group):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 * group.world_size)])
+
+
+def train(pipe, *optimizers, steps=3, accumulate=1):
+    for step in range(steps):
+        pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+        if step % accumulate == accumulate - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def pipeline_of(model, group):
+    return Pipeline(model, group, "1f1b", 2, nn.functional.mse_loss)
+
+
+def on_rank_0(group, context):
+    """What watches warnings is the whole process's, which simulated ranks share."""
+    return context if group.rank == 0 else nullcontext()
+
+
+def of_a_copy(group):
+    model = layers(group)
+    pipe = pipeline_of(copy.deepcopy(model), group)
+    optimizer = torch.optim.Adam((model if group.rank == 0 else pipe).parameters())
+    before = next(pipe.parameters()).detach().clone()
+    seen = pytest.warns(
+        UserWarning, match=r"rank 0: a step of Adam changed no parameter .* give the optimizer pipe\.pa"
+    )
+    with on_rank_0(group, seen) as caught:
+        train(pipe, optimizer, steps=4)
+    return len(caught or ()), torch.equal(next(pipe.parameters()), before)
+
+
+def test_an_optimizer_of_another_model_is_warned_of_once(run):
+    assert run(of_a_copy, 2) == [(1, True), (0, False)]
+
+
+def good_ones(group, case):
+    model = layers(group)
+    other = nn.Linear(4, 4)
+    pipe = pipeline_of(model, group)
+    sgd = torch.optim.SGD
+    with on_rank_0(group, warnings.catch_warnings(action="error")):
+        if case == "its own":
+            train(pipe, sgd(pipe.parameters(), lr=0.1))
+        elif case == "whole model":  # whose parameters the stages are
+            train(pipe, sgd(model.parameters(), lr=0.1))
+        elif case == "one for each half":  # a rank has gradients for one of them
+            halves = [sgd(model[: group.world_size].parameters(), lr=0.1), sgd(model[2:].parameters(), lr=0.1)]
+            train(pipe, *(halves if group.rank else reversed(halves)))
+        elif case == "another model beside it":  # as a discriminator has, while the pipeline's gradients add up
+            optimizer, beside = sgd(pipe.parameters(), lr=0.1), sgd(other.parameters(), lr=0.1)
+            for _ in range(3):
+                other(torch.ones(1, 4)).sum().backward()
+                beside.step()
+                beside.zero_grad()
+                train(pipe, steps=1)
+            optimizer.step()
+        elif case == "none yet":
+            train(pipe)
+    return next(pipe.parameters()).grad is None
+
+
+@pytest.mark.parametrize("case", ["its own", "whole model", "one for each half", "another model beside it", "none yet"])
+def test_there_is_no_false_alarm(run, case):
+    assert len(run(good_ones, 2, case)) == 2
+
+
+def hooks_after(group):
+    """The hook is taken back once an optimizer has changed a parameter, and with the pipeline."""
+    pipe = pipeline_of(layers(group), group)
+    stop = pipe._idle_optimizer._stop
+    begun = stop.alive
+    train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), steps=2)
+    unused = pipeline_of(layers(group), group)
+    stop_unused = unused._idle_optimizer._stop
+    assert stop_unused.alive
+    del unused
+    gc.collect()
+    return begun, stop.alive, stop_unused.alive
+
+
+def test_watching_ends(run):
+    assert run(hooks_after, 2) == [(True, False, False)] * 2

@@ -1,0 +1,71 @@
+"""Files that users name: errors of one line that name the folder that is missing."""
+
+import errno
+import os
+
+import pytest
+
+from echelon.errors import EchelonError, FileError, InvalidArgument
+from echelon.files import reading, writing
+from echelon.pipeline import Schedule, schedules
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+SCHEDULE = schedules.build("1f1b", 2, 2)
+WRITERS = {
+    "plan.svg": lambda path: SCHEDULE.simulate().draw(path),
+    "plan.png": lambda path: SCHEDULE.simulate().draw(path),
+    "trace.json": lambda path: SCHEDULE.simulate().to_chrome(path),
+    "plan.csv": SCHEDULE.to_csv,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_missing_folder_is_named(name):
+    with pytest.raises(FileError) as caught:
+        WRITERS[name](f"no/such/{name}")
+    assert str(caught.value) == (
+        f"cannot write no/such/{name}: the folder no/such does not exist; make it first: mkdir -p no/such"
+    )
+    assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_path_of_windows_is_not_a_name(name, tmp_path):
+    with pytest.raises(FileError, match="it is a path of Windows; separate folders with /"):
+        WRITERS[name](f"C:\\plans\\{name}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_no_path(name):
+    with pytest.raises(InvalidArgument, match=r"path is 3 \(int\): give the name of a file"):
+        WRITERS[name](3)
+
+
+def test_a_folder_in_place_of_a_file(tmp_path):
+    (tmp_path / "plan.csv").mkdir()
+    with pytest.raises(FileError, match=r"cannot write plan\.csv: Is a directory; give a place"):
+        SCHEDULE.to_csv("plan.csv")
+    with pytest.raises(FileError, match=r"cannot read plan\.csv: Is a directory; give a file"):
+        Schedule.from_csv("plan.csv")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileError, match=rf"cannot read plan\.csv: there is no such file in {tmp_path}; give the path"):
+        Schedule.from_csv("plan.csv")
+
+
+def test_a_full_disk():
+    with pytest.raises(FileError, match=r"cannot write a: No space left on device; give a place"), writing("a"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_other_errors_stay_what_they_are():
+    for context in (writing("a"), reading("a")):
+        with pytest.raises(EchelonError, match="not of the file"), context:
+            raise EchelonError("not of the file")
