@@ -181,9 +181,14 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     # Inside
 
     def _call(
-        self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
+        self,
+        operation: Operation[T],
+        async_op: bool,
+        timeout: Seconds,
+        out: Tensor | None = None,
+        changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
-        return self._caller.call(operation, async_op, self.timeout if timeout is None else timeout, out)
+        return self._caller.call(operation, async_op, self.timeout if timeout is None else timeout, out, changes)
 
     def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
         seconds = self.timeout if timeout is None else timeout

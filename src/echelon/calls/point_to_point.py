@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe, is_ordinary, plain
+from echelon.backends.modes import announce_change
 from echelon.backends.tag import Tag
 from echelon.backends.work import Received, Work, end_with
 from echelon.calls.member import Member, Seconds
@@ -169,6 +170,8 @@ class PointToPoint(Member):
                     self._peer(dst, "dst")
                 case RecvFrom(src, tag, out):
                     self._check_out(out)
+                    if out is not None:
+                        announce_change(out)
                     self._peer(src, "src")
             self._tag(tag)
         with self.backend.attend():
@@ -221,6 +224,8 @@ class PointToPoint(Member):
                 _remember(self._known_receives, kind, known)
         else:
             known = self._known_receive(src, tag, out)
+        if out is not None:
+            announce_change(out)
         peer, own_tag, words, _ = known
         return peer, own_tag, self._recorded(words)
 
@@ -236,6 +241,8 @@ class PointToPoint(Member):
             flight.end(error)
             raise
         work.record(flight)
+        if out is not None:
+            work.overwrites((out,))
         return work
 
     def _recorded(self, operation: str, num_bytes: int = 0) -> Flight:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import plain
+from echelon.backends.modes import overwrite
 from echelon.errors import SizeMismatch
 
 
@@ -39,7 +40,7 @@ def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
 def put(values: Tensor, into: Tensor) -> Tensor:
     """Writes flat values into a tensor of any shape, unless they are there already, and returns it."""
     if values.data_ptr() != into.data_ptr():
-        into.detach().copy_(values.view(into.shape))
+        overwrite(into, values.view(into.shape))
     return into
 
 
