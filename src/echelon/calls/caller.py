@@ -19,7 +19,7 @@ from torch import Tensor
 
 from echelon.backends.base import Backend
 from echelon.backends.memory import is_ordinary
-from echelon.backends.modes import announce_change, announce_changes
+from echelon.backends.modes import announce_change, announce_changes, outside_autograd
 from echelon.backends.native import Call
 from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
@@ -85,8 +85,11 @@ class Caller:
             CollectiveMismatch, PeerFailed, Timeout, Closed: as in `call`.
         """
         native = self._native
-        if native is None or not isinstance(op, str) or not is_ordinary(tensor) or torch.is_inference_mode_enabled():
+        if native is None or not isinstance(op, str) or not is_ordinary(tensor):
             return False
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.all_reduce_known(outside_autograd(tensor), op, timeout)
         known = self._known.get((op, tensor.shape, tensor.dtype))
         if known is None:
             return False
