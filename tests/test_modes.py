@@ -14,6 +14,7 @@ from torch import nn
 import echelon
 from echelon import functional
 from echelon.calls.point_to_point import RecvFrom, SendTo
+from echelon.data_parallel.powersgd import PowerSGD
 from echelon.pipeline import Pipeline
 
 RANKS = 3
@@ -446,3 +447,35 @@ def train_and_evaluate(group, evaluation, wraps_inside):
 def test_evaluations_in_inference_mode_change_nothing_about_training(on, wraps_inside):
     expected = on(train_and_evaluate, torch.no_grad, False)
     assert on(train_and_evaluate, torch.inference_mode, wraps_inside) == expected
+
+
+class Shifted(nn.Module):
+    """A model with a constant of its own, which a traced stage keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu() * torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+def keep_from_inference_mode(group):
+    """Has stages traced, and gradients reduced with PowerSGD, in inference mode; then goes on outside."""
+    torch.manual_seed(0)
+    ddp, model = echelon.DDP(nn.Linear(8, 8), group, hook=PowerSGD(rank=1)), Shifted()
+    with torch.inference_mode():
+        pipe = Pipeline(model, group, "1f1b", 2, nn.functional.mse_loss, example=(torch.ones(4, 4),))
+    for _ in range(2):
+        with ddp.no_sync():
+            ddp(torch.ones(2, 8)).sum().backward()
+        with torch.inference_mode():
+            ddp.sync_gradients()
+        ddp(torch.ones(2, 8)).sum().backward()
+        pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    return [tensor.is_inference() for tensor in (*pipe.state_dict().values(), ddp.weight.grad)]
+
+
+def test_what_is_kept_from_inference_mode_trains_outside():
+    for found in echelon.simulate(keep_from_inference_mode, 2).results:
+        assert not any(found)
