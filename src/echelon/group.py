@@ -193,11 +193,17 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     # Inside
 
     def _call(
-        self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
+        self,
+        operation: Operation[T],
+        async_op: bool,
+        timeout: Seconds,
+        out: Tensor | None = None,
+        changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
         if out is not None and not isinstance(out, Tensor):
             raise InvalidArgument(f"out is {named(out)}: pass one tensor for the whole result, or leave it out")
-        return self._caller.call(operation, async_op, self.timeout if timeout is None else check_seconds(timeout), out)
+        seconds = self.timeout if timeout is None else check_seconds(timeout)
+        return self._caller.call(operation, async_op, seconds, out, changes)
 
     def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
         seconds = self.timeout if timeout is None else check_seconds(timeout)

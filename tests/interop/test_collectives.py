@@ -198,6 +198,37 @@ def test_what_cannot_be_read_or_written_is_refused(in_world):
     assert in_world(N, refused) == [([], [[2.0, 2.0], [2.0, 2.0]])] * N
 
 
+def overwritten(rank):
+    """Overwrites tensors that a backward needs, and calls collectives in and outside of inference mode."""
+    told = {}
+    calls = {
+        "all_reduce": dist.all_reduce,
+        "all_reduce beside": lambda place: dist.all_reduce(place, async_op=True).wait(),
+        "all_gather": lambda place: dist.all_gather(list(place), torch.ones(1)),
+        "all_gather_single": lambda place: dist.all_gather_single(place, torch.ones(1, 1)),
+        "broadcast": lambda place: dist.broadcast(place, 1),
+        "recv": lambda place: dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, torch.ones(N, 1), 1 - rank), dist.P2POp(dist.irecv, place, 1 - rank)]
+        )[1].wait(),
+    }
+    for name, call in calls.items():
+        with torch.inference_mode():
+            call(torch.zeros(N, 1))
+        grown = torch.zeros(N, 1, requires_grad=True).exp()
+        call(grown.detach())
+        try:
+            grown.sum().backward()
+        except RuntimeError as error:
+            told[name] = "modified by an inplace operation" in str(error)
+    return told
+
+
+def test_autograd_sees_what_is_overwritten_and_inference_mode_leaves_nothing_behind(in_world):
+    told = in_world(N, overwritten)
+    assert told == [dict.fromkeys(told[0], True)] * N
+    assert len(told[0]) == 6
+
+
 FUNCTIONAL = (
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",

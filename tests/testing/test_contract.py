@@ -39,6 +39,15 @@ def overwriting(original):
     return irecv
 
 
+def into_inference_tensors(original):
+    def irecv(self, src, tag=0, *, out=None, **options):
+        with torch.inference_mode():
+            place = torch.empty(4) if out is None else out
+        return original(self, src, tag, out=place, **options)
+
+    return irecv
+
+
 def flat(original):
     def isend(self, tensor, dst, tag=0, **options):
         return original(self, tensor.reshape(-1), dst, tag, **options)
@@ -64,6 +73,7 @@ def silent(original):
 BROKEN = [
     ("irecv isend", without_tag, "tags_never_mix"),
     ("irecv", overwriting, "combines_where_told"),
+    ("irecv", into_inference_tensors, "inference_mode_stays_with_its_caller"),
     ("irecv", any_note, "a_mismatch_leaves_the_connection_usable"),
     ("isend", flat, "shape_and_dtype_travel"),
     ("cancel", nothing, "a_timeout_withdraws_the_receive"),

@@ -112,8 +112,8 @@ class Backend(ABC):
         Args:
             src: a rank other than this one.
             tag: what the message is for.
-            out: contiguous tensor that is written and returned; None: a new tensor of the shape and dtype that were
-                sent.
+            out: contiguous tensor that is written and returned, one of inference mode too, in any thread; None: a new
+                tensor of the shape and dtype that were sent, an ordinary one whatever the caller's mode.
             note: what this rank believes it is doing; None: accept any note, and keep it in `Work.note`.
             must_fit: a message that does not fit `out` is an error; False: it comes as a new tensor, and `out` stays
                 as it is.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from echelon.backends.memory import bytes_of, describe, new_tensor
+from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import Combine
 from echelon.backends.pieces import Pieces
 from echelon.backends.tag import Tag
@@ -233,7 +234,8 @@ class Delivery:
             self._drop()
             return False
         if self._receive.out is not None and self.tensor is not None:
-            self.tensor = self.tensor.detach().clone()
+            with normal_mode():
+                self.tensor = self.tensor.detach().clone()
             self.memory = bytes_of(self.tensor)
         self._receive = None
         return True
@@ -258,7 +260,7 @@ class Delivery:
                 if receive.combine is not None:
                     receive.combine(receive.out.detach(), self.tensor)
                 else:
-                    receive.out.detach().copy_(self.tensor)
+                    overwrite(receive.out, self.tensor)
             except Exception as error:
                 self.fail(error)
                 return

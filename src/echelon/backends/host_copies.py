@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.backends.modes import normal_mode, overwrite
+
 
 class Landing(NamedTuple):
     """A tensor that is on its way to the host's memory.
@@ -51,7 +53,8 @@ class AcceleratorCopies(HostCopies):
     def to_host(self, tensor: Tensor) -> Landing:  # noqa: D102
         device = tensor.device
         stream = torch.accelerator.current_stream(device)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        with normal_mode():
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor.detach(), non_blocking=True)
         copied = stream.record_event()
 
@@ -60,7 +63,7 @@ class AcceleratorCopies(HostCopies):
             with stream:
                 if place is None:
                     return pinned.to(device, non_blocking=True)
-                place.detach().copy_(pinned, non_blocking=True)
+                overwrite(place, pinned, non_blocking=True)
                 return place
 
         return Landing(host, copied.synchronize, take_back)

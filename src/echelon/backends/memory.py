@@ -9,6 +9,7 @@ import math
 import torch
 
 from echelon.backends.admission import ORDINARY_TYPES, check_values, elements_overlap, has_address
+from echelon.backends.modes import normal_mode, outside_autograd
 from echelon.backends.wire import DTYPES
 from echelon.errors import SizeMismatch, UnsupportedOp
 
@@ -45,12 +46,15 @@ def dtype_of(code: int) -> torch.dtype:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Makes a tensor on a device, whatever the caller's default device.
+    """Makes an ordinary tensor on a device, whatever the caller's default device and mode.
 
     Raises:
         UnsupportedOp: there is no memory for it.
     """
     try:
+        if torch.is_inference_mode_enabled():
+            with normal_mode():
+                return torch.empty(shape, dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:  # torch's way of saying that it is out of memory
         size = math.prod(shape) * dtype.itemsize
@@ -124,8 +128,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the values of a dense tensor, outside of autograd, in its own memory if it is plain, else copied."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = outside_autograd(tensor)
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 

@@ -17,6 +17,7 @@ from echelon.backends.base import Backend
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
+from echelon.backends.modes import normal_mode
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status, status_of
 from echelon.backends.tag import Tag
@@ -144,7 +145,7 @@ class SimulatedBackend(Backend):
 
     def _deliver(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
         """Takes a message in; called by the sender's thread."""
-        with self._changed:
+        with self._changed, normal_mode():
             self._mailbox.take(src, tag, tensor.clone(), as_sent(note))
             self._changed.notify_all()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from echelon.arguments import check_seconds
 from echelon.backends.memory import describe
@@ -51,6 +52,7 @@ class Work(Generic[T]):
         "_completed",
         "_driver",
         "_error",
+        "_overwritten",
         "_result",
         "_timeout",
         "_when_seen",
@@ -71,6 +73,7 @@ class Work(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self._overwritten: Sequence[torch.Tensor] = ()
         self.flight: Flight | None = None
         """What the flight recorder has of it."""
         self._when_seen: Callable[[], object] = _nothing
@@ -124,6 +127,8 @@ class Work(Generic[T]):
         self._result, self._error, self._completed = result, error, True
         if self.flight is not None:
             end_with(self.flight, result, error)
+        if self._overwritten:
+            self._tell_autograd()
         for callback in self._callbacks:
             callback()
         self._callbacks.clear()
@@ -148,6 +153,19 @@ class Work(Generic[T]):
         self.flight = flight
         if self._completed:
             end_with(flight, self._result, self._error)
+
+    def overwrites(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Has autograd told at the end of the operation that it has overwritten these tensors.
+
+        Autograd was told when the operation began; a graph may have saved a tensor since.
+        """
+        self._overwritten = tensors
+        if self._completed:
+            self._tell_autograd()
+
+    def _tell_autograd(self) -> None:
+        increment_version(self._overwritten)
+        self._overwritten = ()
 
     def __repr__(self) -> str:
         state = "under way" if not self._completed else "failed" if self._error else "done"

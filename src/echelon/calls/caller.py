@@ -19,6 +19,7 @@ from torch import Tensor
 
 from echelon.backends.base import Backend
 from echelon.backends.memory import is_ordinary
+from echelon.backends.modes import announce_change, announce_changes, outside_autograd
 from echelon.backends.native import Call
 from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
@@ -84,11 +85,15 @@ class Caller:
             CollectiveMismatch, PeerFailed, Timeout, Closed: as in `call`.
         """
         native = self._native
-        if native is None or not isinstance(tensor, Tensor) or not isinstance(op, str) or not is_ordinary(tensor):
+        if native is None or not isinstance(op, str) or not is_ordinary(tensor):
             return False
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.all_reduce_known(outside_autograd(tensor), op, timeout)
         known = self._known.get((op, tensor.shape, tensor.dtype))
         if known is None:
             return False
+        announce_change(tensor)
         flight = self._begin(known.note, known.num_bytes)
         watch = Watch(self._backend, self._ranks, flight, flight.started)
         call = Call(flight.sequence, known.note, flight.signature, flight.started + timeout, watch)
@@ -106,7 +111,14 @@ class Caller:
                 self._known.clear()
             self._known[op, tensor.shape, tensor.dtype] = Known(note, operator(op, tensor.dtype), tensor.nbytes)
 
-    def call(self, operation: Operation[T], async_op: bool, timeout: float, out: Tensor | None = None) -> T | Work[T]:
+    def call(
+        self,
+        operation: Operation[T],
+        async_op: bool,
+        timeout: float,
+        out: Tensor | None = None,
+        changes: Sequence[Tensor] = (),
+    ) -> T | Work[T]:
         """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks.
 
         Args:
@@ -114,19 +126,29 @@ class Caller:
             async_op: return a Work at once.
             timeout: seconds for the whole operation, from when it begins to run.
             out: written with the result and returned; None: the result itself.
+            changes: the other tensors of the user's that the operation overwrites.
 
         Raises:
+            RuntimeError: torch does not allow a tensor to be overwritten; nothing was sent, and the group goes on.
             CollectiveMismatch, PeerFailed, Timeout, Closed: it could not be finished; the group cannot go on.
             SizeMismatch: `out` does not fit the result; the group stays usable.
         """
+        if out is not None:
+            changes = (*changes, out)
+        if changes:
+            announce_changes(changes)
         flight = self._begin(operation.note, operation.num_bytes)
         if not async_op:
-            return self._run(operation, flight, timeout, out)
+            if not torch.is_inference_mode_enabled():
+                return self._run(operation, flight, timeout, out)
+            with torch.inference_mode(False):  # or scratch made here could not be used again outside
+                return self._run(operation, flight, timeout, out)
         attempt: Callable[[], T] = partial(self._run, operation, flight, timeout, out)
         aside = self._backend.aside(self._context)
         if aside is not None:
             attempt = partial(aside.queued, attempt)
         work = self._backend.start(partial(self._beside, attempt, flight), str(flight), self._context)
+        work.overwrites(changes)
         if aside is not None:
             work.when_taken(aside.join)
         work.when_seen(lambda: self._unseen.pop(flight.sequence, None))

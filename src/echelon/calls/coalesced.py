@@ -47,7 +47,7 @@ class CoalescedCollectives(Member):
         """
         copies = self._check_all(tensors, "all_reduce_coalesced", in_place=True)
         operations = coalesced.all_reduce_coalesced(copies.tensors, op)
-        return self._call_all(operations, lambda: copies.take_back_into(tensors), copies, async_op, timeout)
+        return self._call_all(operations, lambda: copies.take_back_into(tensors), copies, async_op, timeout, tensors)
 
     @overload
     def reduce_coalesced(
@@ -71,7 +71,7 @@ class CoalescedCollectives(Member):
         copies = self._check_all(tensors, "reduce_coalesced", in_place=is_dst)
         operations = coalesced.reduce_coalesced(copies.tensors, dst, op, is_dst)
         finish = (lambda: copies.take_back_into(tensors)) if is_dst else (lambda: list(tensors))
-        return self._call_all(operations, finish, copies, async_op, timeout)
+        return self._call_all(operations, finish, copies, async_op, timeout, tensors if is_dst else ())
 
     @overload
     def reduce_scatter_coalesced(
@@ -176,6 +176,7 @@ class CoalescedCollectives(Member):
         copies: Copies,
         async_op: bool,
         timeout: Seconds,
+        changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
         """Runs operations one after another; the last one returns the result, or raises the first error of all."""
         errors: list[Exception] = []
@@ -202,7 +203,8 @@ class CoalescedCollectives(Member):
         for operation in operations:
             arrived = copies.around(operation, lambda _: None)
             act, native = noticing(arrived.act), noticing(arrived.native)
-            outcome = self._call(Operation(operation.note, act, native, operation.num_bytes), async_op, timeout)
+            whole = Operation(operation.note, act, native, operation.num_bytes)
+            outcome = self._call(whole, async_op, timeout, changes=changes)
             if isinstance(outcome, Work):
                 works.append(outcome)
         return outcome

@@ -37,7 +37,7 @@ class Collectives(Member):
             return tensor
         away = self._check(tensor, "all_reduce", in_place=True)
         operation = operations.all_reduce(here(tensor, away), op)
-        result = self._call(in_place(operation, tensor, away), async_op, timeout)
+        result = self._call(in_place(operation, tensor, away), async_op, timeout, changes=(tensor,))
         if away is None:
             self._know_all_reduce(tensor, op, operation.note)
         return result
@@ -60,7 +60,9 @@ class Collectives(Member):
         self._check_rank(dst, "dst")
         away = self._check(tensor, "reduce", in_place=self.rank == dst)
         operation = operations.reduce(here(tensor, away), dst, op)
-        return self._call(in_place(operation, tensor, away, writes=self.rank == dst), async_op, timeout)
+        is_dst = self.rank == dst
+        operation = in_place(operation, tensor, away, writes=is_dst)
+        return self._call(operation, async_op, timeout, changes=(tensor,) if is_dst else ())
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -79,7 +81,11 @@ class Collectives(Member):
         self._check_rank(src, "src")
         away = self._check(tensor, "broadcast", in_place=self.rank != src)
         operation = operations.broadcast(here(tensor, away), src)
-        return self._call(in_place(operation, tensor, away, writes=self.rank != src), async_op, timeout)
+        is_src = self.rank == src
+        operation = in_place(operation, tensor, away, writes=not is_src)
+        # Told on rank src as well: a program that must not overwrite the tensor fails alike on all ranks.
+        changes = () if is_src and tensor.is_inference() else (tensor,)
+        return self._call(operation, async_op, timeout, changes=changes)
 
     @overload
     def all_gather(

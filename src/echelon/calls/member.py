@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -53,11 +54,16 @@ class Member(ABC):
 
     @abstractmethod
     def _call(
-        self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None
+        self,
+        operation: Operation[T],
+        async_op: bool,
+        timeout: Seconds,
+        out: Tensor | None = None,
+        changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
         """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks.
 
-        That the group is open has been checked.
+        That the group is open has been checked. Autograd is told that the operation overwrites `out` and `changes`.
         """
 
     @abstractmethod

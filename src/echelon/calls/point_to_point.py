@@ -10,6 +10,7 @@ from torch import Tensor
 
 from echelon.arguments import check_seconds, named
 from echelon.backends.memory import describe, is_ordinary, plain
+from echelon.backends.modes import announce_change
 from echelon.backends.tag import Tag
 from echelon.backends.work import Received, Work, end_with
 from echelon.calls.member import Member, Seconds
@@ -182,6 +183,8 @@ class PointToPoint(Member):
                     self._peer(dst, "dst")
                 case RecvFrom(src, tag, out):
                     self._check_out(out)
+                    if out is not None:
+                        announce_change(out)
                     self._peer(src, "src")
             self._tag(tag)
         with self.backend.attend():
@@ -234,6 +237,8 @@ class PointToPoint(Member):
                 _remember(self._known_receives, kind, known)
         else:
             known = self._known_receive(src, tag, out)
+        if out is not None:
+            announce_change(out)
         peer, own_tag, words, _ = known
         return peer, own_tag, self._recorded(words)
 
@@ -249,6 +254,8 @@ class PointToPoint(Member):
             flight.end(error)
             raise
         work.record(flight)
+        if out is not None:
+            work.overwrites((out,))
         return work
 
     def _recorded(self, operation: str, num_bytes: int = 0) -> Flight:

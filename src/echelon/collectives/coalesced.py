@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from echelon.backends.memory import describe, plain
+from echelon.backends.modes import overwrite
 from echelon.backends.operators import check_op, operator
 from echelon.collectives import rows
 from echelon.collectives.operations import Operation, all_reduce, barrier, derived, reduce, reduce_scatter
@@ -101,7 +102,7 @@ def _in_place(
             if len(values) > 1 and keeps:
                 parts = torch.split(packed, [tensor.numel() for tensor in values])
                 for tensor, part in zip(values, parts, strict=True):
-                    tensor.detach().copy_(part.view(tensor.shape))
+                    overwrite(tensor, part.view(tensor.shape))
 
         return pack, unpack
 

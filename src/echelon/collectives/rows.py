@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import describe, is_plain, new_tensor, plain
+from echelon.backends.modes import outside_autograd
 from echelon.backends.native import Call, NativeCollectives
 from echelon.collectives.chunks import Rows, even_sizes
 from echelon.collectives.operations import Operation, can_hold, place_of, run_plan
@@ -134,7 +135,7 @@ class _Result:
         elif can_hold(out, shape, rows):
             self._buffer = out
         if self._buffer is not None:
-            self.places = dict(enumerate(torch.split(self._buffer.detach(), list(sizes))))
+            self.places = dict(enumerate(torch.split(outside_autograd(self._buffer), list(sizes))))
 
     def put(self, rank: int, part: Tensor) -> Tensor:
         """Copies a rank's rows to where they belong, and returns them there."""
@@ -151,7 +152,7 @@ class _Result:
         shape = (sum(map(len, parts)), *parts[0].shape[1:])
         out = self._out
         if out is not None and out is not self._buffer and all(can_hold(out, shape, part) for part in parts):
-            torch.cat(list(parts), out=out.detach())
+            torch.cat(list(parts), out=outside_autograd(out))
             return out
         return torch.cat(list(parts))
 

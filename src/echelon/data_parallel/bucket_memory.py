@@ -9,6 +9,7 @@ from torch import Tensor
 
 from echelon._torch_private import version_of
 from echelon.backends.admission import has_values
+from echelon.backends.memory import new_tensor
 from echelon.data_parallel.hooks import GradientBucket
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
@@ -52,7 +53,7 @@ class BucketMemory:
         if device.type == "cpu" and group.world_size > 1:
             self.flat = group.empty(sum(sizes), dtype)
         else:
-            self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            self.flat = new_tensor((sum(sizes),), dtype, device)
         self._views = [
             _like(piece, parameter) for piece, parameter in zip(torch.split(self.flat, sizes), parameters, strict=True)
         ]

@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from echelon.backends.modes import normal_mode
 from echelon.backends.work import Work
 from echelon.data_parallel.bucket_memory import BucketMemory
 from echelon.data_parallel.buckets import Layout
@@ -254,7 +255,8 @@ class GradientReducer:
     def reduce(self) -> None:
         """Reduces all gradients: `start`, then `finish`. Asked for, so it may take part without a forward."""
         self._tally.excuse()
-        self.finish()
+        with normal_mode():  # what hooks keep from one reduction to the next is used outside of inference mode as well
+            self.finish()
 
     def abandon(self) -> None:
         """Gives up the reduction under way, if there is one, on all ranks: what would have finished it has failed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from echelon.backends.memory import new_tensor
 from echelon.data_parallel.summary import Summary
 from echelon.errors import CollectiveMismatch
 from echelon.group import ProcessGroup
@@ -17,7 +18,7 @@ class Tally:
         self._counts = True
         self._counts_steps = counts_steps
         self._called_steps = self.num_forwards = self.num_samples = 0
-        self.compiled_steps = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.compiled_steps = new_tensor((), torch.int64).zero_()
         """To which compiled code adds 1 for each optimizer step."""
 
     @property

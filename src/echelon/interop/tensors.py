@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.backends.memory import check_writable, plain
+from echelon.backends.modes import overwrite
 from echelon.errors import SizeMismatch
 
 
@@ -50,7 +51,7 @@ def writable(tensors: Sequence[Tensor], operation: str) -> Sequence[Tensor]:
 def put(values: Tensor, into: Tensor) -> Tensor:
     """Writes flat values into a tensor of any shape, unless they are there already, and returns it."""
     if values.data_ptr() != into.data_ptr():
-        into.detach().copy_(values.view(into.shape))
+        overwrite(into, values.view(into.shape))
     return into
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from echelon._torch_private import tree_flatten, tree_leaves, tree_unflatten
+from echelon.backends.modes import normal_mode
 from echelon.errors import ScheduleError, SizeMismatch
 from echelon.pipeline.graph_cut import GraphCut
 from echelon.pipeline.tracing import TENSOR, Constant, Keyword, Trace, Weight
@@ -106,7 +107,8 @@ class TracedStage(nn.Module):
         self._is_last = stage == num_stages - 1
         for one in self._programs.values():
             for name, constant in one.constants.items():
-                self.register_buffer(name, constant.detach().clone(), persistent=False)
+                with normal_mode():
+                    self.register_buffer(name, constant.detach().clone(), persistent=False)
             # Not as children: what they do belongs to the stage, and they have no weights.
             self.__dict__.update(one.modules)
 

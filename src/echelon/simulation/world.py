@@ -11,6 +11,7 @@ import torch
 
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import as_bytes, describe
+from echelon.backends.modes import normal_mode
 from echelon.backends.status import Question, Status, status_of
 from echelon.backends.tag import Tag
 from echelon.backends.wire import as_sent, readable
@@ -146,10 +147,12 @@ class World:
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Copies what is sent. The copy is the network's, then the receiver's, never the sender's."""
         if not self.memory_meters:
-            return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
+            with normal_mode():
+                return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
         self.memory_meters[src].is_paused = True
         try:
-            return tensor.detach().clone()
+            with normal_mode():
+                return tensor.detach().clone()
         finally:
             self.memory_meters[src].is_paused = False
 

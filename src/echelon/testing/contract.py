@@ -26,6 +26,7 @@ from echelon.testing.contract_any import (
     receives_from_any,
     receives_keep_their_order,
 )
+from echelon.testing.contract_modes import inference_mode_stays_with_its_caller
 from echelon.testing.expect import SECONDS, ContractError, expect, expect_error
 from echelon.testing.ranks import RunRanks
 
@@ -513,6 +514,7 @@ _CLAUSES: dict[str, Callable[[RunRanks], None]] = {
         _writes_where_told,
         _combines_where_told,
         _what_need_not_fit_comes_nevertheless,
+        inference_mode_stays_with_its_caller,
         _tags_never_mix,
         _order_is_kept,
         _what_is_done_at_once_keeps_its_order,

@@ -19,6 +19,7 @@ import torch
 from echelon.backends import wire
 from echelon.backends.delivery import Delivery
 from echelon.backends.memory import as_bytes, copy_from, new_tensor
+from echelon.backends.modes import normal_mode
 from echelon.backends.shared import mail, post
 from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
 from echelon.backends.shared.post import Post
@@ -295,7 +296,8 @@ class _Parts:
         """
         self._count_returned()
         memory = self.memory(prefix.part, prefix.part_bytes)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        with normal_mode():
+            tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
         if self._lent_bytes + prefix.part_bytes > _MAX_LENT_BYTES:
             try:
                 copy = new_tensor(shape, dtype)

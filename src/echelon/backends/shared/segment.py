@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from echelon.backends.modes import normal_mode
 from echelon.errors import ConnectError, UnsupportedOp
 
 RANGE_BYTES = 1 << 57
@@ -106,7 +107,8 @@ class Segment:
             memory = mmap.mmap(self._fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
         except OSError as error:
             raise UnsupportedOp(f"{size} bytes of shared memory cannot be mapped: {error.strerror}") from error
-        return Window(memory, torch.frombuffer(memory, dtype=torch.uint8))
+        with normal_mode():
+            return Window(memory, torch.frombuffer(memory, dtype=torch.uint8))
 
     def close(self) -> None:
         """Closes the file; what is mapped stays. May be called twice."""
