@@ -385,7 +385,7 @@ def test_ranks_meet_through_a_store():
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_missing_in_the_store_is_named():
-    with pytest.raises(ConnectError, match="ranks 0 and 2 of 3 did not come within 0.1 s, rank 1 did"):
+    with pytest.raises(ConnectError, match=r"ranks 0 and 2 of 3 did not come within 0\.1 s, rank 1 did"):
         TcpBackend.from_store(1, 3, _Store(), "127.0.0.1", secret=SECRET, connect_timeout=0.1)
 
 
