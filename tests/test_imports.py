@@ -10,7 +10,7 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("errors", "trace", "places", "flights", "wording", "_torch_private"),
+    ("errors", "trace", "places", "flights", "wording", "world_size", "_torch_private"),
     ("backends",),
     ("collectives",),
     ("calls",),

@@ -13,12 +13,14 @@ import os
 import sys
 import time
 import traceback
+from itertools import groupby
 from types import TracebackType
 from typing import Protocol
 
-from echelon.errors import PeerFailed
+from echelon.errors import EchelonError, PeerFailed
 from echelon.launch.failure import RankFailure, blamed_rank
-from echelon.places import is_foreign
+from echelon.places import is_foreign, is_own
+from echelon.wording import counted
 
 ERROR_FILE = "ECHELON_ERROR_FILE"
 
@@ -44,10 +46,41 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         rank=rank,
         at=time.monotonic(),
         summary=f"raised {summarize(error)}",
-        traceback="".join(traceback.format_exception(error)),
+        traceback=folded(error),
         where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
         blames=blamed_rank(error),
     )
+
+
+def folded(error: BaseException) -> str:
+    """Returns the traceback of `error` and its causes, with the frames inside of Echelon counted, not shown.
+
+    They stay where they lead to an exception that Echelon does not raise on purpose: that is a defect of Echelon.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    described, chain = whole, error
+    while True:
+        _fold(described, is_on_purpose=isinstance(chain, EchelonError))
+        following, cause = described.__cause__, chain.__cause__
+        if following is None and not described.__suppress_context__:
+            following, cause = described.__context__, chain.__context__
+        if following is None or cause is None:
+            return "".join(whole.format())
+        described, chain = following, cause
+
+
+def _fold(described: traceback.TracebackException, is_on_purpose: bool) -> None:
+    """Puts one line in place of each row of frames inside of Echelon."""
+    kept: list[traceback.FrameSummary] = []
+    rows = [(own, list(frames)) for own, frames in groupby(described.stack, lambda frame: is_own(frame.filename))]
+    for number, (is_ours, frames) in enumerate(rows):
+        is_last = number + 1 == len(rows)
+        if is_ours and (is_on_purpose or not is_last):
+            text, last = f"({counted(len(frames), 'call')} inside of Echelon)", frames[-1]
+            kept.append(traceback.FrameSummary(last.filename, last.lineno, last.name, line=text, lookup_line=False))
+        else:
+            kept += frames
+    described.stack = traceback.StackSummary.from_list(kept)
 
 
 def summarize(error: BaseException) -> str:
