@@ -288,3 +288,40 @@ def test_the_job_ends_when_nobody_reads_its_output(script):
         launcher.stdout.close()
         assert launcher.wait(timeout=20) == 1
         assert has_ended(pid)
+
+
+def test_a_failure_inside_of_init_is_the_headline(script):
+    """It was "exited with status 1"."""
+    path = script("""
+        import echelon
+        echelon.init(timeout=-1 if rank == 1 else 60.0)
+    """)
+    ended = run(2, "--grace", "0.2", path)
+    assert ended.status == 1
+    assert ended.err.startswith("echelon: rank 1 raised LaunchError: timeout=-1: use a number of seconds above 0 (")
+    assert "exited with status" not in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_collective_that_one_rank_calls_takes_a_screen_at_most(script, backend):
+    path = script("""
+        import echelon, torch
+
+        def train(group):
+            group.all_reduce(torch.ones(4))
+
+        group = echelon.init(timeout=20.0)
+        if rank == 0:
+            train(group)
+    """)
+    ended = run(2, path, ECHELON_BACKEND=backend)
+    lines = ended.err.splitlines()
+    assert len(lines) <= 24
+    assert "tuned table" not in ended.err
+    assert lines[0].startswith(
+        "echelon: rank 0 raised CollectiveMismatch: all_reduce(sum) of float32[4], #1 of group 'w"
+    )
+    assert "rank 1: it has closed its group, before its first operation" in lines[0]
+    assert any("in train" in line for line in lines)
+    assert any("train(group)" in line for line in lines)

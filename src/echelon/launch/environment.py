@@ -16,7 +16,7 @@ from echelon.backends.tcp.members import join_address
 from echelon.backends.torch_distributed.names import ENGINES
 from echelon.errors import LaunchError
 from echelon.launch.mpi import from_open_mpi, from_pmi
-from echelon.launch.resources import LOOPBACK
+from echelon.launch.resources import loopback
 from echelon.launch.slurm import check_alone, from_slurm
 from echelon.launch.translation import Translation
 from echelon.launch.variables import Variables
@@ -208,7 +208,7 @@ def _read_translated(environ: Mapping[str, str], launched: Translation) -> Envir
     rank = said.rank("RANK", world_size)
     overruling = Variables(environ)
     host = overruling.text("MASTER_ADDR").strip("[]") or (
-        LOOPBACK if launched.is_one_host else said.text("MASTER_ADDR")
+        loopback() if launched.is_one_host else said.text("MASTER_ADDR")
     )
     if not host:
         raise LaunchError(

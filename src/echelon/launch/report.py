@@ -13,6 +13,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from types import TracebackType
 from typing import Protocol
@@ -108,6 +110,43 @@ def read(path: str) -> RankFailure | None:
             return RankFailure(**json.load(file))
     except FileNotFoundError:
         return None
+
+
+class _StartHook:
+    """An excepthook for a process whose `echelon.init` has failed: reports that failure if nobody catches it."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        """Keeps the excepthook that is there for all other exceptions; `path` is the launcher's file."""
+        self.error: BaseException | None = None
+        self.previous = sys.excepthook
+        self._rank = rank
+        self._path = path
+        self._pid = os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_it = error is self.error and os.getpid() == self._pid
+        if not (is_it and write(self._path, describe(self._rank, error))) or self.previous is not sys.__excepthook__:
+            self.previous(kind, error, trace)
+
+
+@contextmanager
+def reported_start() -> Iterator[None]:
+    """Has an exception of the body, if it ends the process, reach the launcher of this rank as the rank's failure.
+
+    There is no group yet to tell, so the other ranks find out for themselves.
+    """
+    hook = sys.excepthook
+    try:
+        yield
+    except BaseException as error:
+        path, rank = os.environ.get(ERROR_FILE), os.environ.get("RANK", "")
+        if path and rank.isdecimal():
+            if not isinstance(hook, _StartHook):
+                hook = sys.excepthook = _StartHook(int(rank), path)
+            hook.error = error
+        raise
+    if isinstance(hook, _StartHook) and sys.excepthook is hook:  # an earlier attempt, which was caught
+        sys.excepthook = hook.previous
 
 
 def report_uncaught(group: Abortable) -> None:
