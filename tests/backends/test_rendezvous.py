@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from echelon.backends.tcp import handshake
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.tcp.members import split_address
 from echelon.errors import ConnectError, InvalidRank, InvalidWorldSize, ProtocolError
@@ -327,6 +329,31 @@ def test_a_table_that_cannot_be_is_a_protocol_error(table):
         with pytest.raises(ProtocolError) as caught:
             joining()
         del caught, joining
+
+
+def test_a_table_of_members_may_be_as_long_as_the_world_needs():
+    """It had 1 MiB, whatever the world: enough for about 6,000 ranks."""
+    world_size = 10_000
+    entry = hello() | {"host": "fd00::1234:5678:9abc:def0"}
+    table = {"members": [entry | {"rank": rank} for rank in range(world_size)]}
+    length = len(json.dumps(table))
+    assert length > 1 << 20
+
+    async def read(max_bytes):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            sending = asyncio.create_task(handshake.send_json(theirs, table))
+            try:
+                return await handshake.receive_json(ours, max_bytes)
+            finally:
+                sending.cancel()
+
+    limit = handshake.MAX_HELLO_BYTES + world_size * handshake.MAX_ENTRY_BYTES
+    assert len(asyncio.run(read(limit))["members"]) == world_size
+    with pytest.raises(ProtocolError, match=f"a greeting of {length} bytes is over the limit of 1048576"):
+        asyncio.run(read(1 << 20))
 
 
 def accept(connection):

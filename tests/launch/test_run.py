@@ -132,7 +132,7 @@ def test_a_killed_rank_is_named_and_the_others_end_soon(script):
     ended = run(3, "--grace", "0.5", path)
     assert ended.status == 128 + signal.SIGKILL
     assert "echelon: rank 1 was killed by SIGKILL" in ended.err
-    assert "then rank 2 went on for 0.5 s and was ended" in ended.err
+    assert "then ranks 0 and 2 went on for 0.5 s and were ended" in ended.err
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(script):
@@ -319,9 +319,7 @@ def test_a_collective_that_one_rank_calls_takes_a_screen_at_most(script, backend
     lines = ended.err.splitlines()
     assert len(lines) <= 24
     assert "tuned table" not in ended.err
-    assert lines[0].startswith(
-        "echelon: rank 0 raised CollectiveMismatch: all_reduce(sum) of float32[4], #1 of group 'w"
-    )
+    assert lines[0].startswith("echelon: rank 0 raised CollectiveMismatch: all_reduce(sum) of float32[4], #1 of group ")
     assert "rank 1: it has closed its group, before its first operation" in lines[0]
     assert any("in train" in line for line in lines)
     assert any("train(group)" in line for line in lines)
