@@ -37,7 +37,7 @@ def command(num_ranks, *arguments):
 
 def run(num_ranks, *arguments, **environ):
     ended = subprocess.run(
-        command(num_ranks, *arguments), capture_output=True, text=True, timeout=30, env={**os.environ, **environ}
+        command(num_ranks, *arguments), capture_output=True, text=True, timeout=90, env={**os.environ, **environ}
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
@@ -290,6 +290,7 @@ def test_the_job_ends_when_nobody_reads_its_output(script):
         assert has_ended(pid)
 
 
+@pytest.mark.slow
 def test_a_failure_inside_of_init_is_the_headline(script):
     """It was "exited with status 1"."""
     path = script("""
