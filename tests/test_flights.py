@@ -8,7 +8,7 @@ import torch
 
 import echelon
 from echelon.backends.simulated import SimulatedBackend
-from echelon.flights import CAPACITY, FlightRecorder, write_records
+from echelon.flights import CAPACITY, TUNED_TABLE, FlightRecorder, write_records
 from echelon.group import ProcessGroup
 
 
@@ -100,3 +100,14 @@ def test_what_is_under_way_is_said_so():
 
 def test_without_a_group_there_is_nothing():
     assert echelon.flight_recorder(ProcessGroup(SimulatedBackend.create_group(1)[0])) == ()
+
+
+def test_what_init_does_itself_is_no_operation_of_the_user():
+    """A rank that had called nothing was said to be past a broadcast of a group that nobody had made."""
+    recorder = FlightRecorder()
+    flight = recorder.begin(TUNED_TABLE, 2, 1, 7, "broadcast_object(src=0)")
+    assert recorder.activity().startswith("in echelon.init at ")
+    flight.end()
+    assert recorder.activity().startswith("before its first operation, now at ")
+    assert recorder.records() == ()
+    assert recorder.find(2, 1) is flight, "ranks that are still there may ask about it"

@@ -10,7 +10,7 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("arguments", "errors", "files", "flights", "places", "trace", "wording", "_torch_private"),
+    ("arguments", "errors", "files", "flights", "places", "trace", "wording", "world_size", "_torch_private"),
     ("backends",),
     ("collectives",),
     ("calls",),

@@ -24,6 +24,11 @@ CAPACITY = 1000
 VARIABLE = "ECHELON_FLIGHT_RECORDER"
 """Names a folder: a rank that fails writes its records there."""
 
+TUNED_TABLE = "tuned table"
+"""The group over which `echelon.init` agrees on a table of algorithms, before the user's first group exists."""
+_INTERNAL_GROUPS = frozenset({TUNED_TABLE})
+"""Groups of which users know nothing: their operations are part of `echelon.init`."""
+
 _OWN_CALLS = 4
 """From `calling_place` up to the group's method that has an operation recorded: it, a helper, `begin`, `Flight`."""
 
@@ -105,6 +110,11 @@ class Flight:
         self.ended: float | None = None
         self.error = ""
 
+    @property
+    def is_internal(self) -> bool:
+        """Whether the user did not call it: it is part of `echelon.init`."""
+        return self.group in _INTERNAL_GROUPS
+
     def got(self, what: str, num_bytes: int) -> None:
         """Says which shape and dtype came, and how many bytes."""
         self.operation += f" of {what}"
@@ -138,6 +148,8 @@ class Flight:
     def __str__(self) -> str:
         number = f", #{self.sequence}" if self.sequence else ""
         where = line_of(self.place)
+        if self.is_internal:
+            return "echelon.init" + (f" at {where}" if where else "")
         return f"{self.operation}{number} of group {self.group!r}" + (f" at {where}" if where else "")
 
 
@@ -177,8 +189,8 @@ class FlightRecorder:
         return flight
 
     def records(self) -> tuple[FlightRecord, ...]:
-        """Returns what is remembered, the oldest first."""
-        return tuple(flight.record() for flight in self._flights.copy())
+        """Returns what is remembered of the user's operations, the oldest first."""
+        return tuple(flight.record() for flight in self._flights.copy() if not flight.is_internal)
 
     def latest(self, context: int) -> Flight | None:
         """Returns the collective of a group that was called last."""
@@ -201,7 +213,8 @@ class FlightRecorder:
             return "before its first operation"
         last = self._flights[-1]
         now = line_of(place_of_thread(last.thread))
-        return f"past {last}, " + (f"now at {now}" if now else "at the end of its program")
+        past = "before its first operation" if last.is_internal else f"past {last}"
+        return f"{past}, " + (f"now at {now}" if now else "at the end of its program")
 
 
 def write_records(recorder: FlightRecorder, rank: int) -> None:

@@ -23,6 +23,12 @@ _FOREIGN = (
 
 
 @functools.cache
+def is_own(path: str) -> bool:
+    """Says whether a source file is this package's."""
+    return path.startswith(_FOREIGN[0])
+
+
+@functools.cache
 def is_foreign(path: str) -> bool:
     """Says whether a source file is this package's, the standard library's or an installed one, not the user's own."""
     return path.startswith(_FOREIGN)

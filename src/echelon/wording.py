@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def counted(number: int, what: str) -> str:
     """Returns "1 rank" or "2 ranks", "1 microbatch" or "2 microbatches"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+_MOST_LISTED = 8
+"""How many ranges of ranks are written out."""
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Returns ranks as text, neighbours as a range: "rank 3", "ranks 1-7, 9 and 65,520 more"; "no rank" for none."""
+    ordered = sorted(ranks)
+    if not ordered:
+        return "no rank"
+    ranges: list[str] = []
+    begin = number = 0
+    while begin < len(ordered) and len(ranges) < _MOST_LISTED:
+        end = begin
+        while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
+            end += 1
+        if end - begin < 2:  # a range of two is longer than the two
+            end = begin
+        ranges.append(f"{ordered[begin]}-{ordered[end]}" if end > begin else f"{ordered[begin]}")
+        begin = number = end + 1
+    left = len(ordered) - number
+    if left:
+        ranges.append(f"{left:,} more")
+    noun = "rank" if len(ordered) == 1 else "ranks"
+    return f"{noun} {ranges[0]}" if len(ranges) == 1 else f"{noun} {', '.join(ranges[:-1])} and {ranges[-1]}"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from echelon.backends.tcp import handshake
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.tcp.members import split_address
 from echelon.errors import ConnectError, InvalidRank, InvalidWorldSize, ProtocolError
@@ -102,7 +104,7 @@ def test_a_missing_rank_is_named_on_all_that_came():
                 joining()
             messages.append(str(caught.value))
         for message in messages:
-            assert "rank 2 of 4 did not come within 0.5 s, [0, 1, 3] did: start the missing ones" in message
+            assert "rank 2 of 4 did not come within 0.5 s, ranks 0, 1 and 3 did: start the missing ones" in message
             assert "\n" not in message
         del caught, joining
 
@@ -329,6 +331,31 @@ def test_a_table_that_cannot_be_is_a_protocol_error(table):
         del caught, joining
 
 
+def test_a_table_of_members_may_be_as_long_as_the_world_needs():
+    """It had 1 MiB, whatever the world: enough for about 6,000 ranks."""
+    world_size = 10_000
+    entry = hello() | {"host": "fd00::1234:5678:9abc:def0"}
+    table = {"members": [entry | {"rank": rank} for rank in range(world_size)]}
+    length = len(json.dumps(table))
+    assert length > 1 << 20
+
+    async def read(max_bytes):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            sending = asyncio.create_task(handshake.send_json(theirs, table))
+            try:
+                return await handshake.receive_json(ours, max_bytes)
+            finally:
+                sending.cancel()
+
+    limit = handshake.MAX_HELLO_BYTES + world_size * handshake.MAX_ENTRY_BYTES
+    assert len(asyncio.run(read(limit))["members"]) == world_size
+    with pytest.raises(ProtocolError, match=f"a greeting of {length} bytes is over the limit of 1048576"):
+        asyncio.run(read(1 << 20))
+
+
 def accept(connection):
     """Plays the acceptor's side of the handshake, with the secret."""
     ours = bytes(32)
@@ -385,7 +412,7 @@ def test_ranks_meet_through_a_store():
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_missing_in_the_store_is_named():
-    with pytest.raises(ConnectError, match=r"ranks 0, 2 of 3 did not come within 0.1 s, \[1\] did"):
+    with pytest.raises(ConnectError, match=r"ranks 0 and 2 of 3 did not come within 0\.1 s, rank 1 did"):
         TcpBackend.from_store(1, 3, _Store(), "127.0.0.1", secret=SECRET, connect_timeout=0.1)
 
 

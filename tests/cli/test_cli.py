@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -68,3 +69,14 @@ def test_python_m_echelon_is_the_command_line():
     ended = subprocess.run([sys.executable, "-m", "echelon", "fly"], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 2
     assert ended.stderr == "echelon: No such command 'fly': see `echelon --help`\n"
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "all_reduce"], ["tune"]])
+def test_without_torch_a_command_that_needs_it_says_so_in_one_line(tmp_path, command):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "echelon", *command], capture_output=True, text=True, timeout=60, env=environ
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == "echelon: this command needs torch, which is not installed here: pip install torch\n"

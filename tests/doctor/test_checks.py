@@ -15,7 +15,8 @@ GOOD_LOOPBACK = {"127.0.0.1": "", "::1": ""}
 CASES = [
     (network.check_loopback, [GOOD_LOOPBACK], {}, "ok", "127.0.0.1 and ::1"),
     (network.check_loopback, [GOOD_LOOPBACK | {"::1": "Cannot assign"}], {}, "ok", "no IPv6 (Cannot assign)"),
-    (network.check_loopback, [GOOD_LOOPBACK | {"127.0.0.1": "down"}], {}, "error", "ip link set lo up"),
+    (network.check_loopback, [GOOD_LOOPBACK | {"127.0.0.1": "no"}], {}, "ok", "::1; no IPv4 (no)"),
+    (network.check_loopback, [{"127.0.0.1": "down", "::1": "down"}], {}, "error", "ip link set lo up"),
     (
         network.check_interfaces,
         [[LO, ETH], {}, ["10.0.0.2"]],

@@ -1,8 +1,10 @@
 import sys
+from pathlib import Path
 
 import pytest
 
-from echelon.errors import PeerFailed
+import echelon
+from echelon.errors import ConnectError, PeerFailed
 from echelon.launch import report
 
 
@@ -79,3 +81,134 @@ def test_the_peers_are_told_the_rank_that_failed_first(hook):
     error = raised(PeerFailed(1, "it was killed", "all_reduce"))
     sys.excepthook(PeerFailed, error, error.__traceback__)
     assert group.reasons == [("it was killed", 1)]
+
+
+# What is not the user's is folded
+
+
+def raised_in_the_package(tmp_path, source):
+    """Runs source as if it were a module of the package, and returns what it raised."""
+    path = str(Path(echelon.__file__).parent / "invented.py")
+    scope = {}
+    exec(compile(source, path, "exec"), scope)
+    try:
+        scope["outer"](user_function)
+    except BaseException as caught:
+        return caught
+
+
+def user_function(inner):
+    inner()
+
+
+SOURCE = """
+from echelon.errors import PeerFailed, Timeout
+def outer(function):
+    try:
+        function(lambda: middle({error}))
+    except PeerFailed as error:
+        raise Timeout("too late") from error
+def middle(error):
+    raise error
+"""
+
+
+def test_frames_of_the_package_are_counted_and_those_of_the_user_are_shown(tmp_path):
+    """A collective that one rank called printed 50 lines of the package's insides."""
+    text = report.folded(raised_in_the_package(tmp_path, SOURCE.format(error="PeerFailed(1, 'gone')")))
+    assert text.count("user_function") >= 1
+    assert "inner()" in text
+    assert "(2 calls inside of Echelon)" in text
+    assert "in middle" in text, "where it was raised"
+    assert "PeerFailed: rank 1 failed: gone" in text
+    assert "Timeout: too late" in text
+    assert text.index("rank 1 failed") < text.index("direct cause") < text.index("too late")
+    assert len(text.splitlines()) < 20
+
+
+def test_a_defect_of_the_package_is_shown_whole(tmp_path):
+    text = report.folded(raised_in_the_package(tmp_path, SOURCE.format(error="KeyError('ours')")))
+    assert "in <lambda>" in text
+    assert "in middle" in text
+    assert "in outer" in text
+    assert "KeyError: 'ours'" in text
+
+
+def test_an_error_of_the_user_behind_frames_of_the_package_is_shown_whole():
+    def broken():
+        raise ValueError("mine")
+
+    text = report.folded(raised_in_user_code(broken))
+    assert "in broken" in text
+    assert "ValueError: mine" in text
+    assert "(1 call inside of Echelon)" in text
+
+
+def raised_in_user_code(function):
+    path = str(Path(echelon.__file__).parent / "invented.py")
+    scope = {}
+    exec(compile("def call(function): function()", path, "exec"), scope)
+    try:
+        scope["call"](function)
+    except ValueError as caught:
+        return caught
+
+
+# Before there is a group
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Calls a function as `init` does, and then the excepthook with what it raised, as Python would; returns that."""
+    printed = []
+    monkeypatch.setattr(sys, "__excepthook__", lambda *details: printed.append(details[1]))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv(report.ERROR_FILE, str(tmp_path / "rank3.json"))
+    monkeypatch.setenv("RANK", "3")
+
+    def start(error):
+        try:
+            with report.reported_start():
+                if error is not None:
+                    raise error
+        except ConnectError as caught:
+            return caught
+
+    return start, printed, str(tmp_path / "rank3.json")
+
+
+def test_a_failed_start_is_reported_when_it_ends_the_process(started):
+    """The launcher said only that the rank exited with status 1."""
+    start, printed, path = started
+    error = start(ConnectError("nobody came"))
+    assert report.read(path) is None, "it may still be caught"
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert str(report.read(path)) == "rank 3 raised ConnectError: nobody came"
+    assert printed == []
+
+
+def test_another_exception_after_a_failed_start_is_not_taken_for_it(started):
+    start, printed, path = started
+    start(ConnectError("nobody came"))
+    error = raised(ValueError("other"))
+    sys.excepthook(ValueError, error, error.__traceback__)
+    assert report.read(path) is None
+    assert printed == [error]
+
+
+def test_a_start_that_works_in_the_end_leaves_no_hook(started):
+    start, _, _ = started
+    before = sys.excepthook
+    start(ConnectError("nobody came"))
+    start(ConnectError("nobody came again"))
+    assert sys.excepthook is not before
+    start(None)
+    assert sys.excepthook is before
+
+
+def test_without_a_launcher_a_failed_start_is_printed_as_ever(started, monkeypatch):
+    start, _, _ = started
+    monkeypatch.delenv(report.ERROR_FILE)
+    before = sys.excepthook
+    start(ConnectError("nobody came"))
+    assert sys.excepthook is before

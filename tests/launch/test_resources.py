@@ -1,9 +1,19 @@
 import os
+import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 
+from echelon.errors import LaunchError
+from echelon.launch import environment, resources
 from echelon.launch.resources import ReservedPort, threads_per_rank
+from echelon.launch.run import rank_environs
+from tests.launch import ranks
+
+NOBODYS = "192.0.2.1"
+"""An address that no host has (RFC 5737)."""
 
 
 def listener(port, *options):
@@ -45,3 +55,45 @@ def test_ports_differ_and_are_given_back():
 def test_every_rank_gets_at_least_one_thread(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     assert [threads_per_rank(ranks) for ranks in (1, 2, 4, 6, 100)] == [6, 3, 1, 1, 1]
+
+
+def test_a_host_with_ipv6_alone_uses_that(monkeypatch):
+    """The launcher ended with a raw OSError."""
+    monkeypatch.setattr(resources, "LOOPBACK", NOBODYS)
+    assert resources.loopback() == "::1"
+    with ReservedPort() as port:
+        assert port.address == f"[::1]:{port.port}"
+        environs = rank_environs(2, port, {})
+    assert [(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in environs] == [("::1", str(port.port))] * 2
+    assert environment.read(environs[0]).address == port.address
+
+
+def test_ranks_meet_on_a_host_with_ipv6_alone(monkeypatch, pool):
+    monkeypatch.setattr(resources, "LOOPBACK", NOBODYS)
+    assert pool.run(ranks.who, 2) == [(0, 2), (1, 2)]
+
+
+def test_a_host_without_a_loopback_address_is_told_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(resources, "LOOPBACK", NOBODYS)
+    monkeypatch.setattr(resources, "LOOPBACK_V6", NOBODYS)
+    with pytest.raises(
+        LaunchError, match=r"no loopback address \(192.0.2.1: .*set the interface up with `ip link set lo"
+    ):
+        ReservedPort()
+
+
+@pytest.mark.slow
+def test_the_launcher_runs_in_a_network_that_has_ipv6_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import echelon\nprint(echelon.init(backend='tcp').all_gather_object(1))\n")
+    entered = 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"'
+    unshare = ["unshare", "--net", "sh", "-c", entered, "sh"]
+    if (
+        os.geteuid() != 0
+        or not shutil.which("ip")
+        or subprocess.run([*unshare, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("needs root, ip and network namespaces")
+    command = [*unshare, sys.executable, "-m", "echelon", "run", "-n", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert sorted(ended.stdout.splitlines()) == ["[0] [1, 1]", "[1] [1, 1]"], ended.stderr

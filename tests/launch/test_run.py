@@ -37,7 +37,7 @@ def command(num_ranks, *arguments):
 
 def run(num_ranks, *arguments, **environ):
     ended = subprocess.run(
-        command(num_ranks, *arguments), capture_output=True, text=True, timeout=30, env={**os.environ, **environ}
+        command(num_ranks, *arguments), capture_output=True, text=True, timeout=90, env={**os.environ, **environ}
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
@@ -132,7 +132,7 @@ def test_a_killed_rank_is_named_and_the_others_end_soon(script):
     ended = run(3, "--grace", "0.5", path)
     assert ended.status == 128 + signal.SIGKILL
     assert "echelon: rank 1 was killed by SIGKILL" in ended.err
-    assert "then rank 2 went on for 0.5 s and was ended" in ended.err
+    assert "then ranks 0 and 2 went on for 0.5 s and were ended" in ended.err
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(script):
@@ -288,3 +288,39 @@ def test_the_job_ends_when_nobody_reads_its_output(script):
         launcher.stdout.close()
         assert launcher.wait(timeout=20) == 1
         assert has_ended(pid)
+
+
+@pytest.mark.slow
+def test_a_failure_inside_of_init_is_the_headline(script):
+    """It was "exited with status 1"."""
+    path = script("""
+        import echelon
+        echelon.init(timeout=-1 if rank == 1 else 60.0)
+    """)
+    ended = run(2, "--grace", "0.2", path)
+    assert ended.status == 1
+    assert ended.err.startswith("echelon: rank 1 raised LaunchError: timeout=-1: use a number of seconds above 0 (")
+    assert "exited with status" not in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_collective_that_one_rank_calls_takes_a_screen_at_most(script, backend):
+    path = script("""
+        import echelon, torch
+
+        def train(group):
+            group.all_reduce(torch.ones(4))
+
+        group = echelon.init(timeout=20.0)
+        if rank == 0:
+            train(group)
+    """)
+    ended = run(2, path, ECHELON_BACKEND=backend)
+    lines = ended.err.splitlines()
+    assert len(lines) <= 24
+    assert "tuned table" not in ended.err
+    assert lines[0].startswith("echelon: rank 0 raised CollectiveMismatch: all_reduce(sum) of float32[4], #1 of group ")
+    assert "rank 1: it has closed its group, before its first operation" in lines[0]
+    assert any("in train" in line for line in lines)
+    assert any("train(group)" in line for line in lines)

@@ -28,12 +28,12 @@ from echelon.errors import (
     Closed,
     Failure,
     InvalidRank,
-    InvalidWorldSize,
     PeerFailed,
     SelfSend,
     Timeout,
 )
 from echelon.flights import FlightRecorder
+from echelon.world_size import check_world_size
 
 T = TypeVar("T")
 
@@ -58,8 +58,7 @@ class Backend(ABC):
     """Seconds that a collective waits for a rank before it asks whether that one makes the same calls."""
 
     def __init__(self, rank: int, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> None:
-        if world_size < 1:
-            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank: give 1 or more")
+        check_world_size(world_size)
         if not 0 <= rank < world_size:
             raise InvalidRank(rank, world_size)
         self.rank = rank

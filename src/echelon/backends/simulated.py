@@ -23,7 +23,8 @@ from echelon.backends.status import Question, Status, status_of
 from echelon.backends.tag import Tag
 from echelon.backends.wire import as_sent
 from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
-from echelon.errors import Failure, InvalidWorldSize, PeerFailed, Timeout
+from echelon.errors import Failure, PeerFailed, Timeout
+from echelon.world_size import check_world_size
 
 T = TypeVar("T")
 
@@ -44,10 +45,9 @@ class SimulatedBackend(Backend):
         """Makes all ranks of one world, to be used by one thread each.
 
         Raises:
-            InvalidWorldSize: `world_size` is below 1.
+            InvalidWorldSize: `world_size` is below 1 or above 65,536.
         """
-        if world_size < 1:
-            raise InvalidWorldSize(f"world_size={world_size}: a world has at least 1 rank: give 1 or more")
+        check_world_size(world_size)
         world: list[SimulatedBackend] = []
         world.extend(cls(rank, world, world_size, timeout) for rank in range(world_size))
         return world

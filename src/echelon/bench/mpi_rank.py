@@ -15,14 +15,14 @@ from echelon.bench.request import Request
 from echelon.errors import EchelonError
 from echelon.group import ProcessGroup
 from echelon.launch.init import init
-from echelon.launch.resources import LOOPBACK, ReservedPort
+from echelon.launch.resources import ReservedPort
 
 
 def join(world: Any, backend: str) -> ProcessGroup:
     """Returns the group of all ranks of an MPI program; `world` is mpi4py's COMM_WORLD."""
     with ReservedPort() as port:
         number = world.bcast(port.port, 0)
-        where = {"RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": number}
+        where = {"RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_ADDR": port.host, "MASTER_PORT": number}
         os.environ.update({name: str(value) for name, value in where.items()})
         return init(backend)
 

@@ -74,6 +74,11 @@ def run_app(arguments: Sequence[str]) -> int:
         command = "echelon" if error.ctx is None else error.ctx.command_path
         print(f"echelon: {message}: see `{command}{' all-reduce' * of_collective} --help`", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("echelon: this command needs torch, which is not installed here: pip install torch", file=sys.stderr)
+        return 1
     except typer.Abort:  # what typer makes of Ctrl-C
         return 130
     return status if isinstance(status, int) else 0

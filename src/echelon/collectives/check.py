@@ -15,6 +15,8 @@ from echelon.collectives.provenance import Play, Standing, Value, place_of, why_
 from echelon.errors import PlanError
 
 _MOST_PRINTED = 20
+_MOST_RANKS = 16
+"""How many ranks a problem lists."""
 
 
 def check(plan: Plan, goal: Goal) -> None:
@@ -114,7 +116,9 @@ def _differences(rank: int, chunk: int, value: Value, mask: int, play: Play) -> 
 def _holders(piece: int, play: Play) -> str:
     """Says where a piece got to: the mistake is near the last of them that was to hand it on."""
     ranks = [rank for rank, pieces in enumerate(play.seen) if pieces & piece]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    listed = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}" if ranks else "no rank"
 
 
 def _pieces(mask: int, num_chunks: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from echelon.collectives import rows
 from echelon.collectives.chunks import Rows
 from echelon.collectives.operations import Operation, derived, place_of, run_plan
 from echelon.collectives.run import Channel
-from echelon.errors import UnsupportedOp
+from echelon.errors import ProtocolError, UnsupportedOp
 
 JsonLike = None | bool | int | float | str | list["JsonLike"] | dict[str, "JsonLike"]
 """What the object collectives carry."""
@@ -109,6 +109,11 @@ def _decode_all(data: Tensor) -> list[JsonLike]:
     memory, begin = data.numpy().tobytes(), 0
     values: list[JsonLike] = []
     while begin < len(memory) and (size := int.from_bytes(memory[begin : begin + _HEAD], "little")):
-        values.append(json.loads(memory[begin + _HEAD : begin + _HEAD + size]))
+        try:
+            values.append(json.loads(memory[begin + _HEAD : begin + _HEAD + size]))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(
+                f"an object of {size} bytes that is not JSON, or is nested too deeply: {error}"
+            ) from error
         begin += _HEAD + size
     return values

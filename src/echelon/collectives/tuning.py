@@ -35,7 +35,7 @@ def from_text(text: str, source: str) -> Table:
     """
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _error(source, "it is not JSON") from None
     if not isinstance(values, dict) or values.get("echelon") != _KIND:
         raise _error(source, "it is no table of tuned collectives")

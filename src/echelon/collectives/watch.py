@@ -14,6 +14,7 @@ from echelon.backends.base import Backend
 from echelon.backends.status import Question, Standing, Status
 from echelon.errors import CollectiveMismatch, PeerFailed
 from echelon.flights import Flight
+from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
 
@@ -121,7 +122,7 @@ class Watch:
         if not culprits:
             details = "; ".join(f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED])
             return f"waited {waited:.1f} s, though all ranks have called it: {details}"
-        rest = f"; {_and(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
+        rest = f"; {listed(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
         return f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
 
     def _ask(self, ranks: Sequence[int], flight: Flight | None = None) -> Mapping[int, Status]:
@@ -147,9 +148,3 @@ def silence(backend: Backend, rank: int, seconds: float) -> str:
 
 def _whole_minutes(seconds: float) -> float:
     return seconds // WARN_SECONDS * WARN_SECONDS
-
-
-def _and(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -16,6 +16,8 @@ _IPV4, _IPV6 = "127.0.0.1", "::1"
 
 def check_loopback(problems: Mapping[str, str]) -> Finding:
     """Judges why a connection from this host to itself failed, by address; "" where it did not."""
+    if problems[_IPV4] and not problems[_IPV6]:
+        return ok("loopback", f"{_IPV6}; no IPv4 ({problems[_IPV4]})")
     if problems[_IPV4]:
         fix = "bring the loopback interface up: `ip link set lo up`"
         return error("loopback", f"{_IPV4} cannot be reached: {problems[_IPV4]}", fix)

@@ -17,10 +17,11 @@ from echelon.backends.tcp.members import join_address
 from echelon.backends.torch_distributed.names import ENGINES
 from echelon.errors import LaunchError
 from echelon.launch.mpi import from_open_mpi, from_pmi
-from echelon.launch.resources import LOOPBACK
+from echelon.launch.resources import loopback
 from echelon.launch.slurm import check_alone, from_slurm
 from echelon.launch.translation import Translation
 from echelon.launch.variables import Variables
+from echelon.world_size import MAX_LOCAL_WORLD_SIZE
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """All four or none, unless a launcher has its own: without them a program is a world of one."""
@@ -174,7 +175,9 @@ def _check_agreement(ours: Variables, theirs: Variables, names: tuple[str, ...])
 def _read_common(environ: Mapping[str, str]) -> Environment:
     variables = Variables(environ)
     world_size = variables.world_size("WORLD_SIZE")
-    local_world_size = variables.world_size("LOCAL_WORLD_SIZE", default=world_size, maximum=world_size)
+    local_world_size = variables.world_size(
+        "LOCAL_WORLD_SIZE", default=world_size, maximum=min(world_size, MAX_LOCAL_WORLD_SIZE)
+    )
     rank = variables.rank("RANK", world_size)
     host = variables.text("MASTER_ADDR").strip("[]")
     port = variables.number("MASTER_PORT", "a port, 1 to 65535", minimum=1, maximum=65535)
@@ -200,11 +203,13 @@ def _read_common(environ: Mapping[str, str]) -> Environment:
 def _read_translated(environ: Mapping[str, str], launched: Translation) -> Environment:
     said = launched.variables
     world_size = said.world_size("WORLD_SIZE")
-    local_world_size = said.world_size("LOCAL_WORLD_SIZE", default=world_size, maximum=world_size)
+    local_world_size = said.world_size(
+        "LOCAL_WORLD_SIZE", default=world_size, maximum=min(world_size, MAX_LOCAL_WORLD_SIZE)
+    )
     rank = said.rank("RANK", world_size)
     overruling = Variables(environ)
     host = overruling.text("MASTER_ADDR").strip("[]") or (
-        LOOPBACK if launched.is_one_host else said.text("MASTER_ADDR")
+        loopback() if launched.is_one_host else said.text("MASTER_ADDR")
     )
     if not host:
         raise LaunchError(

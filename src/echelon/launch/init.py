@@ -35,7 +35,7 @@ from echelon.launch import environment
 from echelon.launch.device import choose_device
 from echelon.launch.environment import Environment
 from echelon.launch.interface import with_local_address
-from echelon.launch.report import report_uncaught
+from echelon.launch.report import report_uncaught, reported_start
 from echelon.launch.secret_file import SecretFile
 from echelon.launch.torch_store import connect_default_group, shared_secret
 from echelon.launch.tuned import agreed_table
@@ -90,10 +90,19 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         ConnectError: the ranks did not all find each other within 60 s (or `timeout`, if that is shorter).
         AuthenticationError: a rank has another secret.
     """
-    timeout = check_default_timeout(timeout, LaunchError)
-    provided = _provided.get()
-    if provided is not None:
-        return _accept(provided, backend)
+    with reported_start():
+        timeout = check_default_timeout(timeout, LaunchError)
+        provided = _provided.get()
+        if provided is not None:
+            return _accept(provided, backend)
+        group, tells = _open(backend, timeout, device)
+    if tells:
+        end_with_program(group)
+    return group
+
+
+def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool]:
+    """Returns the group of all ranks, and whether other ranks are to be told how this program ends."""
     name = environment.read_backend(os.environ, backend)
     if name == "simulated":
         raise LaunchError(
@@ -107,9 +116,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
     connected = carry(tcp, name, patience, place)
     group = ProcessGroup(connected, table=table)
     _latest.append(connected.flight_recorder)
-    if launched is not None or attaches:
-        end_with_program(group)
-    return group
+    return group, launched is not None or attaches
 
 
 def end_with_program(group: ProcessGroup) -> None:

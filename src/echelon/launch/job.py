@@ -15,19 +15,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from echelon.errors import InvalidWorldSize, LaunchError, PeerFailed, Timeout
+from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch.failure import first_cause
 from echelon.launch.resources import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker
+from echelon.wording import listed
 
 GRACE = 3.0
 """Seconds that ranks get to report after the first failure."""
-
-
-def check_world_size(world_size: int) -> None:
-    """Raises InvalidWorldSize unless `world_size` is a number of ranks."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise InvalidWorldSize(f"world_size={world_size!r}: a world has at least 1 rank: give 1 or more")
 
 
 def check_call(function: object, args: object) -> None:
@@ -96,10 +91,10 @@ def run_job(
         outcomes = _gather(workers, deadline)
     if any(outcome.failure for outcome in outcomes.values()):
         _raise_first(outcomes)
-    missing = [str(rank) for rank in range(world_size) if rank not in outcomes]
+    missing = [rank for rank in range(world_size) if rank not in outcomes]
     if missing:
         raise Timeout(
-            f"rank {', '.join(missing)} of {world_size} did not return within {deadline:g} s: "
+            f"{listed(missing)} of {world_size} did not return within {deadline:g} s: "
             "see where it waits, or give it more time"
         )
     return [pickle.loads(outcomes[rank].result or b"") for rank in range(world_size)]

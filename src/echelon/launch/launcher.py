@@ -21,6 +21,7 @@ from typing import BinaryIO
 from echelon.launch.failure import RankFailure, first_cause
 from echelon.launch.output import MarkedStream
 from echelon.launch.process import RankProcess
+from echelon.wording import listed
 
 _PATIENCE = 1.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -178,7 +179,10 @@ class Launcher:
             self._explain(cause)
         after = [_line(failure) for failure in self._failures if failure.rank != cause.rank]
         silent = self._ended - {failure.rank for failure in self._failures}
-        after += [f"rank {rank} went on for {self._grace:g} s and was ended" for rank in sorted(silent)]
+        if silent:
+            after.append(
+                f"{listed(silent)} went on for {self._grace:g} s and {'was' if len(silent) == 1 else 'were'} ended"
+            )
         for line in after:
             self._console.say(f"then {line}")
         if after:

@@ -13,12 +13,16 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from types import TracebackType
 from typing import Protocol
 
-from echelon.errors import PeerFailed
+from echelon.errors import EchelonError, PeerFailed
 from echelon.launch.failure import RankFailure, blamed_rank
-from echelon.places import is_foreign
+from echelon.places import is_foreign, is_own
+from echelon.wording import counted
 
 ERROR_FILE = "ECHELON_ERROR_FILE"
 
@@ -44,10 +48,41 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         rank=rank,
         at=time.monotonic(),
         summary=f"raised {summarize(error)}",
-        traceback="".join(traceback.format_exception(error)),
+        traceback=folded(error),
         where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
         blames=blamed_rank(error),
     )
+
+
+def folded(error: BaseException) -> str:
+    """Returns the traceback of `error` and its causes, with the frames inside of Echelon counted, not shown.
+
+    They stay where they lead to an exception that Echelon does not raise on purpose: that is a defect of Echelon.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    described, chain = whole, error
+    while True:
+        _fold(described, is_on_purpose=isinstance(chain, EchelonError))
+        following, cause = described.__cause__, chain.__cause__
+        if following is None and not described.__suppress_context__:
+            following, cause = described.__context__, chain.__context__
+        if following is None or cause is None:
+            return "".join(whole.format())
+        described, chain = following, cause
+
+
+def _fold(described: traceback.TracebackException, is_on_purpose: bool) -> None:
+    """Puts one line in place of each row of frames inside of Echelon."""
+    kept: list[traceback.FrameSummary] = []
+    rows = [(own, list(frames)) for own, frames in groupby(described.stack, lambda frame: is_own(frame.filename))]
+    for number, (is_ours, frames) in enumerate(rows):
+        is_last = number + 1 == len(rows)
+        if is_ours and (is_on_purpose or not is_last):
+            text, last = f"({counted(len(frames), 'call')} inside of Echelon)", frames[-1]
+            kept.append(traceback.FrameSummary(last.filename, last.lineno, last.name, line=text, lookup_line=False))
+        else:
+            kept += frames
+    described.stack = traceback.StackSummary.from_list(kept)
 
 
 def summarize(error: BaseException) -> str:
@@ -75,6 +110,43 @@ def read(path: str) -> RankFailure | None:
             return RankFailure(**json.load(file))
     except FileNotFoundError:
         return None
+
+
+class _StartHook:
+    """An excepthook for a process whose `echelon.init` has failed: reports that failure if nobody catches it."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        """Keeps the excepthook that is there for all other exceptions; `path` is the launcher's file."""
+        self.error: BaseException | None = None
+        self.previous = sys.excepthook
+        self._rank = rank
+        self._path = path
+        self._pid = os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_it = error is self.error and os.getpid() == self._pid
+        if not (is_it and write(self._path, describe(self._rank, error))) or self.previous is not sys.__excepthook__:
+            self.previous(kind, error, trace)
+
+
+@contextmanager
+def reported_start() -> Iterator[None]:
+    """Has an exception of the body, if it ends the process, reach the launcher of this rank as the rank's failure.
+
+    There is no group yet to tell, so the other ranks find out for themselves.
+    """
+    hook = sys.excepthook
+    try:
+        yield
+    except BaseException as error:
+        path, rank = os.environ.get(ERROR_FILE), os.environ.get("RANK", "")
+        if path and rank.isdecimal():
+            if not isinstance(hook, _StartHook):
+                hook = sys.excepthook = _StartHook(int(rank), path)
+            hook.error = error
+        raise
+    if isinstance(hook, _StartHook) and sys.excepthook is hook:  # an earlier attempt, which was caught
+        sys.excepthook = hook.previous
 
 
 def report_uncaught(group: Abortable) -> None:

@@ -5,7 +5,32 @@ from __future__ import annotations
 import os
 import socket
 
-LOOPBACK = "127.0.0.1"
+from echelon.backends.tcp.interfaces import family_of
+from echelon.backends.tcp.members import join_address
+from echelon.errors import LaunchError
+
+LOOPBACK, LOOPBACK_V6 = "127.0.0.1", "::1"
+
+
+def loopback() -> str:
+    """Returns the address by which ranks of this host reach each other: IPv4's; IPv6's on a host that has only that.
+
+    Raises:
+        LaunchError: the host has neither.
+    """
+    problems = []
+    for address in (LOOPBACK, LOOPBACK_V6):
+        try:
+            with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
+                probe.bind((address, 0))
+        except OSError as error:
+            problems.append(f"{address}: {os.strerror(error.errno) if error.errno else error}")
+        else:
+            return address
+    raise LaunchError(
+        f"this host has no loopback address ({'; '.join(problems)}), by which its ranks reach each other: set the "
+        "interface up with `ip link set lo up`"
+    )
 
 
 class ReservedPort:
@@ -16,16 +41,18 @@ class ReservedPort:
     """
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self.host = loopback()
+        """The loopback address."""
+        self._socket = socket.socket(family_of(self.host), socket.SOCK_STREAM)
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
             self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
-        self._socket.bind((LOOPBACK, 0))
+        self._socket.bind((self.host, 0))
         self.port: int = self._socket.getsockname()[1]
 
     @property
     def address(self) -> str:
-        """The address as "host:port"."""
-        return f"{LOOPBACK}:{self.port}"
+        """The address as "host:port"; an IPv6 address is put in brackets."""
+        return join_address(self.host, self.port)
 
     def __enter__(self) -> ReservedPort:
         return self

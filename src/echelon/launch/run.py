@@ -18,7 +18,7 @@ from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.environment import without_launcher
 from echelon.launch.launcher import Console, Launcher
 from echelon.launch.report import ERROR_FILE
-from echelon.launch.resources import LOOPBACK, ReservedPort, threads_per_rank
+from echelon.launch.resources import ReservedPort, threads_per_rank
 
 MAX_RANKS = 1024
 """More ranks than this on one host are a slip of the keyboard."""
@@ -72,14 +72,14 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
         raise LaunchError(f"--grace {grace:g}: use a number of seconds, 0 or more")
     program.check()
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder, ReservedPort() as port:
-        environs = rank_environs(num_ranks, port.port, environ)
+        environs = rank_environs(num_ranks, port, environ)
         for rank, each in enumerate(environs):
             each[ERROR_FILE] = os.path.join(folder, f"rank{rank}.json")
         with Launcher(console, grace) as launcher:
             return launcher.run(program.command(), environs)
 
 
-def rank_environs(num_ranks: int, port: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+def rank_environs(num_ranks: int, port: ReservedPort, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the environment of every rank: `environ` and what tells the ranks about each other."""
     common = {
         "OMP_NUM_THREADS": str(threads_per_rank(num_ranks)),
@@ -88,8 +88,8 @@ def rank_environs(num_ranks: int, port: int, environ: Mapping[str, str]) -> list
         **without_launcher(environ),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": port.host,
+        "MASTER_PORT": str(port.port),
         "ECHELON_SECRET": secrets.token_hex(32),
         "ECHELON_RUN_ID": secrets.token_hex(4),
     }

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from echelon.errors import LaunchError
-from echelon.launch.nodelist import expand
+from echelon.launch.nodelist import MAX_HOSTS, expand
 from echelon.launch.translation import Translation
 from echelon.launch.variables import Variables, parse
 
@@ -76,7 +76,7 @@ def _local_size(environ: Mapping[str, str]) -> str:
     node = parse(environ.get("SLURM_NODEID", ""))
     for part in _first(environ, *_TASKS_PER_NODE)[1].split(","):
         found = _TASKS.fullmatch(part)
-        if found is None or node is None:
+        if found is None or node is None or node >= MAX_HOSTS:
             return ""
         counts += [found.group(1)] * min(int(found.group(2) or 1), node + 1)
     return counts[node] if node is not None and 0 <= node < len(counts) else ""

@@ -12,8 +12,9 @@ from echelon.backends.torch_distributed.names import ENGINES
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError
 from echelon.launch import environment
-from echelon.launch.job import check_world_size, pickle_call, run_job
+from echelon.launch.job import pickle_call, run_job
 from echelon.launch.worker import Worker, leave_if_imported
+from echelon.world_size import MAX_LOCAL_WORLD_SIZE, check_world_size
 
 _PATIENCE = 2.0
 """Seconds that a worker gets to leave by itself after its work."""
@@ -33,7 +34,7 @@ def spawn(
 
     Args:
         fn: a function at the top level of a module.
-        world_size: the number of processes, at least 1.
+        world_size: the number of processes, 1 to 4,096.
         args: what `fn` gets after the group.
         backend: as for `echelon.init`.
         timeout: seconds that a blocking call of the group waits unless told otherwise.
@@ -44,7 +45,7 @@ def spawn(
         end.
     """
     leave_if_imported()
-    check_world_size(world_size)
+    check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
     timeout = check_default_timeout(timeout, LaunchError)
     name = environment.read_backend(os.environ, backend)
     if name in ENGINES:

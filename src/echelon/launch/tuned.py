@@ -14,6 +14,7 @@ from echelon.backends.base import Backend
 from echelon.collectives.select import STATIC, Table
 from echelon.collectives.tuning import from_text
 from echelon.errors import LaunchError
+from echelon.flights import TUNED_TABLE
 from echelon.group import ProcessGroup
 
 VARIABLE = "ECHELON_TUNED"
@@ -48,7 +49,7 @@ def agreed_table(backend: Backend, timeout: float, environ: Mapping[str, str] = 
         except LaunchError as error:
             problem = str(error)
     if backend.world_size > 1:
-        group = ProcessGroup(backend, range(backend.world_size), context=_CONTEXT, timeout=timeout, name="tuned table")
+        group = ProcessGroup(backend, range(backend.world_size), context=_CONTEXT, timeout=timeout, name=TUNED_TABLE)
         told = group.broadcast_object([source, text, problem], src=0)
         assert isinstance(told, list)
         source, text, problem = map(str, told)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echelon.errors import InvalidRank, InvalidWorldSize, LaunchError
+from echelon.world_size import MAX_WORLD_SIZE, check_world_size
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,16 @@ class Variables:
         """Returns what `name` is set to; an empty text if it is not."""
         return self.values.get(name, "")
 
-    def world_size(self, name: str, default: int | None = None, maximum: int | None = None) -> int:
+    def world_size(self, name: str, default: int | None = None, maximum: int = MAX_WORLD_SIZE) -> int:
         """Returns a number of ranks. Raises InvalidWorldSize if it is none, or above `maximum`."""
         text = self.text(name)
         if not text and default is not None:
             return default
         value = parse(text)
-        if value is None or value < 1 or (maximum is not None and value > maximum):
-            upper = "or more" if maximum is None else f"to {maximum}"
-            raise InvalidWorldSize(f"{self.alias(name)}={text!r}: set it to a number of ranks, 1 {upper}")
+        if value is None or value < 1 or (value > maximum and value <= MAX_WORLD_SIZE):
+            upper = "or more" if maximum == MAX_WORLD_SIZE else f"to {maximum}"
+            raise InvalidWorldSize(f"{self.alias(name)}={text[:40]!r}: set it to a number of ranks, 1 {upper}")
+        check_world_size(value, self.alias(name))
         return value
 
     def rank(self, name: str, world_size: int, default: int | None = None) -> int:

@@ -19,7 +19,7 @@ from echelon.errors import DeadlockError, LaunchError
 from echelon.group import ProcessGroup
 from echelon.launch.failure import RankFailure, first_cause
 from echelon.launch.init import provide
-from echelon.launch.job import check_call, check_world_size
+from echelon.launch.job import check_call
 from echelon.launch.report import describe
 from echelon.simulation.arguments import is_count
 from echelon.simulation.backend import VirtualBackend
@@ -32,6 +32,7 @@ from echelon.simulation.record import text_of
 from echelon.simulation.task import Ended, Task
 from echelon.simulation.world import World
 from echelon.trace import Timeline
+from echelon.world_size import check_world_size
 
 _ALLOCATIONS = 100_000
 """How many objects are made before the garbage collector looks at them; 700 is the default."""
@@ -97,7 +98,7 @@ def simulate(
         memory: whether to count the memory of each rank's tensors, which takes time for every operation.
 
     Raises:
-        InvalidWorldSize: `world_size` is below 1.
+        InvalidWorldSize: `world_size` is below 1 or above 65,536.
         LaunchError, InvalidRank: an argument that makes no sense; faults of ranks that there are not.
         DeadlockError: no rank can go on; with who waits for whom, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.

@@ -10,8 +10,9 @@ from typing import Any
 from echelon.arguments import check_default_timeout
 from echelon.errors import LaunchError
 from echelon.launch import environment
-from echelon.launch.job import check_world_size, pickle_call, run_job
+from echelon.launch.job import pickle_call, run_job
 from echelon.launch.worker import Worker
+from echelon.world_size import MAX_LOCAL_WORLD_SIZE, check_world_size
 
 _STARTUP = 60.0
 """Seconds that new workers get in addition, until they have imported torch."""
@@ -55,7 +56,7 @@ class RankPool:
             PeerFailed: a process died; it is named.
             Exception: what the first failing rank raised, with a note that names the rank.
         """
-        check_world_size(world_size)
+        check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
         timeout = check_default_timeout(timeout, LaunchError)
         name = environment.read_backend(os.environ, backend)
         call = pickle_call(fn, args)

@@ -28,6 +28,7 @@ from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.tcp.members import machine_id
 from echelon.errors import LaunchError, Timeout
+from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
 
@@ -93,8 +94,8 @@ class SharedMemoryBackend(Carried):
         if error := self._tcp.failure(self.rank if rank is None else rank, context):
             raise error
         if self.now() >= call.deadline:
-            missing = ", ".join(f"rank {rank}" for rank in board.missing()) if board is not None else ""
-            raise Timeout(f"its time is up, {missing or 'no rank'} has not come")
+            missing = board.missing() if board is not None else []
+            raise Timeout(f"its time is up, {listed(missing)} {'has' if len(missing) < 2 else 'have'} not come")
 
     def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
         """Returns the region of a group, which its first rank gives out and tells the others about."""

@@ -19,7 +19,7 @@ from echelon.backends.base import Backend
 from echelon.backends.shared import passing, support
 from echelon.backends.shared.segment import Segment
 from echelon.backends.tag import Tag
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, ProtocolError
 
 _SEQUENCE = (1 << 64) - 1
 """What keeps these messages apart from operations, of which there are never so many."""
@@ -135,7 +135,10 @@ class _Meeting:
 
     def _hear(self, rank: int) -> dict[str, Any]:
         data = self._backend.recv(rank, Tag(0, _SEQUENCE), timeout=self._timeout)
-        return dict(json.loads(bytes(data.numpy())))
+        try:
+            return dict(json.loads(bytes(data.numpy())))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"rank {rank} sent {data.nbytes} bytes that are no offer of shared memory") from error
 
 
 def _doorbell(stack: contextlib.ExitStack) -> int:

@@ -11,6 +11,7 @@ from echelon.backends.shared import layout
 from echelon.backends.shared.board import Board
 from echelon.backends.shared.segment import Window
 from echelon.backends.shared.symmetric import SymmetricMemory
+from echelon.errors import ProtocolError
 
 _MAX_CACHED = 512
 """How many shapes to keep views for; making one takes microseconds."""
@@ -94,9 +95,17 @@ class Rooms:
         self._memory[start : start + len(text)] = text
 
     def read_text(self, rank: int, number: int) -> bytes:
-        """Returns what a rank has written with `write_text`."""
+        """Returns what a rank has written with `write_text`.
+
+        Raises:
+            ProtocolError: it would be longer than its place.
+        """
         start = self._starts[rank] + layout.small_at(number)
         num_words = self._words[start // layout.WORD_BYTES]
+        if num_words > layout.PLACE_BYTES // layout.WORD_BYTES:
+            raise ProtocolError(
+                f"rank {rank} of the group showed a text of {num_words} words: {layout.PLACE_BYTES} bytes fit"
+            )
         return self._memory[start : start + num_words * layout.WORD_BYTES]
 
     def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:

@@ -35,6 +35,7 @@ from echelon.backends.tcp.progress import Attendance, Progress
 from echelon.backends.tcp.rendezvous import Store, World, meet, meet_through_store
 from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
 from echelon.errors import AuthenticationError, Closed, EchelonError, Failure, PeerFailed, Timeout
+from echelon.wording import listed
 
 T = TypeVar("T")
 
@@ -340,7 +341,7 @@ class TcpBackend(Backend):
         frame = wire.Frame(kind, step=self.rank, note=farewell.reason)
         unsent = self._leave(frame, self.timeout if timeout is None else timeout)
         if unsent:
-            raise Timeout(f"close of rank {self.rank}: ranks {unsent} did not take all that was sent to them in time")
+            raise Timeout(f"close of rank {self.rank}: {listed(unsent)} did not take all that was sent there in time")
 
     def _leave(self, farewell: wire.Frame, timeout: float) -> list[int]:
         """Says farewell, frees everything, and returns the ranks to which not all could be sent within `timeout`."""

@@ -54,6 +54,8 @@ class Connection:
         self.sock = sock
         self.delivery: Delivery | None = None
         """The message whose payload is arriving."""
+        self.num_unsent_words = 0
+        """How many frames without payload are queued, or being written."""
         self._outgoing: deque[_Outgoing] = deque()
         self._max_message_bytes = max_message_bytes
         self._waking_bytes = waking_bytes
@@ -96,6 +98,7 @@ class Connection:
     def enqueue_word(self, frame: bytes) -> None:
         """Adds a frame without payload."""
         self._outgoing.append(_Outgoing([memoryview(frame)], None, None))
+        self.num_unsent_words += 1
 
     def abandon(self, context: int, error: EchelonError) -> None:
         """Ends the messages of a context's collectives that are queued; one that has begun goes on, but for nobody."""
@@ -114,7 +117,7 @@ class Connection:
     def flush(self) -> None:
         """Writes what the kernel takes now. Raises OSError if the connection is broken."""
         while self._outgoing:
-            parts, _, work = self._outgoing[0]
+            parts, tag, work = self._outgoing[0]
             try:
                 sent = self.sock.sendmsg(parts)
             except BlockingIOError:
@@ -125,6 +128,7 @@ class Connection:
                 parts[0] = parts[0][sent:]
                 continue
             self._outgoing.popleft()
+            self.num_unsent_words -= tag is None
             if work is not None:
                 work.complete()
 

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterable
 
-from echelon.backends.tcp.handshake import HungUp, prove_as_connector, receive_json, send_json
+from echelon.backends.tcp.handshake import MAX_HELLO_BYTES, HungUp, prove_as_connector, receive_json, send_json
 from echelon.backends.tcp.members import Job, Member, join_address
 from echelon.backends.tcp.sockets import Sockets
 from echelon.errors import ConnectError, EchelonError
@@ -86,7 +86,7 @@ async def _join(job: Job, sockets: Sockets, member: Member, deadline: float) -> 
     try:
         async with asyncio.timeout_at(deadline):
             await send_json(connection, job.hello(0))
-            answer = await receive_json(connection)
+            answer = await receive_json(connection, MAX_HELLO_BYTES)
     except (TimeoutError, HungUp) as error:
         raise ConnectError(f"rank {member.rank} answered but did not let {job} in: its own error says why") from error
     if "error" in answer:

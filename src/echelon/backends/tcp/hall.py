@@ -16,17 +16,19 @@ import socket
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
-from echelon.backends.tcp.handshake import prove_as_acceptor, receive_json, tell
+from echelon.backends.tcp.handshake import MAX_HELLO_BYTES, prove_as_acceptor, receive_json, tell
 from echelon.backends.tcp.members import Job, Member
 from echelon.backends.tcp.sockets import Sockets
 from echelon.errors import AuthenticationError, ConnectError, EchelonError, ProtocolError
+from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
 
 STRANGER_SECONDS = 10.0
 """How long a connection may take to prove itself."""
 _MAX_STRANGERS = 256
-"""How many more connections than ranks may be proving themselves at one time."""
+"""How many more connections than ranks may be proving themselves at one time. As many may be about to say who they
+are, of those that have."""
 
 
 class Guest(NamedTuple):
@@ -59,6 +61,8 @@ class Hall:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[socket.socket, asyncio.Task[None]] = {}
         """Who has proved nothing yet, the oldest first."""
+        self._unnamed: dict[socket.socket, asyncio.Task[None]] = {}
+        """Who knows the secret and has not said which rank it is, the oldest first."""
 
     async def __aenter__(self) -> Hall:
         self._start(self._accept())
@@ -83,10 +87,9 @@ class Hall:
         absent = sorted(ranks - set(self.guests))
         present = sorted({self._job.rank, *self.guests})
         hint = f" ({self._num_refused} connections without the right secret were refused)" if self._num_refused else ""
-        noun = "rank" if len(absent) == 1 else "ranks"
         return ConnectError(
-            f"{noun} {', '.join(map(str, absent))} of {self._job.world_size} did not come within {timeout:g} s, "
-            f"{present} did{hint}: start the missing ones, or give a longer connect_timeout"
+            f"{listed(absent)} of {self._job.world_size} did not come within {timeout:g} s, "
+            f"{listed(present)} did{hint}: start the missing ones, or give a longer connect_timeout"
         )
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -117,26 +120,35 @@ class Hall:
                 await asyncio.sleep(0.05)
                 continue
             self._sockets.own(connection)
-            if len(self._unproven) >= _MAX_STRANGERS + self._job.world_size:
-                self._unproven.pop(next(iter(self._unproven))).cancel()
+            self._make_room(self._unproven)
             self._unproven[connection] = self._start(self._receive(connection))
             await asyncio.sleep(0)  # accepting what waits already does not give way to the others by itself
+
+    def _make_room(self, waiting: dict[socket.socket, asyncio.Task[None]]) -> None:
+        """Hangs up on the oldest of those that are held, if there are as many as may be."""
+        if len(waiting) >= _MAX_STRANGERS + self._job.world_size:
+            waiting.pop(next(iter(waiting))).cancel()
 
     async def _receive(self, connection: socket.socket) -> None:
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 await prove_as_acceptor(connection, self._job.secret)
-                self._unproven.pop(connection, None)
-                hello = await receive_json(connection)
+                if task := self._unproven.pop(connection, None):
+                    self._make_room(self._unnamed)
+                    self._unnamed[connection] = task
+                hello = await receive_json(connection, MAX_HELLO_BYTES)
         except asyncio.CancelledError:
+            self._unnamed.pop(connection, None)
             self._sockets.close(connection)
             raise
         except (OSError, EchelonError) as error:  # TimeoutError is an OSError
             self._num_refused += isinstance(error, AuthenticationError)
             logger.warning("%s refused a connection: %s", self._job, error or type(error).__name__)
             self._unproven.pop(connection, None)
+            self._unnamed.pop(connection, None)
             self._sockets.close(connection)
             return
+        self._unnamed.pop(connection, None)
         try:
             guest = self._expect(hello, connection)
         except EchelonError as error:

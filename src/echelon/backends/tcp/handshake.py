@@ -28,7 +28,10 @@ VERSION = 1
 _MAGIC = b"ECHELON" + bytes([VERSION])
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_MAX_JSON_BYTES = 1 << 20
+MAX_HELLO_BYTES = 1 << 14
+"""Of a rank's greeting, and of the answer to it. The name of the run is a part of it."""
+MAX_ENTRY_BYTES = 1 << 10
+"""Of a rank's entry in the table of members."""
 
 
 class HungUp(ConnectionError):
@@ -98,11 +101,11 @@ async def tell(connection: socket.socket, value: dict[str, Any]) -> None:
         await send_json(connection, value)
 
 
-async def receive_json(connection: socket.socket) -> dict[str, Any]:
-    """Receives a JSON object of at most 1 MiB; raises ProtocolError for anything else."""
+async def receive_json(connection: socket.socket, max_bytes: int) -> dict[str, Any]:
+    """Receives a JSON object of at most `max_bytes` bytes; raises ProtocolError for anything else."""
     size = int.from_bytes(await _receive_exactly(connection, 4), "little")
-    if size > _MAX_JSON_BYTES:
-        raise ProtocolError(f"a greeting of {size} bytes is over the limit of {_MAX_JSON_BYTES}")
+    if size > max_bytes:
+        raise ProtocolError(f"a greeting of {size} bytes is over the limit of {max_bytes}")
     try:
         value = json.loads(await _receive_exactly(connection, size))
     except (ValueError, RecursionError) as error:  # the latter for a million brackets

@@ -6,6 +6,9 @@ import logging
 
 from echelon.backends.matching import Mailbox
 
+_LARGEST_KERNEL_BUFFER_BYTES = 64 << 20
+"""More than the kernels of two hosts hold of a connection, unless they are set up for more."""
+
 logger = logging.getLogger("echelon")
 
 
@@ -41,3 +44,7 @@ class Limit:
                 self._max_bytes,
             )
         return True
+
+    def is_far_exceeded(self, rank: int) -> bool:
+        """Whether a rank's unclaimed messages take twice what they may: so much is in no kernel's buffer."""
+        return self._mailbox.unclaimed_bytes(rank) > 2 * self._max_bytes + _LARGEST_KERNEL_BUFFER_BYTES

@@ -15,8 +15,11 @@ from echelon.backends.tag import Tag
 from echelon.backends.tcp.limit import Limit
 from echelon.backends.tcp.line import Arrivals, Line, Memory
 from echelon.backends.work import Work
-from echelon.errors import EchelonError, PeerFailed
+from echelon.errors import EchelonError, PeerFailed, ProtocolError
 
+_MOST_AT_END = 1 << 15
+"""How many messages, or parts, are taken in of a peer that has told its end. A ring has room for 8192 of the smallest
+messages, and nothing is written to it later."""
 _MOST_AT_ONCE = 64
 """How many messages of one peer, or parts of a large one, are taken in before others are looked at."""
 
@@ -104,11 +107,14 @@ class Lines:
 
     def _finish(self, rank: int, line: Line) -> None:
         try:
-            while True:
+            for _ in range(_MOST_AT_END):
                 if (delivery := line.delivery) is not None and not delivery.comes_whole:
                     delivery.place()
                 if not line.take_in(self._arrivals[rank]):
                     return
+            raise ProtocolError(
+                f"rank {rank} goes on writing after it has told its end, {_MOST_AT_END} messages so far"
+            )
         except EchelonError as error:
             self._on_failure(rank, PeerFailed(rank, str(error)))
 

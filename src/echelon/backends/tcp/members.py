@@ -9,6 +9,11 @@ from typing import Any
 
 from echelon.errors import ConnectError, ProtocolError
 
+_MAX_NAME = 256
+"""Characters of the name of a host or machine. A machine's has about 55, a host's at most 253."""
+_MAX_SHOWN = 100
+"""Characters of what a peer said that are repeated in an error."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -33,9 +38,9 @@ class Job:
         theirs = tuple(hello.get(key) for key in ("world_size", "run_id", "restart"))
         if theirs == (self.world_size, self.run_id, self.restart):
             return None
-        world_size, run_id, restart = theirs
+        world_size, run_id, restart = (repr(value)[:_MAX_SHOWN] for value in theirs)
         return (
-            f"it belongs to run {run_id!r}, restart {restart}, of {world_size} ranks; "
+            f"it belongs to run {run_id}, restart {restart}, of {world_size} ranks; "
             f"this is run {self.run_id!r}, restart {self.restart}, of {self.world_size}"
         )
 
@@ -63,17 +68,22 @@ class Member:
         host, machine = entry.get("host"), entry.get("machine")
         if not isinstance(host, str) or not isinstance(machine, str):
             raise ProtocolError("an entry about a rank without host or machine")
+        if len(host) > _MAX_NAME or len(machine) > _MAX_NAME:
+            raise ProtocolError(f"an entry about a rank with a host or machine of over {_MAX_NAME} characters")
         if not 0 <= rank < world_size:
-            raise ProtocolError(f"there is no rank {rank} in a world of {world_size}")
+            raise ProtocolError(f"there is no rank {str(rank)[:_MAX_SHOWN]} in a world of {world_size}")
         if port >= 1 << 16 or not 0 < pid < 1 << 31:
-            raise ProtocolError(f"rank {rank} with port {port} and process {pid}: no such numbers")
+            numbers = f"port {str(port)[:_MAX_SHOWN]} and process {str(pid)[:_MAX_SHOWN]}"
+            raise ProtocolError(f"rank {rank} with {numbers}: no such numbers")
         return cls(rank, host, port, pid, machine)
 
 
 def _number(entry: Mapping[str, object], key: str) -> int:
     value = entry.get(key)
     if not isinstance(value, int) or value < 0:
-        raise ProtocolError(f"an entry about a rank with {key}={value!r}, which is no number from 0 on")
+        raise ProtocolError(
+            f"an entry about a rank with {key}={repr(value)[:_MAX_SHOWN]}, which is no number from 0 on"
+        )
     return value
 
 

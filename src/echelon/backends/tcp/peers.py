@@ -10,14 +10,20 @@ receive that comes meanwhile has it written straight to its place; and when a pe
 nothing more is read from it until some are claimed. What is left unread holds up what the peer sends after it. So it is
 read, limit permitting, as soon as a receive waits for something else of that peer, and after those milliseconds at the
 latest: within the limit, no order of sends and receives can block.
+
+Reading one connection can free another one that was held, or find that a socket takes no answers any more. Such
+connections are queued and read one after the other (`_read`), so the depth of the stack does not depend on the number
+of frames or peers. A peer that exceeds a limit of this module is dropped with a ProtocolError.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -55,6 +61,12 @@ through memory otherwise, and an all-reduce of 64 MiB takes up to a third longer
 namespaces of one machine too, the kernel finds out how much a link holds: 1 Gbit/s with 1 ms was a fifth slower so."""
 _LAST_WORDS_SECONDS = 0.05
 """How long what a dead process has sent may still be on its way."""
+_MAX_LAST_WORDS_SECONDS = 1.0
+"""How long the connection of a dead process is read at most: a child that holds the socket may send without end."""
+MAX_REVOKED_CONTEXTS = 16_384
+"""How many groups one peer may end. Each is remembered for good, in up to 4 KiB."""
+MAX_UNSENT_WORDS = 4_096
+"""How many frames without payload may wait for a peer that goes on asking questions. Each takes up to 2 KiB."""
 
 
 class Peers:
@@ -85,6 +97,13 @@ class Peers:
         """What messages take instead of a connection, where they do."""
         self._writing: set[int] = set()
         """Ranks whose socket is full: the epoll watches for room."""
+        self._to_read: deque[Connection] = deque()
+        """Connections to be read as soon as the one that is being read is done."""
+        self._is_reading = False
+        self._broken: dict[int, str] = {}
+        """Ranks whose socket takes nothing any more, and the reason; what they sent before is still read."""
+        self._num_revoked: Counter[int] = Counter()
+        """By rank: how many contexts it was the first to revoke."""
         self._pidfds: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
         self._words: dict[wire.FrameKind, Callable[[int, wire.Frame], None]] = {
@@ -114,7 +133,9 @@ class Peers:
         """Has the end of a process on this machine count as the end of its rank."""
         try:
             pidfd = os.pidfd_open(member.pid)
-        except ProcessLookupError:
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.EINVAL):  # EINVAL: the number of a thread, before Linux 6.9
+                raise
             self.fail(member.rank, _ended(member))
             return
         self._pidfds[member.rank] = pidfd
@@ -173,12 +194,14 @@ class Peers:
         self._inquiries.remove(inquiry)
 
     def _flush(self, connection: Connection) -> None:
+        if connection.rank in self._broken:
+            return
         others_wait = connection.rank in self._writing
         try:
             connection.flush()
         except OSError as error:
-            self._read_last_words(connection)
-            self.fail(connection.rank, PeerFailed(connection.rank, error.strerror or str(error)))
+            self._broken[connection.rank] = error.strerror or str(error)
+            self._read(connection)
             return
         if connection.wants_to_write != (connection.rank in self._writing):
             self._writing ^= {connection.rank}
@@ -213,11 +236,29 @@ class Peers:
             self._flush(connection)
         if events & ~select.EPOLLOUT and connection.rank in self._connections:
             if connection.is_held:
-                self._read_last_words(connection)
+                self._drain(connection)
             else:
                 self._read(connection)
 
     def _read(self, connection: Connection) -> None:
+        """Reads a connection, and those that this frees. A call from within another one leaves its part to that one."""
+        self._to_read.append(connection)
+        if self._is_reading:
+            return
+        self._is_reading = True
+        try:
+            while self._to_read:
+                connection = self._to_read.popleft()
+                rank = connection.rank
+                if rank in self._connections:
+                    self._read_some(connection)
+                if rank in self._broken and rank in self._connections:
+                    self._drain(connection)
+                    self.fail(rank, PeerFailed(rank, self._broken[rank]))
+        finally:
+            self._is_reading = False
+
+    def _read_some(self, connection: Connection) -> None:
         rank = connection.rank
         try:
             alive = connection.pump(lambda frame: self._on_frame(rank, frame))
@@ -282,15 +323,36 @@ class Peers:
     def _on_failed(self, rank: int, frame: wire.Frame) -> None:
         failure = PeerFailed(frame.step, frame.note).told_by(rank)
         if frame.context:
-            self.revoke(frame.context, failure)
+            self._revoke_for(rank, frame.context, failure)
         else:
             self._lines.take_in_last(rank)
             self._mailbox.fail_peer(rank, failure)
 
-    def _on_mismatch(self, _: int, frame: wire.Frame) -> None:
-        self.revoke(frame.context, CollectiveMismatch(frame.note))
+    def _on_mismatch(self, rank: int, frame: wire.Frame) -> None:
+        self._revoke_for(rank, frame.context, CollectiveMismatch(frame.note))
+
+    def _revoke_for(self, rank: int, context: int, failure: Failure) -> None:
+        """Revokes a context because a peer says so.
+
+        Raises:
+            ProtocolError: it has ended more groups than are remembered.
+        """
+        if self._mailbox.revoked(context) is None:
+            if self._num_revoked[rank] >= MAX_REVOKED_CONTEXTS:
+                raise ProtocolError(
+                    f"rank {rank} has ended more than {MAX_REVOKED_CONTEXTS} groups, which is the most that are "
+                    "remembered: start the job again, or close and open the group of all ranks before that"
+                )
+            self._num_revoked[rank] += 1
+        self.revoke(context, failure)
 
     def _on_question(self, rank: int, frame: wire.Frame) -> None:
+        connection = self._connections.get(rank)
+        if connection is not None and connection.num_unsent_words >= MAX_UNSENT_WORDS:
+            raise ProtocolError(
+                f"rank {rank} goes on asking where this rank is, but has not read the last {MAX_UNSENT_WORDS} frames: "
+                "it does not speak this protocol"
+            )
         status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step))
         kind = wire.FrameKind.ANSWER
         self.tell(wire.Frame(kind, frame.context, frame.sequence, status.standing, note=status.text), [rank])
@@ -340,18 +402,25 @@ class Peers:
         if connection := self._connections.get(member.rank):
             now = time.monotonic()
             ended_at = self._ended_at.setdefault(member.rank, now)
-            if self._read_last_words(connection) or now < ended_at + _LAST_WORDS_SECONDS:
+            is_overdue = now > ended_at + _MAX_LAST_WORDS_SECONDS
+            if not is_overdue and (self._drain(connection) or now < ended_at + _LAST_WORDS_SECONDS):
                 return
         self.fail(member.rank, _ended(member))
 
-    def _read_last_words(self, connection: Connection) -> bool:
-        """Reads what the kernel has of a peer that is gone; returns whether that was anything."""
+    def _drain(self, connection: Connection) -> bool:
+        """Reads what the kernel has of a peer that is gone; returns whether that was anything.
+
+        Raises nothing, and ends after a second: somebody else may hold the other end of the socket, and go on sending.
+        """
         found = False
+        deadline = time.monotonic() + _MAX_LAST_WORDS_SECONDS
         while connection.rank in self._connections and (connection.is_held or _has_input(connection.sock)):
+            if time.monotonic() > deadline or self._limit.is_far_exceeded(connection.rank):
+                return False
             found = True
             if connection.delivery is not None:
                 connection.delivery.place()
-            self._read(connection)
+            self._read_some(connection)
         return found
 
     # The end of this rank

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from echelon.backends.tcp.dial import dial, dial_pairs
 from echelon.backends.tcp.hall import Guest, Hall
-from echelon.backends.tcp.handshake import receive_json, send_json, tell
+from echelon.backends.tcp.handshake import MAX_ENTRY_BYTES, MAX_HELLO_BYTES, receive_json, send_json, tell
 from echelon.backends.tcp.interfaces import address_towards
 from echelon.backends.tcp.members import Job, Member, machine_id, read_table, split_address
 from echelon.backends.tcp.sockets import Sockets
@@ -132,7 +132,7 @@ class _Rendezvous:
     async def _await_table(self, master: socket.socket, deadline: float) -> tuple[Member, ...]:
         try:
             async with asyncio.timeout_at(deadline + _GRACE_SECONDS):
-                answer = await receive_json(master)
+                answer = await receive_json(master, MAX_HELLO_BYTES + self._job.world_size * MAX_ENTRY_BYTES)
         except TimeoutError:
             raise ConnectError(
                 f"rank 0 answered, but other ranks did not come within {self._timeout:g} s: start all ranks at about "
@@ -160,7 +160,7 @@ class _Rendezvous:
             await asyncio.sleep(_STORE_SECONDS)
         try:
             entries = [json.loads(store.get(key)) for key in keys.values()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError("an entry in the store that is not JSON") from error
         return read_table(entries, job.world_size)
 
