@@ -7,7 +7,7 @@ What a group can be asked stands in `echelon.calls`, a file for each kind of cal
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from echelon.collectives.algorithms import numbered
 from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
-from echelon.errors import Closed, InvalidRank, PeerFailed
+from echelon.errors import Closed, EchelonError, InvalidRank, PeerFailed
 from echelon.flights import write_records
 
 __all__ = ["JsonLike", "ProcessGroup"]
@@ -86,6 +86,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._known_sends = {}
         self._known_receives = {}
         self._closed = False
+        self._callbacks: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -154,8 +155,13 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             EchelonError: an asynchronous operation of this group had failed, and nobody had waited for it.
         """
         self._closed = True
-        if self._owns_backend:
-            self.backend.close()
+        try:
+            if self._owns_backend:
+                self.backend.close()
+        except EchelonError:  # not all was sent, but everything is freed
+            self._call_back()
+            raise
+        self._call_back()
         self._caller.check_seen()
 
     def abort(self, reason: str, origin: int | None = None) -> None:
@@ -165,7 +171,12 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         """
         self._closed = True
         self.backend.abort(reason, origin)
+        self._call_back()
         write_records(self.backend.flight_recorder, self.backend.rank)
+
+    def when_closed(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once, when this group has closed or given up."""
+        self._callbacks.append(callback)
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -179,6 +190,11 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             self.abort(f"{type(error).__name__}: {error}")
 
     # Inside
+
+    def _call_back(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def _call(
         self, operation: Operation[T], async_op: bool, timeout: Seconds, out: Tensor | None = None

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
@@ -77,26 +78,54 @@ def read(path: str) -> RankFailure | None:
         return None
 
 
-def report_uncaught(group: Abortable) -> None:
+def report_uncaught(group: Abortable) -> Callable[[], None]:
     """Makes an uncaught exception of this process abort `group` and reach the launcher.
 
     The peers then fail with the reason, instead of a connection that ended; it names the rank that failed first, which
-    need not be this one. Without a launcher the exception is
-    printed as ever; an excepthook that somebody installed before is called in any case.
+    need not be this one. Without a launcher the exception is printed as ever. An excepthook that somebody installed
+    before is called in any case; one that is installed later takes this one's place, unless it calls it.
+
+    Returns:
+        Takes the group out of this again. It must be called when the group is closed: until then the group is kept
+        alive, so that peers hear of an exception even if the program dropped its own reference.
     """
-    previous = sys.excepthook
-    pid = os.getpid()
+    hook = sys.excepthook
+    if not isinstance(hook, _Hook) or hook.pid != os.getpid():
+        hook = sys.excepthook = _Hook(hook)
+    hook.rank = group.rank
+    hook.groups.append(group)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def forget() -> None:
+        if group in hook.groups:
+            hook.groups.remove(group)
+
+    return forget
+
+
+class _Hook:
+    """Excepthook of this process, for all its open groups.
+
+    One is enough however many groups come and go: a chain of one for each would keep them all alive. It stays after the
+    last group has closed, since the launcher wants to know of a later exception as well.
+    """
+
+    def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self.pid = os.getpid()
+        self.rank = 0
+        """Of the group that came last."""
+        self.groups: list[Abortable] = []
+        """The groups that are open."""
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         written = False
-        if os.getpid() == pid:  # not in a child that was forked later
+        if os.getpid() == self.pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
-            written = path is not None and write(path, describe(group.rank, error))
-            if isinstance(error, PeerFailed):
-                group.abort(error.reason, error.rank)
-            else:
-                group.abort(summarize(error))
-        if not written or previous is not sys.__excepthook__:
-            previous(kind, error, trace)
-
-    sys.excepthook = hook
+            written = path is not None and write(path, describe(self.rank, error))
+            for group in tuple(self.groups):  # aborting takes a group out of the list
+                if isinstance(error, PeerFailed):
+                    group.abort(error.reason, error.rank)
+                else:
+                    group.abort(summarize(error))
+        if not written or self._previous is not sys.__excepthook__:
+            self._previous(kind, error, trace)
