@@ -7,6 +7,8 @@ What a group can be asked stands in `echelon.calls`, a file for each kind of cal
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.backends.base import Backend
+from echelon.backends.inherited import inherited_error
 from echelon.backends.work import Work
 from echelon.calls.caller import Caller
 from echelon.calls.coalesced import CoalescedCollectives
@@ -86,6 +89,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._known_sends = {}
         self._known_receives = {}
         self._closed = False
+        self._process = os.getpid()
+        _groups.add(self)
         self._callbacks: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
@@ -151,10 +156,14 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def close(self) -> None:
         """Finishes what was sent and frees the connections, if this is the whole world's group. May be called twice.
 
+        In a forked child it does nothing: the group is the parent's.
+
         Raises:
             EchelonError: an asynchronous operation of this group had failed, and nobody had waited for it.
         """
         self._closed = True
+        if self._is_inherited:
+            return
         try:
             if self._owns_backend:
                 self.backend.close()
@@ -170,6 +179,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         Where ECHELON_FLIGHT_RECORDER names a folder, this rank's last operations are written to it.
         """
         self._closed = True
+        if self._is_inherited:
+            return
         self.backend.abort(reason, origin)
         self._call_back()
         write_records(self.backend.flight_recorder, self.backend.rank)
@@ -191,6 +202,10 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     # Inside
 
+    @property
+    def _is_inherited(self) -> bool:
+        return os.getpid() != self._process
+
     def _call_back(self) -> None:
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -210,6 +225,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     def _check_open(self) -> None:
         if self._closed:
+            if self._is_inherited:
+                raise inherited_error(f"group {self.name!r} of rank {self.backend.rank}", self._process)
             raise Closed(
                 f"group {self.name!r} of rank {self.backend.rank} is closed: make a new one with echelon.init()"
             )
@@ -219,3 +236,15 @@ def _context_of(parent: int, number: int) -> int:
     """Returns the context of a group's n-th subgroup: the same on every rank, and unlike any other's."""
     digest = hashlib.blake2b(f"{parent}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1 << 63
+
+
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    """Has every call of a group in a forked child raise at once, before it takes a lock that nobody there releases."""
+    for group in list(_groups):
+        group._closed = True
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)

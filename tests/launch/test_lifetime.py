@@ -1,11 +1,8 @@
 """Worlds that are made and closed, one after another, leave nothing behind in their process."""
 
 import gc
-import json
 import os
-import sys
 import threading
-import weakref
 from functools import partial
 from typing import NamedTuple
 
