@@ -7,7 +7,9 @@ What a group can be asked stands in `echelon.calls`, a file for each kind of cal
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, SupportsIndex, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon._torch_private import is_faking
 from echelon.arguments import check_seconds, named
 from echelon.backends.base import Backend
+from echelon.backends.inherited import inherited_error
 from echelon.backends.work import Work
 from echelon.calls.caller import Caller
 from echelon.calls.coalesced import CoalescedCollectives
@@ -29,7 +32,7 @@ from echelon.collectives.algorithms import numbered
 from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
-from echelon.errors import Closed, InvalidArgument, InvalidRank, PeerFailed, UnsupportedOp
+from echelon.errors import Closed, EchelonError, InvalidArgument, InvalidRank, PeerFailed, UnsupportedOp
 from echelon.flights import write_records
 
 __all__ = ["JsonLike", "ProcessGroup", "check_group"]
@@ -90,6 +93,9 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._known_sends = {}
         self._known_receives = {}
         self._closed = False
+        self._process = os.getpid()
+        _groups.add(self)
+        self._callbacks: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -156,12 +162,21 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def close(self) -> None:
         """Finishes what was sent and frees the connections, if this is the whole world's group. May be called twice.
 
+        In a forked child it does nothing: the group is the parent's.
+
         Raises:
             EchelonError: an asynchronous operation of this group had failed, and nobody had waited for it.
         """
         self._closed = True
-        if self._owns_backend:
-            self.backend.close()
+        if self._is_inherited:
+            return
+        try:
+            if self._owns_backend:
+                self.backend.close()
+        except EchelonError:  # not all was sent, but everything is freed
+            self._call_back()
+            raise
+        self._call_back()
         self._caller.check_seen()
 
     def abort(self, reason: str, origin: int | None = None) -> None:
@@ -170,8 +185,15 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         Where ECHELON_FLIGHT_RECORDER names a folder, this rank's last operations are written to it.
         """
         self._closed = True
+        if self._is_inherited:
+            return
         self.backend.abort(reason, origin)
+        self._call_back()
         write_records(self.backend.flight_recorder, self.backend.rank)
+
+    def when_closed(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once, when this group has closed or given up."""
+        self._callbacks.append(callback)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UnsupportedOp(
@@ -191,6 +213,15 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             self.abort(f"{type(error).__name__}: {error}")
 
     # Inside
+
+    @property
+    def _is_inherited(self) -> bool:
+        return os.getpid() != self._process
+
+    def _call_back(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def _call(
         self,
@@ -214,6 +245,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     def _check_open(self) -> None:
         if self._closed:
+            if self._is_inherited:
+                raise inherited_error(f"group {self.name!r} of rank {self.backend.rank}", self._process)
             raise Closed(
                 f"group {self.name!r} of rank {self.backend.rank} is closed: make a new one with echelon.init()"
             )
@@ -245,3 +278,15 @@ def _context_of(parent: int, number: int) -> int:
     """Returns the context of a group's n-th subgroup: the same on every rank, and unlike any other's."""
     digest = hashlib.blake2b(f"{parent}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1 << 63
+
+
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    """Has every call of a group in a forked child raise at once, before it takes a lock that nobody there releases."""
+    for group in list(_groups):
+        group._closed = True
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)

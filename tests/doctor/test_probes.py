@@ -65,7 +65,8 @@ def test_a_gpu_that_fails_is_named(monkeypatch):
 def test_a_folder_that_others_can_enter_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(probes.SecretFile.__init__.__globals__["tempfile"], "tempdir", str(tmp_path))
     assert probes.secret_file_problem({}) == ""
-    (tmp_path / f"echelon-{os.geteuid()}").chmod(0o755)
+    assert not list(tmp_path.iterdir()), "the folder was left behind"
+    (tmp_path / f"echelon-{os.geteuid()}").mkdir(0o755)
     assert "is not a folder that only this user can enter: remove it" in probes.secret_file_problem({})
 
 

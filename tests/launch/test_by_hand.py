@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 
@@ -174,3 +175,19 @@ def test_a_rank_that_exits_between_steps_is_told(tmp_path):
         r" on rank 0, but rank 1: it has closed its group, past barrier, #1 of group 'world' at .*train\.py:5",
         last,
     ), last
+
+
+def share_a_secret(environ, folder):
+    """Is a rank that finds its secret by a file; returns whether that worked."""
+    for name in ("ECHELON_SECRET", "XDG_RUNTIME_DIR"):
+        os.environ.pop(name, None)
+    os.environ["TMPDIR"] = folder
+    tempfile.tempdir = None
+    return start({name: value for name, value in environ.items() if name != "ECHELON_SECRET"})
+
+
+def test_ranks_that_share_a_secret_leave_no_file_and_no_folder(tmp_path):
+    ranks = [{"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    outcomes, _ = run_by_hand(lambda environ: share_a_secret(environ, str(tmp_path)), *ranks)
+    assert outcomes == ["no error"] * 2
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,66 @@ def test_the_peers_are_told_the_rank_that_failed_first(hook):
     error = raised(PeerFailed(1, "it was killed", "all_reduce"))
     sys.excepthook(PeerFailed, error, error.__traceback__)
     assert group.reasons == [("it was killed", 1)]
+
+
+def test_one_hook_serves_however_many_groups_come_and_go(hook):
+    first, printed, raise_it = hook
+    installed = sys.excepthook
+    for _ in range(100):
+        report.report_uncaught(Group())()
+    second, third = Group(), Group()
+    report.report_uncaught(second)
+    report.report_uncaught(third)()
+    assert sys.excepthook is installed
+    raise_it()
+    assert first.reasons == second.reasons == ["ValueError: bad"]
+    assert third.reasons == []
+    assert len(printed) == 1
+
+
+def test_a_closed_group_is_let_go(hook):
+    group = Group()
+    reference = weakref.ref(group)
+    forget = report.report_uncaught(group)
+    forget()
+    forget()
+    del group, forget
+    assert reference() is None
+
+
+def test_an_exception_after_the_last_group_has_closed_reaches_the_launcher(hook, tmp_path, monkeypatch):
+    group, _, raise_it = hook
+    sys.excepthook.groups.remove(group)
+    monkeypatch.setenv(report.ERROR_FILE, str(tmp_path / "rank2.json"))
+    raise_it()
+    assert group.reasons == []
+    assert report.read(str(tmp_path / "rank2.json")).rank == 2
+
+
+def test_an_excepthook_that_a_program_installs_between_two_groups_is_kept(hook):
+    group, printed, raise_it = hook
+    seen = []
+    sys.excepthook = lambda *details: seen.append(details[1])
+    second = Group()
+    forget = report.report_uncaught(second)
+    raise_it()
+    assert [str(error) for error in seen] == ["bad"]
+    assert second.reasons == ["ValueError: bad"]
+    assert group.reasons == printed == [], "the program's own hook took the place of the first"
+    forget()
+    raise_it()
+    assert len(seen) == 2, "closing a group takes no hook away"
+
+
+def test_an_excepthook_that_calls_the_one_before_passes_the_exception_to_all_groups(hook):
+    group, printed, raise_it = hook
+    before = sys.excepthook
+    sys.excepthook = lambda *details: before(*details)
+    second = Group()
+    report.report_uncaught(second)
+    raise_it()
+    assert group.reasons == second.reasons == ["ValueError: bad"]
+    assert len(printed) == 1
 
 
 # What is not the user's is folded
@@ -187,23 +248,22 @@ def test_a_failed_start_is_reported_when_it_ends_the_process(started):
     assert printed == []
 
 
-def test_another_exception_after_a_failed_start_is_not_taken_for_it(started):
+def test_an_exception_after_a_failed_start_that_was_caught_is_reported_in_its_place(started):
     start, printed, path = started
     start(ConnectError("nobody came"))
     error = raised(ValueError("other"))
     sys.excepthook(ValueError, error, error.__traceback__)
-    assert report.read(path) is None
-    assert printed == [error]
+    assert str(report.read(path)) == "rank 3 raised ValueError: other"
+    assert printed == []
 
 
-def test_a_start_that_works_in_the_end_leaves_no_hook(started):
+def test_one_hook_serves_however_many_starts_fail(started):
     start, _, _ = started
-    before = sys.excepthook
     start(ConnectError("nobody came"))
+    installed = sys.excepthook
     start(ConnectError("nobody came again"))
-    assert sys.excepthook is not before
     start(None)
-    assert sys.excepthook is before
+    assert sys.excepthook is installed
 
 
 def test_without_a_launcher_a_failed_start_is_printed_as_ever(started, monkeypatch):

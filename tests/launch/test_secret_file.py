@@ -152,3 +152,46 @@ def test_a_folder_that_others_can_enter_is_refused(temporary):
 def test_a_link_in_place_of_the_folder_is_refused(temporary, runtime):
     (temporary / f"echelon-{os.geteuid()}").symlink_to(runtime)
     assert "cannot be opened as a folder" in refused("job", "")
+
+
+def test_the_folder_goes_with_its_last_file(temporary):
+    with SecretFile("one", {}) as one, SecretFile("two", {}) as two:
+        one.secret()
+        two.secret()
+        one.remove()
+        assert len(list(temporary.glob("echelon-*/*"))) == 1
+        two.remove()
+        two.remove()
+    assert not list(temporary.iterdir())
+
+
+def test_a_folder_that_was_removed_meanwhile_is_made_again(temporary):
+    with SecretFile("job", {}) as first, SecretFile("job", {}) as second, SecretFile("other", {}) as other:
+        other.secret()
+        other.remove()
+        secret = first.secret()
+        assert second.secret() == secret, "each rank found a folder of its own"
+        first.remove()
+    assert not list(temporary.iterdir())
+
+
+def test_a_runtime_directory_stays(runtime, temporary):
+    with SecretFile("job", {"XDG_RUNTIME_DIR": str(runtime)}) as file:
+        file.secret()
+        file.remove()
+    assert runtime.exists()
+
+
+def run_job(name):
+    """Is a job of two ranks that come at about the same time; returns their secrets, and removes the file."""
+    with SecretFile(name, {}) as first, SecretFile(name, {}) as second:
+        secrets = first.secret(), second.secret()
+        first.remove()
+    return secrets
+
+
+def test_jobs_that_remove_the_folder_do_not_disturb_others(temporary):
+    with ThreadPoolExecutor(8) as threads:
+        for number, (first, second) in enumerate(threads.map(run_job, [f"job {number}" for number in range(200)])):
+            assert first == second, number
+    assert not list(temporary.iterdir())

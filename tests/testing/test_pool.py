@@ -138,3 +138,19 @@ def test_a_closed_pool_says_so():
     assert repr(own) == "<RankPool: closed>"
     with pytest.raises(LaunchError, match="closed: make a new one"):
         own.run(ranks.who, 1)
+
+
+def pid_of(group):
+    return os.getpid()
+
+
+def test_a_forked_child_that_ends_leaves_the_workers_alone(pool):
+    (before,) = pool.run(pid_of, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.close()  # as at the end of a program
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert pool.run(pid_of, 1) == [before]

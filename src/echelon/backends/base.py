@@ -7,6 +7,7 @@ result, the error of the operation, `PeerFailed` as soon as the peer is known to
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ import torch
 
 from echelon.backends.aside import Aside
 from echelon.backends.host_copies import AcceleratorCopies, HostCopies
+from echelon.backends.inherited import inherited_error
 from echelon.backends.memory import check_tensor
 from echelon.backends.native import NativeCollectives
 from echelon.backends.operators import Combine
@@ -69,6 +71,7 @@ class Backend(ABC):
         self.flight_recorder = FlightRecorder()
         """What this rank has done last."""
         self._num_barriers = 0
+        self._process = os.getpid()
 
     @property
     @abstractmethod
@@ -332,8 +335,15 @@ class Backend(ABC):
             self.rank, f"it has closed its group{reason}, {self.flight_recorder.activity()}", has_closed=error is None
         )
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from that of the rank, and so has no part in its world."""
+        return os.getpid() != self._process
+
     def closed_error(self) -> Closed:
-        """Makes the error for a call after `close`."""
+        """Makes the error for a call after `close`, or in a forked child."""
+        if self.is_inherited:
+            return inherited_error(f"the {self.name} backend of rank {self.rank}", self._process)
         return Closed(f"the {self.name} backend of rank {self.rank} is closed: make a new one")
 
     def __enter__(self) -> Backend:

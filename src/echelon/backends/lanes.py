@@ -7,11 +7,13 @@ An operation may itself wait for what was started after it: the lane's thread th
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar, cast
 
+from echelon.backends.inherited import inherited_error
 from echelon.backends.work import Work
 from echelon.errors import Closed
 
@@ -30,13 +32,15 @@ class Lanes:
         self._own: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
         self._num_waiters = 0
         self._closed = False
+        self._process = os.getpid()
 
     def start(self, function: Callable[[], T], description: str, lane: int) -> Work[T]:
         """Queues `function` on a lane; the Work is completed with what it returns or raises.
 
         Raises:
-            Closed: after `close`.
+            Closed: after `close`, and in a forked child.
         """
+        self._check_process()
         work: Work[T] = Work(self, description, self._timeout)
 
         def run() -> None:
@@ -55,7 +59,12 @@ class Lanes:
         return work
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Waits for a Work of one of these lanes; a lane's own thread runs what is queued there meanwhile."""
+        """Waits for a Work of one of these lanes; a lane's own thread runs what is queued there meanwhile.
+
+        Raises:
+            Closed: in a forked child, which has no lanes: nobody would complete the Work.
+        """
+        self._check_process()
         own = self._own.get(threading.get_ident())
         while own is not None and not own.empty() and not work.is_completed():
             job = own.get()  # nobody else takes from it
@@ -84,6 +93,11 @@ class Lanes:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout)
+
+    def _check_process(self) -> None:
+        """Raises Closed in a forked child, before a lock is taken that a thread of the parent may have held."""
+        if os.getpid() != self._process:
+            raise inherited_error(self._name, self._process)
 
     def _queue(self, lane: int) -> SimpleQueue[Callable[[], None] | None]:
         queue = self._queues.get(lane)

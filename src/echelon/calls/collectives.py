@@ -287,7 +287,9 @@ class Collectives(Member):
 
         Large collectives on tensors that all ranks got from one such call copy nothing twice: each rank reads and
         writes the others' where they are. So while one is under way, and after it has failed, values may change in
-        any of them. The memory is given back when nothing refers to the tensor any more.
+        any of them. The memory is given back when nothing refers to the tensor any more. A forked child sees the
+        tensor too: what the child writes stays there, but what it has not written may change with the parent's, so
+        give a child that reads later a `clone()`.
 
         Args:
             shape: the same on every rank.

@@ -56,7 +56,8 @@ def addresses_of(host: str) -> list[str]:
 def secret_file_problem(environ: Mapping[str, str]) -> str:
     """Returns why ranks of this host could not share a secret in a file; "" if they could."""
     try:
-        SecretFile("doctor", environ).close()
+        with SecretFile("doctor", environ) as file:
+            file.remove()  # with it goes a folder that was made for it
     except LaunchError as error:
         return str(error)
     return ""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
     Who started the program decides: `echelon run`, `echelon.spawn`, torchrun and other launchers that set RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Started alone, it is a world
     of one. At the end of the program the group is closed; if the program ends with an exception, the other ranks are
-    told.
+    told. A program that makes one group after another closes each: until then it keeps its memory and connections.
 
     The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. Where it is
     not set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts,
@@ -120,9 +120,13 @@ def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool
 
 
 def end_with_program(group: ProcessGroup) -> None:
-    """Has a group closed at the end of the program, or, if that ends with an exception, the other ranks told."""
-    report_uncaught(group)
-    atexit.register(_close, weakref.ref(group))
+    """Has a group closed at the end of the program, or, if that ends with an exception, the other ranks told.
+
+    Until then it is kept alive, unless it is closed earlier.
+    """
+    group.when_closed(report_uncaught(group))
+    atexit.register(group.close)
+    group.when_closed(partial(atexit.unregister, group.close))
 
 
 def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ...]:
@@ -241,9 +245,3 @@ def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
             "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
         ) from error
     return PrefixStore(f"call {call}", store)
-
-
-def _close(reference: weakref.ref[ProcessGroup]) -> None:
-    group = reference()
-    if group is not None:
-        group.close()

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from types import TracebackType
@@ -112,63 +112,75 @@ def read(path: str) -> RankFailure | None:
         return None
 
 
-class _StartHook:
-    """An excepthook for a process whose `echelon.init` has failed: reports that failure if nobody catches it."""
-
-    def __init__(self, rank: int, path: str) -> None:
-        """Keeps the excepthook that is there for all other exceptions; `path` is the launcher's file."""
-        self.error: BaseException | None = None
-        self.previous = sys.excepthook
-        self._rank = rank
-        self._path = path
-        self._pid = os.getpid()
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_it = error is self.error and os.getpid() == self._pid
-        if not (is_it and write(self._path, describe(self._rank, error))) or self.previous is not sys.__excepthook__:
-            self.previous(kind, error, trace)
-
-
 @contextmanager
 def reported_start() -> Iterator[None]:
-    """Has an exception of the body, if it ends the process, reach the launcher of this rank as the rank's failure.
+    """Has the failure of a start reach the launcher of this rank, if nobody catches it.
 
     There is no group yet to tell, so the other ranks find out for themselves.
     """
-    hook = sys.excepthook
     try:
         yield
-    except BaseException as error:
-        path, rank = os.environ.get(ERROR_FILE), os.environ.get("RANK", "")
-        if path and rank.isdecimal():
-            if not isinstance(hook, _StartHook):
-                hook = sys.excepthook = _StartHook(int(rank), path)
-            hook.error = error
+    except BaseException:
+        rank = os.environ.get("RANK", "")
+        if os.environ.get(ERROR_FILE) and rank.isdecimal():
+            _installed().rank = int(rank)
         raise
-    if isinstance(hook, _StartHook) and sys.excepthook is hook:  # an earlier attempt, which was caught
-        sys.excepthook = hook.previous
 
 
-def report_uncaught(group: Abortable) -> None:
+def report_uncaught(group: Abortable) -> Callable[[], None]:
     """Makes an uncaught exception of this process abort `group` and reach the launcher.
 
     The peers then fail with the reason, instead of a connection that ended; it names the rank that failed first, which
-    need not be this one. Without a launcher the exception is
-    printed as ever; an excepthook that somebody installed before is called in any case.
+    need not be this one. Without a launcher the exception is printed as ever. An excepthook that somebody installed
+    before is called in any case; one that is installed later takes this one's place, unless it calls it.
+
+    Returns:
+        Takes the group out of this again. It must be called when the group is closed: until then the group is kept
+        alive, so that peers hear of an exception even if the program dropped its own reference.
     """
-    previous = sys.excepthook
-    pid = os.getpid()
+    hook = _installed()
+    hook.rank = group.rank
+    hook.groups.append(group)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def forget() -> None:
+        if group in hook.groups:
+            hook.groups.remove(group)
+
+    return forget
+
+
+def _installed() -> _Hook:
+    """Returns the excepthook of this process, installed now unless it is there."""
+    hook = sys.excepthook
+    if not isinstance(hook, _Hook) or hook.pid != os.getpid():
+        hook = sys.excepthook = _Hook(hook)
+    return hook
+
+
+class _Hook:
+    """Excepthook of this process, for all its open groups, and for a start that failed.
+
+    One is enough however many groups come and go: a chain of one for each would keep them all alive. It stays after the
+    last group has closed, since the launcher wants to know of a later exception as well.
+    """
+
+    def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self.pid = os.getpid()
+        self.rank = 0
+        """Of the group that came last, or of the start that failed."""
+        self.groups: list[Abortable] = []
+        """The groups that are open."""
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         written = False
-        if os.getpid() == pid:  # not in a child that was forked later
+        if os.getpid() == self.pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
-            written = path is not None and write(path, describe(group.rank, error))
-            if isinstance(error, PeerFailed):
-                group.abort(error.reason, error.rank)
-            else:
-                group.abort(summarize(error))
-        if not written or previous is not sys.__excepthook__:
-            previous(kind, error, trace)
-
-    sys.excepthook = hook
+            written = path is not None and write(path, describe(self.rank, error))
+            for group in tuple(self.groups):  # aborting takes a group out of the list
+                if isinstance(error, PeerFailed):
+                    group.abort(error.reason, error.rank)
+                else:
+                    group.abort(summarize(error))
+        if not written or self._previous is not sys.__excepthook__:
+            self._previous(kind, error, trace)

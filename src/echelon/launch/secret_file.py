@@ -3,6 +3,9 @@
 Strategy. Whichever rank comes first makes the file; the others find it. It is written under another name and then
 linked to its own, which fails if there is one already: so nobody sees half a file, and all ranks get the same secret,
 without waiting for each other. A file that a killed job left behind is as secret as a new one.
+
+The folder goes with its last file. A rank that has it open by then finds nothing in it and can make nothing there, so
+it opens the folder anew: ranks cannot end up with two files in two folders.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class SecretFile:
         """
         readable = re.sub(r"[^A-Za-z0-9._-]+", "-", job)[:64]
         self._name = f"echelon-{readable}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+        self._environ = environ
         self._folder = _open_folder(environ)
 
     def secret(self) -> bytes:
@@ -51,13 +55,22 @@ class SecretFile:
         while True:
             with suppress(FileNotFoundError):
                 return self._read()
-            with suppress(FileExistsError):
+            try:
                 self._make()
+            except FileExistsError:
+                pass
+            except FileNotFoundError:  # another job has removed the folder since this rank opened it
+                os.close(self._folder)
+                self._folder = _open_folder(self._environ)
 
     def remove(self) -> None:
-        """Removes the file, if it is still there."""
+        """Removes the file, if it is still there, and the folder in the temporary one, if nothing else is in it."""
         with suppress(FileNotFoundError):
             os.unlink(self._name, dir_fd=self._folder)
+        path = _temporary_folder()
+        with suppress(OSError):  # another job has a file there, or has removed it
+            if os.path.samestat(os.fstat(self._folder), os.lstat(path)):
+                os.rmdir(path)
 
     def close(self) -> None:
         """Closes the folder."""
@@ -91,7 +104,7 @@ class SecretFile:
             with os.fdopen(os.open(draft, _NEW_FILE, 0o600, dir_fd=self._folder), "w") as opened:
                 opened.write(secrets.token_hex(_SECRET_BYTES))
             os.link(draft, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):
             raise
         except OSError as error:
             raise self._refusal(f"cannot be made ({error.strerror})") from None
@@ -113,17 +126,32 @@ def _open_folder(environ: Mapping[str, str]) -> int:
             if _is_private(os.fstat(folder)):
                 return folder
             os.close(folder)
-    path = os.path.join(tempfile.gettempdir(), f"echelon-{os.geteuid()}")
+    path = _temporary_folder()
     try:
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        folder = os.open(path, _OPEN_FOLDER)
+        folder = _made_and_opened(path)
     except OSError as error:
         raise _folder_refusal(path, f"cannot be opened as a folder ({error.strerror})") from None
     if not _is_private(os.fstat(folder)):
         os.close(folder)
         raise _folder_refusal(path, "is not a folder that only this user can enter")
     return folder
+
+
+def _temporary_folder() -> str:
+    return os.path.join(tempfile.gettempdir(), f"echelon-{os.geteuid()}")
+
+
+def _made_and_opened(path: str) -> int:
+    """Opens a folder, which it makes if it is missing; other jobs remove it while it is empty.
+
+    Raises:
+        OSError: it cannot be made or opened.
+    """
+    while True:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        with suppress(FileNotFoundError):  # removed in between
+            return os.open(path, _OPEN_FOLDER)
 
 
 def _is_private(status: os.stat_result) -> bool:

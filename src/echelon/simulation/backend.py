@@ -124,6 +124,8 @@ class VirtualBackend(Backend):
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Lets the others go on until `work` is completed; returns False when the time is up."""
+        if self.is_inherited:  # the others are threads, which a forked child does not have
+            raise self.closed_error()
         task = self._boundary.enter()
         began = task.entered_at if task.depth else self._scheduler.now
         deadline = math.inf if timeout is None else self._scheduler.now + timeout
@@ -133,7 +135,7 @@ class VirtualBackend(Backend):
 
     def poll(self, work: Work[object]) -> bool:
         """Lets the others go on with what can happen now; says whether `work` is completed then."""
-        if not self._scheduler.is_running_here():
+        if not self._scheduler.is_running_here() or self.is_inherited:
             return False
         task = self._boundary.enter()
         done = self._scheduler.poll(work)

@@ -36,6 +36,7 @@ class RankPool:
     def __init__(self) -> None:
         self._workers: list[Worker] = []
         self._closed = False
+        self._process = os.getpid()
         atexit.register(self.close)
 
     def run(
@@ -68,9 +69,14 @@ class RankPool:
             self._give_back(workers)
 
     def close(self) -> None:
-        """Ends all workers. May be called twice; at the end of the program it is called for you."""
+        """Ends all workers. May be called twice; at the end of the program it is called for you.
+
+        In a forked child it does nothing: the workers are the parent's.
+        """
         self._closed = True
         atexit.unregister(self.close)
+        if os.getpid() != self._process:
+            return
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.dismiss()

@@ -55,7 +55,8 @@ def test_another_file_is_refused_and_closed(kind, tmp_path):
     elif kind == "memfd that is not sealed":
         fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     else:
-        fd = os.dup(Segment.create(3).fd)
+        other = Segment.create(3)
+        fd = os.dup(other.fd)
     with pytest.raises(echelon.ConnectError, match="shared memory"):
         Segment(fd, 2, 1)
     with pytest.raises(OSError, match="Bad file descriptor"):

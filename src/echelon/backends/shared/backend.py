@@ -123,6 +123,8 @@ class SharedMemoryBackend(Carried):
             self._let_go()
 
     def _let_go(self) -> None:
+        if self.is_inherited:  # its parent may have held the lock of the doorbells when it forked
+            return
         self._post.close()
         self.segment.close()
 

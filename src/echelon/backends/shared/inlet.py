@@ -22,6 +22,7 @@ from echelon.backends.memory import as_bytes, copy_from, new_tensor
 from echelon.backends.modes import normal_mode
 from echelon.backends.shared import mail, post
 from echelon.backends.shared.arena import ARENA_BYTES, MIN_PART_BYTES
+from echelon.backends.shared.mapping import add_lender
 from echelon.backends.shared.post import Post
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.line import Arrivals, Head
@@ -275,6 +276,7 @@ class _Parts:
         self._writer = writer
         self._process = os.getpid()
         self._lent: dict[int, weakref.ref[Any]] = {}
+        add_lender(self)
         self._lent_bytes = 0
         self._returned: deque[mail.Prefix] = deque()
         """Parts whose tensors have died since, in whatever thread; only `lend` counts, under the backend's lock."""
@@ -308,6 +310,10 @@ class _Parts:
         self._lent_bytes += prefix.part_bytes
         self._lent[prefix.part] = weakref.ref(memory, lambda _: self._return(prefix))
         return tensor
+
+    def loans(self) -> list[memoryview]:
+        """Returns the parts that are tensors now, of which a forked child is to have copies."""
+        return [memory for part in tuple(self._lent.values()) if (memory := part()) is not None]
 
     def free(self, start: int) -> None:
         """Gives a part back to its writer."""

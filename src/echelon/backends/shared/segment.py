@@ -7,6 +7,7 @@ twice: what is freed leaves a hole. It ends with the last process that has it op
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from echelon.backends.modes import normal_mode
+from echelon.backends.shared.mapping import File, Mapping
 from echelon.errors import ConnectError, UnsupportedOp
 
 RANGE_BYTES = 1 << 57
@@ -27,7 +29,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class Window:
     """Part of the segment in this process, for as long as anything refers to it."""
 
-    memory: mmap.mmap
+    memory: Mapping
     data: torch.Tensor
     """All of it, as uint8."""
 
@@ -44,14 +46,14 @@ class Segment:
         """Takes over the file `fd`.
 
         Args:
-            fd: from `create` on one of the ranks.
+            fd: from `create` on one of the ranks. It is closed with the segment and all that is mapped of it.
             num_ranks: how many ranks share it.
             number: of this rank among them.
 
         Raises:
             ConnectError: it is no such file; `fd` is closed.
         """
-        self._fd = fd
+        self._file: File | None = File(fd)
         self._size = num_ranks * RANGE_BYTES
         self._next = number * RANGE_BYTES
         self._end = self._next + RANGE_BYTES
@@ -59,16 +61,16 @@ class Segment:
             facts = os.fstat(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         except OSError:
-            os.close(fd)
+            self.close()
             raise ConnectError("what came as shared memory cannot be sealed: it is of another kind") from None
         if not stat.S_ISREG(facts.st_mode) or not sealed or facts.st_size != self._size:
-            os.close(fd)
+            self.close()
             raise ConnectError(f"shared memory of {facts.st_size} bytes came, not {self._size} that nobody can change")
 
     @property
     def fd(self) -> int:
-        """The file."""
-        return self._fd
+        """The file; -1 after `close`."""
+        return self._file.fd if self._file is not None else -1
 
     @classmethod
     def create(cls, num_ranks: int) -> Segment:
@@ -103,18 +105,20 @@ class Segment:
         size = _whole_pages(num_bytes)
         if offset % mmap.PAGESIZE or not 0 <= offset <= self._size - size or size <= 0:
             raise ConnectError(f"bytes {offset} to {offset + size} are not in a shared memory of {self._size} bytes")
+        assert self._file is not None, "mapped after close"
         try:
-            memory = mmap.mmap(self._fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+            memory = Mapping.of(self._file, size, offset)
         except OSError as error:
-            raise UnsupportedOp(f"{size} bytes of shared memory cannot be mapped: {error.strerror}") from error
+            advice = "raise its limit (ulimit -n)" if error.errno == errno.EMFILE else "free some, or use backend='tcp'"
+            raise UnsupportedOp(
+                f"{size} bytes of shared memory cannot be mapped: {error.strerror}: {advice}"
+            ) from error
         with normal_mode():
             return Window(memory, torch.frombuffer(memory, dtype=torch.uint8))
 
     def close(self) -> None:
-        """Closes the file; what is mapped stays. May be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Lets go of the file, which stays open while anything of it is mapped. May be called twice."""
+        self._file = None
 
 
 def _whole_pages(num_bytes: int) -> int:

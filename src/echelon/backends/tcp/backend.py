@@ -421,6 +421,7 @@ _open_backends: weakref.WeakSet[TcpBackend] = weakref.WeakSet()
 def _leave_all_to_the_parent() -> None:
     for backend in list(_open_backends):
         backend._become_child()
+    _open_backends.clear()  # a grandchild would close the same numbers again, by then those of other files
 
 
 os.register_at_fork(after_in_child=_leave_all_to_the_parent)
