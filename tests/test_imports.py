@@ -10,7 +10,7 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("errors", "trace", "places", "flights", "wording", "_torch_private"),
+    ("errors", "trace", "places", "exits", "flights", "wording", "_torch_private"),
     ("backends",),
     ("collectives",),
     ("calls",),
@@ -44,6 +44,7 @@ IMPURE = {
 
 PURE = (
     "errors",
+    "exits",
     "trace",
     "wording",
     "bench.decide",

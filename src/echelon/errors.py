@@ -85,15 +85,19 @@ class SizeMismatch(EchelonError, ValueError):
 class CollectiveMismatch(EchelonError, RuntimeError):
     """Ranks that called different collectives, the same one with different arguments, or not as many."""
 
-    def __init__(self, message: str, rank: int | None = None, theirs: str = "") -> None:
-        """Says that `rank` of the world, if it is known which, is in `theirs`, where this rank is in something else."""
+    def __init__(self, message: str, rank: int | None = None, theirs: str = "", *, departed: int | None = None) -> None:
+        """Says that `rank` of the world, if it is known which, is in `theirs`, where this rank is in something else.
+
+        A rank that `departed` has closed its group instead of making the call.
+        """
         self.rank = rank
         self.theirs = theirs
+        self.departed = departed
         super().__init__(message)
 
     def noticed_by(self, operation: str) -> CollectiveMismatch:  # noqa: ARG002
         """Returns it as an operation raises it: anew."""
-        return CollectiveMismatch(str(self), self.rank, self.theirs)
+        return CollectiveMismatch(str(self), self.rank, self.theirs, departed=self.departed)
 
     def told_by(self, rank: int) -> CollectiveMismatch:  # noqa: ARG002
         """Returns it as other ranks hear it from `rank`: unchanged."""

@@ -26,6 +26,7 @@ from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
 from echelon.errors import Closed, InvalidRank, PeerFailed
+from echelon.exits import fails, reason_of
 from echelon.flights import write_records
 
 __all__ = ["JsonLike", "ProcessGroup"]
@@ -171,12 +172,12 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
+        if error is None or not fails(error):
             self.close()
         elif isinstance(error, PeerFailed):
             self.abort(error.reason, error.rank)
         else:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(reason_of(error))
 
     # Inside
 

@@ -33,6 +33,7 @@ from echelon.errors import (
     SelfSend,
     Timeout,
 )
+from echelon.exits import fails, reason_of
 from echelon.flights import FlightRecorder
 
 T = TypeVar("T")
@@ -328,10 +329,12 @@ class Backend(ABC):
     def farewell(self) -> PeerFailed:
         """Makes what this rank is to its peers when it closes: gone, and if it closes because of an error, failed."""
         error = sys.exc_info()[1]
-        reason = "" if error is None else f" while it handled {type(error).__name__}: {error}"
-        return PeerFailed(
-            self.rank, f"it has closed its group{reason}, {self.flight_recorder.activity()}", has_closed=error is None
-        )
+        if isinstance(error, SystemExit):
+            reason = reason_of(error) if fails(error) else "it has closed its group"
+        else:
+            during = "" if error is None else f" while it handled {type(error).__name__}: {error}"
+            reason = f"it has closed its group{during}"
+        return PeerFailed(self.rank, f"{reason}, {self.flight_recorder.activity()}", has_closed=not fails(error))
 
     def closed_error(self) -> Closed:
         """Makes the error for a call after `close`."""
@@ -341,9 +344,9 @@ class Backend(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
+        if error is None or not fails(error):
             self.close()
         elif isinstance(error, PeerFailed):
             self.abort(error.reason, error.rank)
         else:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(reason_of(error))

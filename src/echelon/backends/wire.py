@@ -72,7 +72,7 @@ class FrameKind(IntEnum):
     FAILED = 3
     """Operations of `context` (0: all) cannot finish, because of rank `step`; the note says why."""
     MISMATCH = 4
-    """Ranks have made different calls in `context`; the note says which."""
+    """Ranks have made different calls in `context`; the note says which. `step` - 1 has left instead, 0: none has."""
     QUESTION = 5
     """Where is the receiver, seen from operation `sequence` of `context` with signature `step`?"""
     ANSWER = 6

@@ -98,7 +98,9 @@ class Watch:
 
     def departure(self, failure: PeerFailed) -> CollectiveMismatch:
         """Makes the error for a rank that has closed its group, which is to make fewer calls."""
-        return CollectiveMismatch(f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}")
+        return CollectiveMismatch(
+            f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}", departed=failure.rank
+        )
 
     def whereabouts(self) -> str:
         """Says how long this rank has waited, for whom, and where all are.

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Protocol
 
 from echelon.errors import PeerFailed
+from echelon.exits import describe_exit_of, status_of, summarize
 from echelon.launch.failure import RankFailure, blamed_rank
 from echelon.places import is_foreign
 
@@ -43,17 +44,12 @@ def describe(rank: int, error: BaseException) -> RankFailure:
     return RankFailure(
         rank=rank,
         at=time.monotonic(),
-        summary=f"raised {summarize(error)}",
+        summary=describe_exit_of(error.code) if isinstance(error, SystemExit) else f"raised {summarize(error)}",
         traceback="".join(traceback.format_exception(error)),
         where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
-        blames=blamed_rank(error),
+        blames=None if isinstance(error, SystemExit) else blamed_rank(error),
+        status=status_of(error.code) if isinstance(error, SystemExit) else 1,
     )
-
-
-def summarize(error: BaseException) -> str:
-    """Returns the type of `error` and the first line of its message."""
-    message = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def write(path: str, failure: RankFailure) -> bool:

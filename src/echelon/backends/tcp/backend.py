@@ -318,7 +318,8 @@ class TcpBackend(Backend):
             if isinstance(first, PeerFailed):
                 frame = wire.Frame(wire.FrameKind.FAILED, context, 0, first.rank, note=first.reason)
             else:
-                frame = wire.Frame(wire.FrameKind.MISMATCH, context, note=str(first))
+                departed = 0 if first.departed is None else first.departed + 1
+                frame = wire.Frame(wire.FrameKind.MISMATCH, context, step=departed, note=str(first))
             self._peers.tell(frame, ranks)
             return first
 

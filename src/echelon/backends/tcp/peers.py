@@ -288,7 +288,8 @@ class Peers:
             self._mailbox.fail_peer(rank, failure)
 
     def _on_mismatch(self, _: int, frame: wire.Frame) -> None:
-        self.revoke(frame.context, CollectiveMismatch(frame.note))
+        departed = frame.step - 1 if frame.step else None
+        self.revoke(frame.context, CollectiveMismatch(frame.note, departed=departed))
 
     def _on_question(self, rank: int, frame: wire.Frame) -> None:
         status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step))
