@@ -174,6 +174,22 @@ class ProtocolError(EchelonError, ConnectionError):
 class Timeout(EchelonError, TimeoutError):
     """An operation that did not finish in the time it was given."""
 
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        """Says that these ranks of the world were waited for: they are late, or do not answer. Empty: not known."""
+        self.ranks = ranks
+        super().__init__(message)
+
 
 Failure: TypeAlias = PeerFailed | CollectiveMismatch
 """What ends the collectives of a group on all its ranks."""
+
+
+def failure_of(error: BaseException, rank: int) -> PeerFailed:
+    """Returns an error of a rank as the other ranks are to hear it.
+
+    A rank whose time is up has not failed. If it has waited for one rank only, that rank is the cause.
+    """
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, Timeout) and len(error.ranks) == 1:
+        return PeerFailed(error.ranks[0], f"it kept rank {rank} waiting, which gave up: {error}")
+    return PeerFailed(rank, reason)

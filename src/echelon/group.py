@@ -25,7 +25,7 @@ from echelon.collectives.algorithms import numbered
 from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
-from echelon.errors import Closed, InvalidRank, PeerFailed
+from echelon.errors import Closed, InvalidRank, PeerFailed, Timeout, failure_of
 from echelon.exits import fails, reason_of
 from echelon.flights import write_records
 
@@ -176,6 +176,9 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             self.close()
         elif isinstance(error, PeerFailed):
             self.abort(error.reason, error.rank)
+        elif isinstance(error, Timeout):
+            cause = failure_of(error, self.backend.rank)
+            self.abort(cause.reason, cause.rank)
         else:
             self.abort(reason_of(error))
 
