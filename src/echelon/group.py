@@ -153,11 +153,16 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
         Raises:
             EchelonError: an asynchronous operation of this group had failed, and nobody had waited for it.
+            Closed: an asynchronous operation of this group was still under way, and is given up.
+            CollectiveMismatch: a rank that closed before has called other collectives than this one, or as many more or
+                fewer; or a message between the two was not received.
         """
-        self._closed = True
+        was_closed, self._closed = self._closed, True
         if self._owns_backend:
             self.backend.close()
         self._caller.check_seen()
+        if not was_closed and self._owns_backend and (difference := self.backend.difference()):
+            raise difference
 
     def abort(self, reason: str, origin: int | None = None) -> None:
         """Gives up: every rank of the world that waits for this one gets PeerFailed with `reason`, and so later.

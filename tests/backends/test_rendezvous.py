@@ -332,7 +332,7 @@ def test_a_table_that_cannot_be_is_a_protocol_error(table):
 def accept(connection):
     """Plays the acceptor's side of the handshake, with the secret."""
     ours = bytes(32)
-    connection.sendall(b"ECHELON\x01" + ours)
+    connection.sendall(b"ECHELON\x02" + ours)
     answer = receive(connection, 72)
     connection.sendall(b"\x01" + proof(SECRET, b"acceptor", answer[8:40], ours))
 

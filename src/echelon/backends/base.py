@@ -26,6 +26,7 @@ from echelon.backends.tag import Tag
 from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
 from echelon.errors import (
     Closed,
+    CollectiveMismatch,
     Failure,
     InvalidRank,
     InvalidWorldSize,
@@ -235,6 +236,19 @@ class Backend(ABC):
 
     def aside(self, context: int) -> Aside | None:  # noqa: ARG002
         """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none."""
+        return None
+
+    def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: B027
+        """Adds a group of these ranks of the backend, this one included, to those whose calls `close` compares."""
+
+    def keep_silent(self) -> None:  # noqa: B027
+        """Has `close` compare nothing: ranks of this program may end with different numbers of calls."""
+
+    def difference(self) -> CollectiveMismatch | None:
+        """Returns, after `close`, the first difference between the calls of this rank and of those that closed before.
+
+        None if there is none, or if it cannot be known.
+        """
         return None
 
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002

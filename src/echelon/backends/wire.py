@@ -77,6 +77,9 @@ class FrameKind(IntEnum):
     """Where is the receiver, seen from operation `sequence` of `context` with signature `step`?"""
     ANSWER = 6
     """The standing of the sender, in `step`; context and sequence are the question's, the note says more."""
+    TALLY = 7
+    """Before a goodbye: the sender's last collective in `context` is number `sequence`, with signature `step`; the note
+    says which. For context 0: it has received `sequence` messages of the receiver."""
 
 
 class Frame(NamedTuple):

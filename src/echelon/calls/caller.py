@@ -64,6 +64,7 @@ class Caller:
         self._name = name
         self._selector = selector
         self._native = backend.native_collectives(context, ranks)
+        backend.join(context, ranks)
         self._numbering = threading.Lock()
         self._sequence = 0
         self._signature = zlib.crc32(repr(list(ranks)).encode())
@@ -201,6 +202,10 @@ class Caller:
     def _beside(self, attempt: Callable[[], T], flight: Flight) -> T:
         try:
             return attempt()
+        except Closed as error:
+            closed = Closed(f"{flight} was still under way when rank {self._backend.rank} closed: wait for it before")
+            self._unseen[flight.sequence] = closed
+            raise closed from error
         except Exception as error:
             self._unseen[flight.sequence] = error
             raise

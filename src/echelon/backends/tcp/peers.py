@@ -36,6 +36,7 @@ from echelon.backends.tcp.limit import Limit
 from echelon.backends.tcp.line import Head, Line, Memory
 from echelon.backends.tcp.lines import Lines
 from echelon.backends.tcp.members import Member
+from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Progress
 from echelon.backends.tcp.sockets import is_loopback
@@ -66,6 +67,7 @@ class Peers:
         progress: Progress,
         mailbox: Mailbox,
         recorder: FlightRecorder,
+        parting: Parting,
         max_unclaimed_bytes: int,
     ) -> None:
         self._limit = Limit(mailbox, max_unclaimed_bytes)
@@ -93,6 +95,7 @@ class Peers:
             wire.FrameKind.MISMATCH: self._on_mismatch,
             wire.FrameKind.QUESTION: self._on_question,
             wire.FrameKind.ANSWER: self._on_answer,
+            wire.FrameKind.TALLY: parting.hear,
         }
 
     # Watching
@@ -356,6 +359,14 @@ class Peers:
         return found
 
     # The end of this rank
+
+    def take_in_lines(self) -> None:
+        """Takes in what stands in the lines, as far as no limit keeps it out."""
+        self._lines.take_in()
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that are still connected."""
+        return list(self._connections)
 
     def is_busy(self) -> bool:
         """Says whether anything is under way that needs driving."""
