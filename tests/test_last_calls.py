@@ -44,10 +44,12 @@ def last_call(group, kind):
 
 def one_call_too_many(group, kind, folder):
     """Rank 0 makes a call that rank 1 does not make, and closes first."""
-    closed = Path(folder, "closed")
+    called, closed = Path(folder, "called"), Path(folder, "closed")
     group.barrier()
     if group.rank == 0:
         last_call(group, kind)
+        while not called.exists():
+            time.sleep(0.001)
         outcome = close(group)
         closed.touch()
         return outcome
@@ -55,6 +57,7 @@ def one_call_too_many(group, kind, folder):
         group.broadcast(torch.ones(2), src=1)
     if kind == "subgroup":
         group.subgroup([0, 1])
+    called.touch()
     while not closed.exists():
         time.sleep(0.001)
     return close(group)
@@ -137,16 +140,16 @@ def end_differently(group, kind):
                     group.recv(1, timeout=0.0)
             group.barrier()
             if group.rank == 1:
-                group.send(torch.ones(3), 0)
+                group.isend(torch.ones(3), 0)
         case "a failure":
             if group.rank < 2:
                 with pytest.raises(echelon.CollectiveMismatch):
                     other.all_reduce(torch.ones(2 + group.rank))
             if group.rank == 2:
-                group.send(torch.ones(3), 0)
+                group.isend(torch.ones(3), 0)
         case "an exception":
             if group.rank == 1:
-                group.send(torch.ones(3), 0)
+                group.isend(torch.ones(3), 0)  # to a rank that may be gone
             if group.rank == 0:
                 try:
                     raise ValueError("bad")

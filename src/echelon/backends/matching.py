@@ -7,7 +7,7 @@ message does not fit fails alone, the bytes are dropped, and the stream stays in
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
@@ -40,7 +40,7 @@ class Mailbox:
         """The source that a receive from any was served from last, where several had sent."""
         self._failed_peers: dict[int, PeerFailed] = {}
         self._failed_contexts: dict[int, Failure] = {}
-        self.claimed: Counter[int] = Counter()
+        self.claimed: defaultdict[int, int] = defaultdict(int)
         """How many messages of each rank were given to a receive, those of collectives left out."""
         self._has_withdrawn = False
         self._told: set[tuple[int, int]] = set()

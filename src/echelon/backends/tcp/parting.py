@@ -13,7 +13,7 @@ Called with the lock of `Progress` held.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from echelon.backends import wire
@@ -37,7 +37,7 @@ class Parting:
             recorder: of its collectives.
             mailbox: of its messages.
         """
-        self.sent: Counter[int] = Counter()
+        self.sent: defaultdict[int, int] = defaultdict(int)
         """The number of messages that were sent to each rank, those of collectives left out."""
         self._rank = rank
         self._recorder = recorder
