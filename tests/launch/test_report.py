@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from echelon.errors import PeerFailed
+from echelon.errors import PeerFailed, Timeout
 from echelon.launch import report
 
 
@@ -79,3 +79,10 @@ def test_the_peers_are_told_the_rank_that_failed_first(hook):
     error = raised(PeerFailed(1, "it was killed", "all_reduce"))
     sys.excepthook(PeerFailed, error, error.__traceback__)
     assert group.reasons == [("it was killed", 1)]
+
+
+def test_a_rank_that_gave_up_blames_the_one_that_it_waited_for(hook):
+    group, _, _ = hook
+    error = raised(Timeout("waited 5.0 s for rank 0", (0,)))
+    sys.excepthook(Timeout, error, error.__traceback__)
+    assert group.reasons == [("it kept rank 2 waiting, which gave up: waited 5.0 s for rank 0", 0)]

@@ -16,7 +16,7 @@ import traceback
 from types import TracebackType
 from typing import Protocol
 
-from echelon.errors import PeerFailed
+from echelon.errors import PeerFailed, Timeout, failure_of
 from echelon.exits import describe_exit_of, status_of, summarize
 from echelon.launch.failure import RankFailure, blamed_rank
 from echelon.places import is_foreign
@@ -88,8 +88,9 @@ def report_uncaught(group: Abortable) -> None:
         if os.getpid() == pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
             written = path is not None and write(path, describe(group.rank, error))
-            if isinstance(error, PeerFailed):
-                group.abort(error.reason, error.rank)
+            cause = failure_of(error, group.rank) if isinstance(error, Timeout) else error
+            if isinstance(cause, PeerFailed):
+                group.abort(cause.reason, cause.rank)
             else:
                 group.abort(summarize(error))
         if not written or previous is not sys.__excepthook__:
