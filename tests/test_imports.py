@@ -10,7 +10,7 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("arguments", "errors", "files", "flights", "places", "trace", "wording", "world_size", "_torch_private"),
+    ("arguments", "errors", "exits", "files", "flights", "places", "trace", "wording", "world_size", "_torch_private"),
     ("backends",),
     ("collectives",),
     ("calls",),
@@ -45,6 +45,7 @@ IMPURE = {
 PURE = (
     "arguments",
     "errors",
+    "exits",
     "files",
     "trace",
     "wording",

@@ -91,15 +91,19 @@ class SizeMismatch(EchelonError, ValueError):
 class CollectiveMismatch(EchelonError, RuntimeError):
     """Ranks that called different collectives, the same one with different arguments, or not as many."""
 
-    def __init__(self, message: str, rank: int | None = None, theirs: str = "") -> None:
-        """Says that `rank` of the world, if it is known which, is in `theirs`, where this rank is in something else."""
+    def __init__(self, message: str, rank: int | None = None, theirs: str = "", *, departed: int | None = None) -> None:
+        """Says that `rank` of the world, if it is known which, is in `theirs`, where this rank is in something else.
+
+        A rank that `departed` has closed its group instead of making the call.
+        """
         self.rank = rank
         self.theirs = theirs
+        self.departed = departed
         super().__init__(message)
 
     def noticed_by(self, operation: str) -> CollectiveMismatch:  # noqa: ARG002
         """Returns it as an operation raises it: anew."""
-        return CollectiveMismatch(str(self), self.rank, self.theirs)
+        return CollectiveMismatch(str(self), self.rank, self.theirs, departed=self.departed)
 
     def told_by(self, rank: int) -> CollectiveMismatch:  # noqa: ARG002
         """Returns it as other ranks hear it from `rank`: unchanged."""
@@ -180,6 +184,22 @@ class ProtocolError(EchelonError, ConnectionError):
 class Timeout(EchelonError, TimeoutError):
     """An operation that did not finish in the time it was given."""
 
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        """Says that these ranks of the world were waited for: they are late, or do not answer. Empty: not known."""
+        self.ranks = ranks
+        super().__init__(message)
+
 
 Failure: TypeAlias = PeerFailed | CollectiveMismatch
 """What ends the collectives of a group on all its ranks."""
+
+
+def failure_of(error: BaseException, rank: int) -> PeerFailed:
+    """Returns an error of a rank as the other ranks are to hear it.
+
+    A rank whose time is up has not failed. If it has waited for one rank only, that rank is the cause.
+    """
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, Timeout) and len(error.ranks) == 1:
+        return PeerFailed(error.ranks[0], f"it kept rank {rank} waiting, which gave up: {error}")
+    return PeerFailed(rank, reason)

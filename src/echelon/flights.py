@@ -69,6 +69,7 @@ class Flight:
 
     __slots__ = (
         "_clock",
+        "begun",
         "context",
         "ended",
         "error",
@@ -107,6 +108,8 @@ class Flight:
         self.place: Place | None = calling_place(_OWN_CALLS)
         self.thread = get_ident()
         self.started = clock()
+        self.begun: float | None = None
+        """When it began to run, of a collective that may have to wait for its turn first; None: it has not begun."""
         self.ended: float | None = None
         self.error = ""
 

@@ -32,7 +32,17 @@ from echelon.collectives.algorithms import numbered
 from echelon.collectives.objects import JsonLike
 from echelon.collectives.operations import Operation
 from echelon.collectives.select import STATIC, Selector, Table
-from echelon.errors import Closed, EchelonError, InvalidArgument, InvalidRank, PeerFailed, UnsupportedOp
+from echelon.errors import (
+    Closed,
+    EchelonError,
+    InvalidArgument,
+    InvalidRank,
+    PeerFailed,
+    Timeout,
+    UnsupportedOp,
+    failure_of,
+)
+from echelon.exits import fails, reason_of
 from echelon.flights import write_records
 
 __all__ = ["JsonLike", "ProcessGroup", "check_group"]
@@ -166,8 +176,11 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
         Raises:
             EchelonError: an asynchronous operation of this group had failed, and nobody had waited for it.
+            Closed: an asynchronous operation of this group was still under way, and is given up.
+            CollectiveMismatch: a rank that closed before has called other collectives than this one, or as many more or
+                fewer; or a message between the two was not received.
         """
-        self._closed = True
+        was_closed, self._closed = self._closed, True
         if self._is_inherited:
             return
         try:
@@ -178,6 +191,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             raise
         self._call_back()
         self._caller.check_seen()
+        if not was_closed and self._owns_backend and (difference := self.backend.difference()):
+            raise difference
 
     def abort(self, reason: str, origin: int | None = None) -> None:
         """Gives up: every rank of the world that waits for this one gets PeerFailed with `reason`, and so later.
@@ -205,12 +220,15 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
+        if error is None or not fails(error):
             self.close()
         elif isinstance(error, PeerFailed):
             self.abort(error.reason, error.rank)
+        elif isinstance(error, Timeout):
+            cause = failure_of(error, self.backend.rank)
+            self.abort(cause.reason, cause.rank)
         else:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(reason_of(error))
 
     # Inside
 

@@ -21,13 +21,17 @@ from echelon.group import ProcessGroup
 from tests.backends.worlds import SECRET, free_address
 
 
-def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0, waits_for=None):
+def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0, rank_timeout=20.0, waits_for=None):
     """Runs `function(group, *arguments)` on every rank; returns what the survivors returned, JSON-like, by rank.
 
-    The backend is "tcp", "shm" or "gloo". `waits_for`: the ranks that return; None: all. The others are killed then.
+    The backend is "tcp", "shm" or "gloo", whose calls wait `rank_timeout` seconds. `waits_for`: the ranks that return;
+    None: all. The others are killed then.
     """
     with free_address() as address:
-        ranks = {rank: _fork(function, rank, world_size, address, backend, arguments) for rank in range(world_size)}
+        ranks = {
+            rank: _fork(function, rank, world_size, address, backend, arguments, rank_timeout)
+            for rank in range(world_size)
+        }
         deadline = time.monotonic() + timeout
         try:
             return {
@@ -49,9 +53,9 @@ def fork_and_collect(functions, timeout=20.0):
         _end(children)
 
 
-def _fork(function, rank, world_size, address, name, arguments):
+def _fork(function, rank, world_size, address, name, arguments, seconds=20.0):
     def be_a_rank():
-        backend = TcpBackend(rank, world_size, address, secret=SECRET, connect_timeout=20, timeout=20)
+        backend = TcpBackend(rank, world_size, address, secret=SECRET, connect_timeout=20, timeout=seconds)
         if name == "shm":
             backend = share(backend, required=True, timeout=20.0)
         elif name == "gloo":

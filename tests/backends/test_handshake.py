@@ -201,7 +201,7 @@ def test_what_listens_as_rank_0_must_know_the_secret_too():
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (b"ECHELON\x02" + bytes(32), "speaks version 2 of the protocol, this one 1: install the same"),
+        (b"ECHELON\x01" + bytes(32), "speaks version 1 of the protocol, this one 2: install the same"),
         (b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n", "does not speak Echelon's protocol: check address and port"),
     ],
 )

@@ -359,7 +359,7 @@ def test_a_table_of_members_may_be_as_long_as_the_world_needs():
 def accept(connection):
     """Plays the acceptor's side of the handshake, with the secret."""
     ours = bytes(32)
-    connection.sendall(b"ECHELON\x01" + ours)
+    connection.sendall(b"ECHELON\x02" + ours)
     answer = receive(connection, 72)
     connection.sendall(b"\x01" + proof(SECRET, b"acceptor", answer[8:40], ours))
 

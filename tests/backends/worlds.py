@@ -15,7 +15,7 @@ from echelon.backends.tcp.members import machine_id
 from echelon.backends.torch_distributed.backend import TorchBackend, engage, meet_at_store
 
 SECRET = b"a secret of this test"
-MAGIC = b"ECHELON\x01"
+MAGIC = b"ECHELON\x02"
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def test_check_finds_weights_that_differ(tmp_path, monkeypatch):
     example = import_example()
     make_gpt, seeds = example.make_gpt, itertools.count()
     monkeypatch.setattr(example, "make_gpt", lambda *sizes: make_gpt(*sizes, seed=next(seeds)))
-    with pytest.raises(SystemExit, match="more than rounding"):
+    with pytest.raises(echelon.PeerFailed, match=r"rank 0 failed: it exited with status 1: .*more than rounding"):
         train_gpt(["--simulate", "1", "--check", "--out", str(tmp_path)])
 
 

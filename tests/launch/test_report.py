@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.errors import ConnectError, PeerFailed
+from echelon.errors import ConnectError, PeerFailed, Timeout
 from echelon.launch import report
 
 
@@ -82,6 +82,13 @@ def test_the_peers_are_told_the_rank_that_failed_first(hook):
     error = raised(PeerFailed(1, "it was killed", "all_reduce"))
     sys.excepthook(PeerFailed, error, error.__traceback__)
     assert group.reasons == [("it was killed", 1)]
+
+
+def test_a_rank_that_gave_up_blames_the_one_that_it_waited_for(hook):
+    group, _, _ = hook
+    error = raised(Timeout("waited 5.0 s for rank 0", (0,)))
+    sys.excepthook(Timeout, error, error.__traceback__)
+    assert group.reasons == [("it kept rank 2 waiting, which gave up: waited 5.0 s for rank 0", 0)]
 
 
 def test_one_hook_serves_however_many_groups_come_and_go(hook):

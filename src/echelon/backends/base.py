@@ -28,12 +28,14 @@ from echelon.backends.tag import Tag
 from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
 from echelon.errors import (
     Closed,
+    CollectiveMismatch,
     Failure,
     InvalidRank,
     PeerFailed,
     SelfSend,
     Timeout,
 )
+from echelon.exits import fails, reason_of
 from echelon.flights import FlightRecorder
 from echelon.world_size import check_world_size
 
@@ -238,6 +240,19 @@ class Backend(ABC):
         """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none."""
         return None
 
+    def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: B027
+        """Adds a group of these ranks of the backend, this one included, to those whose calls `close` compares."""
+
+    def keep_silent(self) -> None:  # noqa: B027
+        """Has `close` compare nothing: ranks of this program may end with different numbers of calls."""
+
+    def difference(self) -> CollectiveMismatch | None:
+        """Returns, after `close`, the first difference between the calls of this rank and of those that closed before.
+
+        None if there is none, or if it cannot be known.
+        """
+        return None
+
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002
         """Asks other ranks where they are; returns what those say that answer within `timeout` seconds."""
         return {}
@@ -330,10 +345,12 @@ class Backend(ABC):
     def farewell(self) -> PeerFailed:
         """Makes what this rank is to its peers when it closes: gone, and if it closes because of an error, failed."""
         error = sys.exc_info()[1]
-        reason = "" if error is None else f" while it handled {type(error).__name__}: {error}"
-        return PeerFailed(
-            self.rank, f"it has closed its group{reason}, {self.flight_recorder.activity()}", has_closed=error is None
-        )
+        if isinstance(error, SystemExit):
+            reason = reason_of(error) if fails(error) else "it has closed its group"
+        else:
+            during = "" if error is None else f" while it handled {type(error).__name__}: {error}"
+            reason = f"it has closed its group{during}"
+        return PeerFailed(self.rank, f"{reason}, {self.flight_recorder.activity()}", has_closed=not fails(error))
 
     @property
     def is_inherited(self) -> bool:
@@ -350,9 +367,9 @@ class Backend(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
+        if error is None or not fails(error):
             self.close()
         elif isinstance(error, PeerFailed):
             self.abort(error.reason, error.rank)
         else:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(reason_of(error))

@@ -5,7 +5,7 @@ The connections are what finds and proves the ranks, carries messages, and tells
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from echelon.backends.status import Question, Status
 from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.work import Message, Received, Work
-from echelon.errors import Failure
+from echelon.errors import CollectiveMismatch, Failure
 
 T = TypeVar("T")
 
@@ -72,6 +72,15 @@ class Carried(Backend):
 
     def attend(self) -> AbstractContextManager[object]:  # noqa: D102
         return self._tcp.attend()
+
+    def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: D102
+        self._tcp.join(context, ranks)
+
+    def keep_silent(self) -> None:  # noqa: D102
+        self._tcp.keep_silent()
+
+    def difference(self) -> CollectiveMismatch | None:  # noqa: D102
+        return self._tcp.difference()
 
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: D102
         return self._tcp.ask(ranks, question, timeout)

@@ -7,7 +7,7 @@ message does not fit fails alone, the bytes are dropped, and the stream stays in
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
@@ -40,6 +40,9 @@ class Mailbox:
         """The source that a receive from any was served from last, where several had sent."""
         self._failed_peers: dict[int, PeerFailed] = {}
         self._failed_contexts: dict[int, Failure] = {}
+        self.claimed: defaultdict[int, int] = defaultdict(int)
+        """How many messages of each rank were given to a receive, those of collectives left out."""
+        self._has_withdrawn = False
         self._told: set[tuple[int, int]] = set()
         """Of which deaths receives from any were told: context and rank."""
 
@@ -50,6 +53,7 @@ class Mailbox:
         src = receive.src if receive.src != ANY else self._next_source(receive)
         if delivery := _take_first(self._unclaimed, (src, receive.tag)):
             self._count(delivery, -1)
+            self.count_claimed(src, receive.tag)
             delivery.attach(receive)
         elif error := self._failure_of(receive):
             receive.work.complete(error=error)
@@ -82,10 +86,27 @@ class Mailbox:
                     break
                 if src in from_any.sources:
                     self._remove(from_any)
+                    self.count_claimed(src, tag)
                     return from_any
         receive = _take_first(self._posted, key)
-        self.num_posted -= receive is not None
+        if receive is not None:
+            self.num_posted -= 1
+            self.count_claimed(src, tag)
         return receive
+
+    def count_claimed(self, src: int, tag: Tag) -> None:
+        """Counts a message that a receive has got, unless it is that of a collective."""
+        if tag.sequence == 0:
+            self.claimed[src] += 1
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether anything went wrong that a program may have dealt with: a peer or a context, or a withdrawn receive.
+
+        A peer that has closed in good order does not count.
+        """
+        failed = any(not error.has_closed for error in self._failed_peers.values())
+        return failed or bool(self._failed_contexts) or self._has_withdrawn
 
     def is_free(self, src: int, tag: Tag) -> bool:
         """Says whether the next message of a source with this tag is for whoever asks now: nothing stands before."""
@@ -137,6 +158,7 @@ class Mailbox:
 
     def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[Delivery] = ()) -> None:
         """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next."""
+        self._has_withdrawn = True
         for delivery in arriving:
             if delivery.detach(work):
                 self._return(delivery)

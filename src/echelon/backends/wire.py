@@ -72,11 +72,14 @@ class FrameKind(IntEnum):
     FAILED = 3
     """Operations of `context` (0: all) cannot finish, because of rank `step`; the note says why."""
     MISMATCH = 4
-    """Ranks have made different calls in `context`; the note says which."""
+    """Ranks have made different calls in `context`; the note says which. `step` - 1 has left instead, 0: none has."""
     QUESTION = 5
     """Where is the receiver, seen from operation `sequence` of `context` with signature `step`?"""
     ANSWER = 6
     """The standing of the sender, in `step`; context and sequence are the question's, the note says more."""
+    TALLY = 7
+    """Before a goodbye: the sender's last collective in `context` is number `sequence`, with signature `step`; the note
+    says which. For context 0: it has received `sequence` messages of the receiver."""
 
 
 class Frame(NamedTuple):

@@ -36,6 +36,18 @@ class Received(NamedTuple):
     """What it was sent with."""
 
 
+class Lateness(Protocol):
+    """Knowledge about an operation that does not end in time."""
+
+    def patience(self) -> float:
+        """Returns for how many seconds more the operation is worth waiting for: it is about to fail by itself."""
+        ...
+
+    def whereabouts(self) -> Timeout:
+        """Asks the other ranks where they are; returns an error that says so. May block for a few seconds."""
+        ...
+
+
 class Driver(Protocol):
     """What makes a Work progress while somebody waits on it."""
 
@@ -59,6 +71,7 @@ class Work(Generic[T]):
         "_when_taken",
         "description",
         "flight",
+        "lateness",
         "note",
     )
 
@@ -76,6 +89,8 @@ class Work(Generic[T]):
         self._overwritten: Sequence[torch.Tensor] = ()
         self.flight: Flight | None = None
         """What the flight recorder has of it."""
+        self.lateness: Lateness | None = None
+        """What explains a wait that ended too early; None: nothing is known but the time."""
         self._when_seen: Callable[[], object] = _nothing
         self._when_taken: Callable[[], object] | None = None
 
@@ -95,13 +110,31 @@ class Work(Generic[T]):
             timeout: seconds; None means the default of the group or backend that made this Work.
 
         Raises:
-            Timeout: it did not end in time. The operation goes on; wait again if you like.
+            Timeout: it did not end in time; says where the other ranks are. The operation goes on; wait again if you
+                like. To ask the ranks takes up to 2 s more.
             EchelonError: the operation failed.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
-        if not self._completed and not self._driver.drive(self, seconds):  # type: ignore[arg-type]
-            raise Timeout(f"{self.description}: not done after {seconds:.1f} s")
+        if not self._completed and not self.ends_within(seconds):
+            self._await_last_words(seconds)
         return self.result()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Blocks until the operation ends; returns False if that takes longer."""
+        return self._completed or self._driver.drive(self, seconds)  # type: ignore[arg-type]
+
+    def _await_last_words(self, seconds: float) -> None:
+        """Returns if the operation has ended meanwhile; else raises a Timeout that says as much as can be known."""
+        late = f"{self.description}: not done after {seconds:.1f} s"
+        if self.lateness is None:
+            raise Timeout(late)
+        # An operation whose own time is up asks the others and fails with what it hears: better than asking twice.
+        patience = self.lateness.patience()
+        if patience > 0 and self.ends_within(patience):
+            return
+        error = self.lateness.whereabouts()
+        if not self._completed:
+            raise Timeout(f"{late}: {error}", error.ranks)
 
     def result(self) -> T:
         """Returns the result of a completed operation; raises its error, or Timeout if it is still under way."""

@@ -26,13 +26,15 @@ from echelon.backends.work import Work
 from echelon.collectives.operations import Operation, write_out
 from echelon.collectives.run import Channel
 from echelon.collectives.select import Selector
-from echelon.collectives.watch import Watch
-from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
+from echelon.collectives.watch import ANSWER_SECONDS, Watch
+from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of
 from echelon.flights import Flight
 
 T = TypeVar("T")
 
 _MAX_KNOWN = 256
+_SLACK_SECONDS = 1.0
+"""By how much a wait may end before the collective that it waits for, when both began with the same timeout."""
 
 
 class Known(NamedTuple):
@@ -63,6 +65,7 @@ class Caller:
         self._name = name
         self._selector = selector
         self._native = backend.native_collectives(context, ranks)
+        backend.join(context, ranks)
         self._numbering = threading.Lock()
         self._sequence = 0
         self._signature = zlib.crc32(repr(list(ranks)).encode())
@@ -95,6 +98,7 @@ class Caller:
             return False
         announce_change(tensor)
         flight = self._begin(known.note, known.num_bytes)
+        flight.begun = flight.started
         watch = Watch(self._backend, self._ranks, flight, flight.started)
         call = Call(flight.sequence, known.note, flight.signature, flight.started + timeout, watch)
         try:
@@ -152,6 +156,7 @@ class Caller:
         if aside is not None:
             work.when_taken(aside.join)
         work.when_seen(lambda: self._unseen.pop(flight.sequence, None))
+        work.lateness = Lateness(self._backend, self._ranks, timeout, lambda: flight)
         return work
 
     @property
@@ -181,7 +186,7 @@ class Caller:
 
     def _run(self, operation: Operation[T], flight: Flight, timeout: float, out: Tensor | None) -> T:
         backend = self._backend
-        begun = backend.now()
+        flight.begun = begun = backend.now()
         watch = Watch(backend, self._ranks, flight, begun)
         call = Call(flight.sequence, flight.operation, flight.signature, begun + timeout, watch)
         try:
@@ -219,6 +224,10 @@ class Caller:
     def _beside(self, attempt: Callable[[], T], flight: Flight) -> T:
         try:
             return attempt()
+        except Closed as error:
+            closed = Closed(f"{flight} was still under way when rank {self._backend.rank} closed: wait for it before")
+            self._unseen[flight.sequence] = closed
+            raise closed from error
         except Exception as error:
             self._unseen[flight.sequence] = error
             raise
@@ -230,18 +239,61 @@ class Caller:
         told = _explained(error, watch, operation)
         failure = told
         if not isinstance(failure, PeerFailed | CollectiveMismatch):
-            failure = PeerFailed(self._backend.rank, f"{type(told).__name__}: {told}")
+            failure = failure_of(told, self._backend.rank)
         first = self._backend.revoke(self._context, self._ranks, failure)
         if isinstance(first, CollectiveMismatch) or isinstance(told, PeerFailed):
             return first.noticed_by(operation)
         return told
 
 
+class Lateness:
+    """Knowledge about work in a group's lane that does not end in time: a collective, or a job that calls some."""
+
+    __slots__ = ("_backend", "_find", "_ranks", "_timeout")
+
+    def __init__(
+        self, backend: Backend, ranks: Sequence[int], timeout: float, find: Callable[[], Flight | None]
+    ) -> None:
+        """Describes the work.
+
+        Args:
+            backend: of the group.
+            ranks: the backend's rank of each member.
+            timeout: of a collective, seconds.
+            find: returns the collective that the work waits for; None: it waits for none.
+        """
+        self._backend = backend
+        self._find = find
+        self._ranks = ranks
+        self._timeout = timeout
+
+    def patience(self) -> float:
+        """Returns how long the collective may take to fail by itself, if its own time is up by now or very soon."""
+        flight = self._find()
+        begun = None if flight is None else flight.begun
+        if begun is None:
+            return 0.0
+        left = begun + self._timeout - self._backend.now()
+        return left + ANSWER_SECONDS + _SLACK_SECONDS if left < _SLACK_SECONDS else 0.0
+
+    def whereabouts(self) -> Timeout:
+        """Asks all ranks of the group where they are."""
+        flight = self._find()
+        if flight is None:
+            return Timeout("no collective of it is under way")
+        begun = flight.started if flight.begun is None else flight.begun
+        try:
+            return Watch(self._backend, self._ranks, flight, begun).timeout()
+        except CollectiveMismatch as mismatch:
+            return Timeout(str(mismatch))
+
+
 def _explained(error: BaseException, watch: Watch, operation: str) -> BaseException:
     """Returns an error with what is known of the other ranks."""
     try:
         if isinstance(error, Timeout):
-            return Timeout(f"{operation}: {watch.whereabouts()}")
+            late = watch.timeout()
+            return Timeout(f"{operation}: {late}", late.ranks)
     except CollectiveMismatch as mismatch:
         return mismatch
     if isinstance(error, CollectiveMismatch) and error.rank is not None:

@@ -15,16 +15,22 @@ from echelon.errors import PeerFailed, Timeout
 
 T = TypeVar("T")
 
+_NAMED = 4
+"""How many ranks an error describes."""
+
 logger = logging.getLogger("echelon")
 
 
-def wait_for(backend: Backend, work: Work[T], peers: Collection[int], context: int, timeout: float) -> T:
+def wait_for(
+    backend: Backend, work: Work[T], peers: Collection[int], members: Collection[int], context: int, timeout: float
+) -> T:
     """Waits for a message from or to one of `peers`, and warns every minute.
 
     Args:
         backend: of the message.
         work: the message.
         peers: the backend's ranks that are waited for.
+        members: the backend's ranks of the group.
         context: of the group.
         timeout: seconds; at most as long again goes into asking the peers where they are.
 
@@ -40,13 +46,13 @@ def wait_for(backend: Backend, work: Work[T], peers: Collection[int], context: i
     warns_at = begun + WARN_SECONDS if backend.doubts_after < math.inf else math.inf
     while True:
         try:
-            return work.wait(max(0.0, min(deadline, warns_at) - backend.now()))
-        except Timeout as error:
+            if work.ends_within(max(0.0, min(deadline, warns_at) - backend.now())):
+                return work.wait(0.0)
             now = backend.now()
-            where = _where(backend, peers, context, min(timeout, ANSWER_SECONDS))
+            where = whereabouts(backend, peers, members, context, min(timeout, ANSWER_SECONDS))
             text = f"rank {backend.rank} in {work.flight or work.description}: waited {now - begun:.1f} s for {where}"
             if now >= deadline:
-                raise Timeout(text) from error
+                raise Timeout(text, where.ranks)
             logger.warning(text)
             warns_at = now + WARN_SECONDS
         except PeerFailed as error:
@@ -55,8 +61,47 @@ def wait_for(backend: Backend, work: Work[T], peers: Collection[int], context: i
             raise error.noticed_by(f"rank {backend.rank} in {work.flight or work.description}") from error
 
 
-def _where(backend: Backend, peers: Collection[int], context: int, seconds: float) -> str:
-    statuses = backend.ask(peers, Question(context, 0, 0), seconds)
+class MessageLateness:
+    """Knowledge about a message that does not come, or does not leave, in time."""
+
+    __slots__ = ("_backend", "_context", "_members", "_peers")
+
+    def __init__(self, backend: Backend, peers: Collection[int], members: Collection[int], context: int) -> None:
+        """Describes the message.
+
+        Args:
+            backend: of the message.
+            peers: the backend's ranks that are waited for.
+            members: the backend's ranks of the group.
+            context: of the group.
+        """
+        self._backend = backend
+        self._peers = peers
+        self._members = members
+        self._context = context
+
+    def patience(self) -> float:
+        """Returns 0: a message has no time of its own."""
+        return 0.0
+
+    def whereabouts(self) -> Timeout:
+        """Asks the group's ranks where they are."""
+        return whereabouts(self._backend, self._peers, self._members, self._context, ANSWER_SECONDS)
+
+
+def whereabouts(
+    backend: Backend, peers: Collection[int], members: Collection[int], context: int, seconds: float
+) -> Timeout:
+    """Returns an error that says where the peers are, and which other members do not answer.
+
+    A peer may itself wait for a rank that is stopped. So all members are asked, and the silent ones are the cause.
+    """
+    others = [rank for rank in members if rank != backend.rank and rank not in peers]
+    statuses = backend.ask([*peers, *others], Question(context, 0, 0), seconds)
     known = [f"rank {peer}, which is {statuses[peer].text}" for peer in peers if peer in statuses]
-    silent = [f"rank {peer}, which {silence(backend, peer, seconds)}" for peer in peers if peer not in statuses]
-    return " and ".join((known + silent)[:4])
+    silent = [rank for rank in (*peers, *others) if rank not in statuses]
+    late = [f"rank {peer}, which {silence(backend, peer, seconds)}" for peer in peers if peer in silent]
+    text = " and ".join((known + late)[:_NAMED])
+    for rank in [rank for rank in others if rank in silent][:_NAMED]:
+        text += f"; rank {rank} {silence(backend, rank, seconds)}"
+    return Timeout(text, tuple(silent))

@@ -14,7 +14,7 @@ from echelon.backends.modes import announce_change
 from echelon.backends.tag import Tag
 from echelon.backends.work import Received, Work, end_with
 from echelon.calls.member import Member, Seconds
-from echelon.calls.patience import wait_for
+from echelon.calls.patience import MessageLateness, wait_for
 from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize, Timeout
 from echelon.flights import Flight
 
@@ -158,6 +158,7 @@ class PointToPoint(Member):
         others = {peer: rank for rank, peer in enumerate(self.ranks) if rank != self.rank}
         work = self.backend.irecv_any(others, self._tag(tag))
         work.record(self._recorded(f"receive from any rank, tag {tag}"))
+        work.lateness = MessageLateness(self.backend, tuple(others), self.ranks, self.context)
         return work
 
     def batch_isend_irecv(self, messages: Sequence[SendTo | RecvFrom]) -> list[Work[Tensor] | Work[None]]:
@@ -224,6 +225,8 @@ class PointToPoint(Member):
             flight.end(error)
             raise
         work.record(flight)
+        if not work.has_ended:
+            work.lateness = MessageLateness(self.backend, (peer,), self.ranks, self.context)
         return work
 
     def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[int, Tag, Flight]:
@@ -256,6 +259,8 @@ class PointToPoint(Member):
         work.record(flight)
         if out is not None:
             work.overwrites((out,))
+        if not work.has_ended:
+            work.lateness = MessageLateness(self.backend, (peer,), self.ranks, self.context)
         return work
 
     def _recorded(self, operation: str, num_bytes: int = 0) -> Flight:
@@ -263,7 +268,7 @@ class PointToPoint(Member):
 
     def _wait(self, work: Work[T], peers: Sequence[int], timeout: Seconds) -> T:
         seconds = self.timeout if timeout is None else max(0.0, timeout)
-        return wait_for(self.backend, work, [self.ranks[peer] for peer in peers], self.context, seconds)
+        return wait_for(self.backend, work, [self.ranks[peer] for peer in peers], self.ranks, self.context, seconds)
 
     def _receive(self, work: Work[T], peers: Sequence[int], timeout: Seconds) -> T:
         """Waits for a receive, and withdraws it when its time is up."""

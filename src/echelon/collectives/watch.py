@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from echelon.backends.base import Backend
 from echelon.backends.status import Question, Standing, Status
-from echelon.errors import CollectiveMismatch, PeerFailed
+from echelon.errors import CollectiveMismatch, PeerFailed, Timeout
 from echelon.flights import Flight
 from echelon.wording import listed
 
@@ -61,7 +61,7 @@ class Watch:
         waited = self._backend.now() - self._begun
         self.looks_at = self._begun + (2 * waited if 2 * waited <= WARN_SECONDS else _whole_minutes(waited) + 60)
         if waited >= WARN_SECONDS:
-            logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.whereabouts())
+            logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.timeout())
         status = self._ask([peer]).get(peer)
         if status is None or has_come():
             return
@@ -99,10 +99,12 @@ class Watch:
 
     def departure(self, failure: PeerFailed) -> CollectiveMismatch:
         """Makes the error for a rank that has closed its group, which is to make fewer calls."""
-        return CollectiveMismatch(f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}")
+        return CollectiveMismatch(
+            f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}", departed=failure.rank
+        )
 
-    def whereabouts(self) -> str:
-        """Says how long this rank has waited, for whom, and where all are.
+    def timeout(self) -> Timeout:
+        """Returns an error that says how long this rank has waited, for whom, and where all are.
 
         Raises:
             CollectiveMismatch: a rank makes other calls.
@@ -121,9 +123,10 @@ class Watch:
             culprits[_NAMED:] = [f"{len(culprits) - _NAMED} more"]
         if not culprits:
             details = "; ".join(f"rank {rank} is {statuses[rank].text}" for rank in there[:_NAMED])
-            return f"waited {waited:.1f} s, though all ranks have called it: {details}"
+            return Timeout(f"waited {waited:.1f} s, though all ranks have called it: {details}")
         rest = f"; {listed(there)} {'has' if len(there) == 1 else 'have'} called it" if there else ""
-        return f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
+        text = f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
+        return Timeout(text, tuple(sorted([*behind, *silent])))
 
     def _ask(self, ranks: Sequence[int], flight: Flight | None = None) -> Mapping[int, Status]:
         flight = flight or self._flight

@@ -16,12 +16,14 @@ of each kind holds all from then on.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 
 from echelon.backends.modes import normal_mode
 from echelon.backends.work import Work
+from echelon.calls.caller import Lateness
 from echelon.data_parallel.bucket_memory import BucketMemory
 from echelon.data_parallel.buckets import Layout
 from echelon.data_parallel.homes import Homes
@@ -30,7 +32,7 @@ from echelon.data_parallel.sample_weights import SampleWeights
 from echelon.data_parallel.spare_cores import has_time_beside
 from echelon.data_parallel.summary import Summary
 from echelon.data_parallel.tally import Tally, mismatch
-from echelon.errors import Closed, Failure, PeerFailed, UnsupportedOp
+from echelon.errors import Closed, Failure, PeerFailed, Timeout, UnsupportedOp, failure_of
 from echelon.group import ProcessGroup
 
 Average: TypeAlias = Literal["ranks", "samples"]
@@ -239,8 +241,8 @@ class GradientReducer:
             for work in self._launched:
                 work.wait()
             summary = Summary.read(self._summary.wait().tolist())
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self.abandon(error)
             raise
         mine = str(self._tally)
         self._awaited, self._launched, self._summary = None, [], None
@@ -258,15 +260,19 @@ class GradientReducer:
         with normal_mode():  # what hooks keep from one reduction to the next is used outside of inference mode as well
             self.finish()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Gives up the reduction under way, if there is one, on all ranks: what would have finished it has failed.
 
         This rank is out of step with the others then; they get PeerFailed, now or when they come to this reduction.
+
+        Args:
+            error: why; a Timeout names the rank that was waited for, so that the others do not blame this one.
         """
         if self._awaited is None:
             return
+        rank = self.group.backend.rank
         reason = f"its backward failed with {self.num_launched} of {len(self._awaited)} buckets of gradients under way"
-        cause: Failure = PeerFailed(self.group.backend.rank, reason)
+        cause: Failure = failure_of(error, rank) if isinstance(error, Timeout) else PeerFailed(rank, reason)
         for group in self._failed_first():
             cause = group.backend.revoke(group.context, group.ranks, cause)
         self._failure = (
@@ -291,8 +297,8 @@ class GradientReducer:
             memory = self._homes.memories[self.num_launched]
             memory.fill()
             self._launched.append(self._reduce(memory))
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self.abandon(error)
             raise
 
     def _reduce(self, memory: BucketMemory) -> Work[torch.Tensor] | Work[None]:
@@ -303,7 +309,10 @@ class GradientReducer:
             return self._group_of(memory.number).all_reduce(memory.flat, "mean", async_op=True)
         bucket = memory.bucket(1.0 if self._average == "ranks" else float(self._tally.num_samples))
         description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
-        return group.backend.start(lambda: hook.reduce(bucket, group), description, group.context)
+        work = group.backend.start(lambda: hook.reduce(bucket, group), description, group.context)
+        latest = partial(group.backend.flight_recorder.latest, group.context)
+        work.lateness = Lateness(group.backend, group.ranks, group.timeout, latest)
+        return work
 
     def _group_of(self, number: int) -> ProcessGroup:
         return self.groups[number % len(self.groups)]

@@ -53,7 +53,14 @@ class Message(TorchWork, Generic[T]):
         limit = seconds(timeout)
         group = self._group
         try:
-            wait_for(group.backend, self._work, self._peers, group.context, group.timeout if limit is None else limit)
+            wait_for(
+                group.backend,
+                self._work,
+                self._peers,
+                group.ranks,
+                group.context,
+                group.timeout if limit is None else limit,
+            )
         except Timeout:
             if self._receives:
                 group.backend.cancel(cast("Work[Tensor]", self._work))

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echelon.errors import PeerFailed
+from echelon.errors import CollectiveMismatch, PeerFailed
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,12 @@ def exit_status(returncode: int) -> int:
 
 
 def blamed_rank(error: BaseException) -> int | None:
-    """Returns the rank that a PeerFailed in the chain of `error` names, None if there is none."""
+    """Returns the rank that an error in the chain of `error` says has failed or departed, None if there is none."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, PeerFailed):
             return current.rank
+        if isinstance(current, CollectiveMismatch) and current.departed is not None:
+            return current.departed
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return None

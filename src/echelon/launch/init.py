@@ -29,11 +29,13 @@ from echelon.backends.torch_distributed.backend import engage
 from echelon.backends.torch_distributed.names import ENGINES
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import ConnectError, LaunchError
+from echelon.exits import describe_exit_of, status_of
 from echelon.flights import FlightRecord, FlightRecorder
 from echelon.group import ProcessGroup, check_group
 from echelon.launch import environment
 from echelon.launch.device import choose_device
 from echelon.launch.environment import Environment
+from echelon.launch.exit_watch import ExitWatch, watch_exit
 from echelon.launch.interface import with_local_address
 from echelon.launch.report import report_uncaught, reported_start
 from echelon.launch.secret_file import SecretFile
@@ -67,8 +69,9 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
 
     Who started the program decides: `echelon run`, `echelon.spawn`, torchrun and other launchers that set RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Started alone, it is a world
-    of one. At the end of the program the group is closed; if the program ends with an exception, the other ranks are
-    told. A program that makes one group after another closes each: until then it keeps its memory and connections.
+    of one. At the end of the program the group is closed. If the program ends with an exception or with `sys.exit` of
+    an error status, the other ranks are told that this one has failed. A program that makes one group after another
+    closes each: until then it keeps its memory and connections.
 
     The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. Where it is
     not set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts,
@@ -120,13 +123,14 @@ def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool
 
 
 def end_with_program(group: ProcessGroup) -> None:
-    """Has a group closed at the end of the program, or, if that ends with an exception, the other ranks told.
+    """Has a group closed at the end of the program, or, if that ends with an error, the other ranks told.
 
     Until then it is kept alive, unless it is closed earlier.
     """
+    at_end = partial(_close, group, watch_exit())
+    atexit.register(at_end)
+    group.when_closed(partial(atexit.unregister, at_end))
     group.when_closed(report_uncaught(group))
-    atexit.register(group.close)
-    group.when_closed(partial(atexit.unregister, group.close))
 
 
 def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ...]:
@@ -245,3 +249,11 @@ def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
             "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
         ) from error
     return PrefixStore(f"call {call}", store)
+
+
+def _close(group: ProcessGroup, watch: ExitWatch) -> None:
+    code = watch.code()
+    if status_of(code):
+        group.abort(f"it {describe_exit_of(code)}, {group.backend.flight_recorder.activity()}")
+    else:
+        group.close()

@@ -19,7 +19,8 @@ from itertools import groupby
 from types import TracebackType
 from typing import Protocol
 
-from echelon.errors import EchelonError, PeerFailed
+from echelon.errors import EchelonError, PeerFailed, Timeout, failure_of
+from echelon.exits import describe_exit_of, status_of, summarize
 from echelon.launch.failure import RankFailure, blamed_rank
 from echelon.places import is_foreign, is_own
 from echelon.wording import counted
@@ -47,10 +48,11 @@ def describe(rank: int, error: BaseException) -> RankFailure:
     return RankFailure(
         rank=rank,
         at=time.monotonic(),
-        summary=f"raised {summarize(error)}",
+        summary=describe_exit_of(error.code) if isinstance(error, SystemExit) else f"raised {summarize(error)}",
         traceback=folded(error),
         where=f"{own[-1].filename}:{own[-1].lineno}" if own else "",
-        blames=blamed_rank(error),
+        blames=None if isinstance(error, SystemExit) else blamed_rank(error),
+        status=status_of(error.code) if isinstance(error, SystemExit) else 1,
     )
 
 
@@ -83,12 +85,6 @@ def _fold(described: traceback.TracebackException, is_on_purpose: bool) -> None:
         else:
             kept += frames
     described.stack = traceback.StackSummary.from_list(kept)
-
-
-def summarize(error: BaseException) -> str:
-    """Returns the type of `error` and the first line of its message."""
-    message = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def write(path: str, failure: RankFailure) -> bool:
@@ -178,8 +174,9 @@ class _Hook:
             path = os.environ.get(ERROR_FILE)
             written = path is not None and write(path, describe(self.rank, error))
             for group in tuple(self.groups):  # aborting takes a group out of the list
-                if isinstance(error, PeerFailed):
-                    group.abort(error.reason, error.rank)
+                cause = failure_of(error, group.rank) if isinstance(error, Timeout) else error
+                if isinstance(cause, PeerFailed):
+                    group.abort(cause.reason, cause.rank)
                 else:
                     group.abort(summarize(error))
         if not written or self._previous is not sys.__excepthook__:

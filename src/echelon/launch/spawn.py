@@ -40,7 +40,8 @@ def spawn(
         timeout: seconds that a blocking call of the group waits unless told otherwise.
 
     Raises:
-        InvalidWorldSize, LaunchError: what was asked for cannot be. PeerFailed: a process died; it is named.
+        InvalidWorldSize, LaunchError: what was asked for cannot be. PeerFailed: a process died, or left by
+            `sys.exit` with an error status; it is named.
         Exception: what the first failing rank raised, with a note that names the rank. The others then get 3 s to
         end.
     """

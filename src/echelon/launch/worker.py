@@ -25,6 +25,7 @@ import torch
 
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import LaunchError
+from echelon.exits import fails
 from echelon.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.failure import RankFailure, describe_exit, exit_status
@@ -183,6 +184,8 @@ def _perform(job: Job) -> Outcome:
         with ProcessGroup(backend, table=table) as group, provide(group):
             result = function(group, *args)
         return Outcome(pickle.dumps(result))
+    except SystemExit as error:
+        return Outcome(None, report.describe(job.rank, error)) if fails(error) else Outcome(pickle.dumps(None))
     except BaseException as error:
         return Outcome(None, report.describe(job.rank, error), _pickled(error))
     finally:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed
+from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, Timeout, failure_of
 from echelon.group import ProcessGroup
 from echelon.pipeline.action import Action
 
@@ -59,6 +59,8 @@ class Failures:
             if place and not isinstance(error, PeerFailed):
                 error.add_note(f"on rank {self._group.backend.rank}{place}")
             mine = PeerFailed(self._group.backend.rank, _reason(error, place))
+            if isinstance(error, Timeout):  # this rank has not failed, but one that it waited for
+                mine = failure_of(error, self._group.backend.rank)
             self._first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
             if isinstance(error, PeerFailed):
                 raise self._first.noticed_by(error.operation) from error

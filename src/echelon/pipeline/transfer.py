@@ -21,7 +21,7 @@ from echelon.backends.memory import plain
 from echelon.backends.tag import Tag
 from echelon.backends.wire import MAX_NOTE_BYTES
 from echelon.backends.work import Message, Work
-from echelon.calls.patience import wait_for
+from echelon.calls.patience import MessageLateness, wait_for
 from echelon.errors import PeerFailed, Timeout, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.buffers import Buffers
@@ -74,7 +74,9 @@ class Ports:
         works = []
         for tensor, note in _messages(value):
             if not backend.send_at_once(tensor, dst, tag, note=note):
-                works.append(backend.isend(tensor, dst, tag, note=note))
+                work = backend.isend(tensor, dst, tag, note=note)
+                work.lateness = MessageLateness(backend, (dst,), self._group.ranks, self._group.context)
+                works.append(work)
             tag = tag._replace(step=tag.step + 1)
         return works
 
@@ -116,7 +118,7 @@ class Incoming:
         except PeerFailed as error:
             raise error.noticed_by(self._operation()) from error
         except Timeout as error:
-            raise Timeout(f"{self._operation()}: {error}") from error
+            raise Timeout(f"{self._operation()}: {error}", error.ranks) from error
         tensors = iter(arrived)
         return value_of(structure, lambda requires_grad: _leaf(next(tensors), requires_grad))
 
@@ -153,7 +155,7 @@ class Incoming:
             if message := group.backend.recv_at_once(self._src, tag, out=place, note=None):
                 return message
             work = self._post(part, place)
-        return Message(wait_for(group.backend, work, [self._src], group.context, group.timeout), work.note)
+        return Message(wait_for(group.backend, work, [self._src], group.ranks, group.context, group.timeout), work.note)
 
     def _operation(self) -> str:
         """Says what this rank is doing, for errors."""

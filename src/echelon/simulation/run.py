@@ -15,7 +15,8 @@ import torch
 from echelon.arguments import check_default_timeout
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.watch import Watch
-from echelon.errors import DeadlockError, LaunchError
+from echelon.errors import DeadlockError, LaunchError, PeerFailed
+from echelon.exits import fails
 from echelon.group import ProcessGroup
 from echelon.launch.failure import RankFailure, first_cause
 from echelon.launch.init import provide
@@ -104,6 +105,7 @@ def simulate(
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
         UnsupportedOp: a rank changed a tensor before its send was done. Looked for where messages take time, and there
             are neither faults nor `memory`.
+        PeerFailed: a rank called `sys.exit` with an error status; it is named.
         Exception: that of the rank which failed first, with a note that names the rank.
     """
     check_world_size(world_size)
@@ -183,9 +185,13 @@ class _Run:
     def _error(self) -> BaseException | None:
         """Returns what to raise, if anything went wrong."""
         if self._failures:
-            rank = first_cause(self._failures).rank
-            self._errors[rank].add_note(f"raised on rank {rank} of {len(self.results)}")
-            return self._errors[rank]
+            cause = first_cause(self._failures)
+            error = self._errors[cause.rank]
+            if isinstance(error, SystemExit):  # raised here, it would end the program that simulates, without a word
+                error = PeerFailed(cause.rank, f"it {cause.summary}")
+                error.__cause__ = self._errors[cause.rank]
+            error.add_note(f"raised on rank {cause.rank} of {len(self.results)}")
+            return error
         return self._scheduler.error or self._world.overwritten or self._world.missed()
 
     def _run_rank(self, rank: int) -> None:
@@ -206,8 +212,9 @@ class _Run:
             raise
         except BaseException as error:
             if not self._scheduler.is_ending:
-                self._errors[rank] = error
-                self._failures.append(describe(rank, error))
+                if fails(error):
+                    self._errors[rank] = error
+                    self._failures.append(describe(rank, error))
                 group.__exit__(type(error), error, error.__traceback__)
         finally:
             self._end()

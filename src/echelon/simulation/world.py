@@ -203,10 +203,17 @@ class World:
     def missed(self) -> CollectiveMismatch | None:
         """Returns the error for a collective that a rank took no part in, though no other rank had to wait for it.
 
-        Not where anything went wrong that the program has dealt with: then messages are left over.
+        Or for a message that no rank has received. Not where anything went wrong that the program has dealt with: then
+        messages are left over.
         """
         if self.faults.faults:
             return None
+        if not any(mailbox.has_failures for mailbox in self.mailboxes):
+            for dst, src, tag in sorted(self._unread()):
+                return CollectiveMismatch(
+                    f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}: "
+                    "receive it there, or do not send it"
+                )
         for dst, src, tag in sorted(self._left_over()):
             if not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
@@ -236,6 +243,16 @@ class World:
                 f"rank {src} changed a tensor before its send to rank {dst} was done, at {self.scheduler.now:g} s in "
                 f"{what}: wait for the Work of the send first"
             )
+
+    def _unread(self) -> Iterator[tuple[int, int, Tag]]:
+        """Yields receiver, sender and tag of a group's messages that no rank has received, there or on their way."""
+        for dst, mailbox in enumerate(self.mailboxes):
+            for src, tag in mailbox.unclaimed():
+                if tag.sequence == 0 and tag.context:
+                    yield dst, src, tag
+        for action in self.scheduler.actions():
+            if isinstance(action, _Arrival) and action.tag.sequence == 0 and action.tag.context:
+                yield action.dst, action.src, action.tag
 
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""

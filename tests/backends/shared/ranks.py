@@ -1,5 +1,6 @@
 """What ranks do in the tests of shared memory: functions that their processes can import."""
 
+import contextlib
 import gc
 import os
 
@@ -334,6 +335,14 @@ def disagree_on_shape(group):
     except echelon.CollectiveMismatch as error:
         return str(error)
     return "nothing"
+
+
+def close_in_turn(group):
+    """Rank 1 closes when rank 0 has: the end of rank 0 ends its receive."""
+    group.empty(100 + group.rank)
+    if group.rank == 1:
+        with contextlib.suppress(echelon.PeerFailed):
+            group.recv(0)
 
 
 def show_more_than_there_is(group):

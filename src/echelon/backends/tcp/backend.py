@@ -11,7 +11,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,12 +29,21 @@ from echelon.backends.tag import Tag
 from echelon.backends.tcp.inquiries import Inquiry
 from echelon.backends.tcp.line import Line, Memory
 from echelon.backends.tcp.members import Job, Member, machine_id
+from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.peers import MAX_UNCLAIMED_BYTES, Peers
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Attendance, Progress
 from echelon.backends.tcp.rendezvous import Store, World, meet, meet_through_store
 from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
-from echelon.errors import AuthenticationError, Closed, EchelonError, Failure, PeerFailed, Timeout
+from echelon.errors import (
+    AuthenticationError,
+    Closed,
+    CollectiveMismatch,
+    EchelonError,
+    Failure,
+    PeerFailed,
+    Timeout,
+)
 from echelon.wording import listed
 
 T = TypeVar("T")
@@ -159,7 +168,10 @@ class TcpBackend(Backend):
         self._lanes = Lanes(f"echelon rank {self.rank}", self.timeout)
         self._poller = poller = Poller()
         self._progress = Progress(self.rank, poller, lambda: self._peers.is_busy(), self._may_spin, self.closed_error)
-        self._peers = Peers(poller, self._progress, self._mailbox, self.flight_recorder, max_unclaimed_bytes)
+        self._parting = Parting(self.rank, self.flight_recorder, self._mailbox)
+        self._difference: CollectiveMismatch | None = None
+        recorder = self.flight_recorder
+        self._peers = Peers(poller, self._progress, self._mailbox, recorder, self._parting, max_unclaimed_bytes)
         with self._progress.lock:
             for peer, sock in sorted(world.sockets.items()):
                 self._peers.connect(peer, sock, max_message_bytes)
@@ -196,6 +208,8 @@ class TcpBackend(Backend):
             if error := self._mailbox.failure(dst, tag):
                 work.complete(error=error)
             else:
+                if tag.sequence == 0:
+                    self._parting.sent[dst] += 1
                 self._peers.send(dst, head, tensor, tag, work)
                 if not work.is_completed():
                     self._progress.call_background()
@@ -231,7 +245,10 @@ class TcpBackend(Backend):
         with self._progress.lock:
             if self._progress.is_closed or self._mailbox.failure(dst, tag):
                 return False
-            return line.put(message_head(tag, tensor.dtype, tensor.shape, note), tensor)
+            is_sent = line.put(message_head(tag, tensor.dtype, tensor.shape, note), tensor)
+            if is_sent and tag.sequence == 0:
+                self._parting.sent[dst] += 1
+            return is_sent
 
     def recv_at_once(  # noqa: D102
         self, src: int, tag: Tag, *, out: torch.Tensor | None = None, note: str | None = ""
@@ -242,7 +259,10 @@ class TcpBackend(Backend):
         with self._progress.lock:
             if self._progress.is_closed or not self._mailbox.is_free(src, tag):
                 return None
-            return line.take(tag, out, note)
+            message = line.take(tag, out, note)
+            if message is not None and tag.sequence == 0:
+                self._mailbox.claimed[src] += 1
+            return message
 
     def _post(self, receive: Receive) -> None:
         with self._progress.lock:
@@ -319,7 +339,8 @@ class TcpBackend(Backend):
             if isinstance(first, PeerFailed):
                 frame = wire.Frame(wire.FrameKind.FAILED, context, 0, first.rank, note=first.reason)
             else:
-                frame = wire.Frame(wire.FrameKind.MISMATCH, context, note=str(first))
+                departed = 0 if first.departed is None else first.departed + 1
+                frame = wire.Frame(wire.FrameKind.MISMATCH, context, step=departed, note=str(first))
             self._peers.tell(frame, ranks)
             return first
 
@@ -343,18 +364,39 @@ class TcpBackend(Backend):
         if unsent:
             raise Timeout(f"close of rank {self.rank}: {listed(unsent)} did not take all that was sent there in time")
 
+    def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: D102
+        with self._progress.lock:
+            self._parting.join(context, ranks)
+
+    def keep_silent(self) -> None:  # noqa: D102
+        with self._progress.lock:
+            self._parting.keep_silent()
+
+    def difference(self) -> CollectiveMismatch | None:  # noqa: D102
+        return self._difference
+
     def _leave(self, farewell: wire.Frame, timeout: float) -> list[int]:
         """Says farewell, frees everything, and returns the ranks to which not all could be sent within `timeout`."""
+        in_good_order = farewell.kind == wire.FrameKind.GOODBYE
         with self._progress.lock:
             if self._progress.is_closed:
                 return []
             self._write_out(timeout)
             if self._progress.is_closed:
                 return []
+            if in_good_order:
+                for rank in self._peers.ranks():
+                    for word in self._parting.words_for(rank):
+                        self._peers.tell(word, [rank])
             self._peers.tell(farewell)
             self._linger(timeout)
+            if not self._progress.is_closed and in_good_order:
+                self._progress.glance()  # at what the peers have said that closed before
+                self._peers.take_in_lines()
             if self._progress.is_closed:  # another thread was faster
                 return []
+            if in_good_order:
+                self._difference = self._parting.difference()
             unsent = self._peers.unsent()
             _open_backends.discard(self)
             self._mailbox.fail_all(self.closed_error())

@@ -24,7 +24,7 @@ from typing import Any
 
 from echelon.errors import AuthenticationError, ProtocolError
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"ECHELON" + bytes([VERSION])
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32

@@ -42,6 +42,7 @@ from echelon.backends.tcp.limit import Limit
 from echelon.backends.tcp.line import Head, Line, Memory
 from echelon.backends.tcp.lines import Lines
 from echelon.backends.tcp.members import Member
+from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Progress
 from echelon.backends.tcp.sockets import is_loopback
@@ -78,6 +79,7 @@ class Peers:
         progress: Progress,
         mailbox: Mailbox,
         recorder: FlightRecorder,
+        parting: Parting,
         max_unclaimed_bytes: int,
     ) -> None:
         self._limit = Limit(mailbox, max_unclaimed_bytes)
@@ -112,6 +114,7 @@ class Peers:
             wire.FrameKind.MISMATCH: self._on_mismatch,
             wire.FrameKind.QUESTION: self._on_question,
             wire.FrameKind.ANSWER: self._on_answer,
+            wire.FrameKind.TALLY: parting.hear,
         }
 
     # Watching
@@ -329,7 +332,8 @@ class Peers:
             self._mailbox.fail_peer(rank, failure)
 
     def _on_mismatch(self, rank: int, frame: wire.Frame) -> None:
-        self._revoke_for(rank, frame.context, CollectiveMismatch(frame.note))
+        departed = frame.step - 1 if frame.step else None
+        self._revoke_for(rank, frame.context, CollectiveMismatch(frame.note, departed=departed))
 
     def _revoke_for(self, rank: int, context: int, failure: Failure) -> None:
         """Revokes a context because a peer says so.
@@ -424,6 +428,14 @@ class Peers:
         return found
 
     # The end of this rank
+
+    def take_in_lines(self) -> None:
+        """Takes in what stands in the lines, as far as no limit keeps it out."""
+        self._lines.take_in()
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that are still connected."""
+        return list(self._connections)
 
     def is_busy(self) -> bool:
         """Says whether anything is under way that needs driving."""

@@ -1,0 +1,126 @@
+"""Comparison of calls at the end: how many each rank has made, told to its peers right before its goodbye.
+
+A rank that closes its group tells each peer two things, in frames that precede its goodbye: for each group that both
+are in, the last collective that it called; and how many messages of that peer it has received. A rank that closes later
+compares them with its own. So a call too many is noticed even if it was the very last and no rank had to wait for it.
+
+Nobody waits for these words. They cost a rank that closes first nothing, and it learns nothing: no peer has told it.
+After a failure, a withdrawn receive or a call of `keep_silent` a rank tells nothing and compares nothing, because then
+ranks may end with different calls in good order.
+
+Called with the lock of `Progress` held.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from echelon.backends import wire
+from echelon.backends.matching import Mailbox
+from echelon.errors import CollectiveMismatch, ProtocolError
+from echelon.flights import FlightRecorder
+
+MAX_TALLIES = 256
+"""The most groups that a rank tells each peer about; of more, the ones that were made last."""
+_ADVICE = "every rank must call the same operations in the same order with the same arguments"
+
+
+class Parting:
+    """Calls of one rank and of its peers, as far as they are compared when it closes."""
+
+    def __init__(self, rank: int, recorder: FlightRecorder, mailbox: Mailbox) -> None:
+        """Begins with no group.
+
+        Args:
+            rank: this one.
+            recorder: of its collectives.
+            mailbox: of its messages.
+        """
+        self.sent: defaultdict[int, int] = defaultdict(int)
+        """The number of messages that were sent to each rank, those of collectives left out."""
+        self._rank = rank
+        self._recorder = recorder
+        self._mailbox = mailbox
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._tallies: dict[int, list[wire.Frame]] = {}
+        self._keeps_silent = False
+
+    def join(self, context: int, ranks: Sequence[int]) -> None:
+        """Adds a group of these ranks, this one included."""
+        self._groups.pop(context, None)
+        self._groups[context] = tuple(ranks)
+
+    def keep_silent(self) -> None:
+        """Tells and compares nothing from now on."""
+        self._keeps_silent = True
+
+    def words_for(self, peer: int) -> Iterator[wire.Frame]:
+        """Yields what a peer is to hear right before the goodbye of this rank."""
+        if self._is_silent():
+            return
+        kind = wire.FrameKind.TALLY
+        yield wire.Frame(kind, sequence=self._mailbox.claimed[peer])
+        shared = [context for context, ranks in self._groups.items() if peer in ranks]
+        for context in shared[-(MAX_TALLIES - 1) :]:
+            if (last := self._recorder.latest(context)) is not None:
+                yield wire.Frame(kind, context, last.sequence, last.signature, note=last.with_marks())
+
+    def hear(self, peer: int, tally: wire.Frame) -> None:
+        """Takes in one of the words of a peer.
+
+        Raises:
+            ProtocolError: they are more than a rank has to say.
+        """
+        tallies = self._tallies.setdefault(peer, [])
+        if len(tallies) == MAX_TALLIES:
+            raise ProtocolError(f"more than {MAX_TALLIES} words of farewell: the peer does not speak this protocol")
+        tallies.append(tally)
+
+    def difference(self) -> CollectiveMismatch | None:
+        """Returns the first difference between the calls of this rank, which closes, and those of its peers."""
+        if self._is_silent():
+            return None
+        for peer, tallies in sorted(self._tallies.items()):
+            for tally in tallies:
+                if error := self._messages(peer, tally) if tally.context == 0 else self._collectives(peer, tally):
+                    return error
+        return self._unread()
+
+    def _is_silent(self) -> bool:
+        return self._keeps_silent or self._mailbox.has_failures
+
+    def _collectives(self, peer: int, tally: wire.Frame) -> CollectiveMismatch | None:
+        if peer not in self._groups.get(tally.context, ()):
+            return None
+        mine = self._recorder.latest(tally.context)
+        number = 0 if mine is None else mine.sequence
+        if number == tally.sequence and (mine is None or mine.signature == tally.step):
+            return None
+        here = "no collective of it" if mine is None else mine.with_marks()
+        return CollectiveMismatch(
+            f"rank {self._rank} closes its group after {here}, {number} in all, but rank {peer} closed it after "
+            f"{tally.note}, {tally.sequence} in all: {_ADVICE}",
+            peer,
+            tally.note,
+        )
+
+    def _messages(self, peer: int, tally: wire.Frame) -> CollectiveMismatch | None:
+        sent = self.sent[peer]
+        if sent <= tally.sequence:
+            return None
+        return CollectiveMismatch(
+            f"rank {self._rank} has sent {sent} messages to rank {peer}, which closed its group after it had received "
+            f"{tally.sequence}: receive them all there, or send fewer",
+            peer,
+        )
+
+    def _unread(self) -> CollectiveMismatch | None:
+        for src, tag in sorted(self._mailbox.unclaimed()):
+            if tag.sequence == 0 and tag.context in self._groups:
+                return CollectiveMismatch(
+                    f"rank {self._rank} closes its group without having received a message of rank {src}, "
+                    f"tag {tag.step}: receive it here, or do not send it there",
+                    src,
+                )
+        return None
