@@ -249,8 +249,6 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         out: Tensor | None = None,
         changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
-        if out is not None and not isinstance(out, Tensor):
-            raise InvalidArgument(f"out is {named(out)}: pass one tensor for the whole result, or leave it out")
         seconds = self.timeout if timeout is None else check_seconds(timeout)
         return self._caller.call(operation, async_op, seconds, out, changes)
 

@@ -1,5 +1,6 @@
 """Worlds that are made and closed, one after another, leave nothing behind in their process."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -97,7 +98,8 @@ def leave_work(backend):
     group.irecv(1 - group.rank, tag=1)
     group.isend(torch.ones(MIB // 4), 1 - group.rank)
     group.barrier()
-    group.close()
+    with contextlib.suppress(echelon.CollectiveMismatch):  # a message that nobody has received
+        group.close()
 
 
 def keep_tensors(backend):

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from echelon.arguments import named
 from echelon.backends.admission import check_values
 from echelon.backends.base import Backend
 from echelon.backends.host_copies import Landing
@@ -16,7 +17,7 @@ from echelon.backends.tag import Tag
 from echelon.backends.work import Work
 from echelon.calls.gpu_policy import check_away
 from echelon.collectives.operations import Operation
-from echelon.errors import InvalidRank, SelfSend, SizeMismatch
+from echelon.errors import InvalidArgument, InvalidRank, SelfSend, SizeMismatch
 
 T = TypeVar("T")
 Seconds: TypeAlias = float | None
@@ -99,6 +100,8 @@ class Member(ABC):
     def _check_place(self, out: Tensor | None, what: str) -> None:
         """Raises UnsupportedOp if a result cannot be written into `out`; what shape it has is known later."""
         if out is not None:
+            if not isinstance(out, Tensor):
+                raise InvalidArgument(f"out is {named(out)}: pass one tensor for the whole result, or leave it out")
             check_values(out, f"{what}(out=)", takes_meta=True)
             if out.is_meta and not self.backend.host_copies.handles(out):
                 raise wrong_device(out, self.backend.devices, f"{what}(out=)")

@@ -304,13 +304,17 @@ def _check_tensors(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise UnsupportedOp(f"parameter {name!r} has no shape yet: run one forward of the model, then wrap it")
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    tensors: list[tuple[str, torch.Tensor]] = [
+        (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
+    ]
+    tensors += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
+    for name, tensor in tensors:
         if tensor.is_meta:
             raise UnsupportedOp(
-                f"{name!r} is on the meta device and has no values: call model.to_empty(device='cpu') and initialise "
+                f"{name} is on the meta device and has no values: call model.to_empty(device='cpu') and initialise "
                 "it, then wrap it"
             )
-        check_values(tensor, f"DistributedDataParallel, {name!r},")
+        check_values(tensor, f"DistributedDataParallel, {name},")
 
 
 def _check_trains(module: torch.nn.Module) -> None:

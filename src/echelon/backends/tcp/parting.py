@@ -20,6 +20,7 @@ from echelon.backends import wire
 from echelon.backends.matching import Mailbox
 from echelon.errors import CollectiveMismatch, ProtocolError
 from echelon.flights import FlightRecorder
+from echelon.wording import counted
 
 MAX_TALLIES = 256
 """The most groups that a rank tells each peer about; of more, the ones that were made last."""
@@ -110,7 +111,7 @@ class Parting:
         if sent <= tally.sequence:
             return None
         return CollectiveMismatch(
-            f"rank {self._rank} has sent {sent} messages to rank {peer}, which closed its group after it had received "
+            f"rank {self._rank} has sent {counted(sent, 'message')} to rank {peer}, which closed its group after it had received "
             f"{tally.sequence}: receive them all there, or send fewer",
             peer,
         )
