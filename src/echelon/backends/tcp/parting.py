@@ -111,8 +111,8 @@ class Parting:
         if sent <= tally.sequence:
             return None
         return CollectiveMismatch(
-            f"rank {self._rank} has sent {counted(sent, 'message')} to rank {peer}, which closed its group after it had "
-            f"received {tally.sequence}: receive them all there, or send fewer",
+            f"rank {self._rank} has sent {counted(sent, 'message')} to rank {peer}, which closed its group after it "
+            f"had received {tally.sequence}: receive them all there, or send fewer",
             peer,
         )
 
