@@ -10,7 +10,7 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("errors", "trace", "places", "flights", "wording", "_torch_private"),
+    ("errors", "trace", "places", "flights", "wording", "_torch_private", "_torch_versions"),
     ("backends",),
     ("collectives",),
     ("calls",),
@@ -43,6 +43,7 @@ IMPURE = {
 }
 
 PURE = (
+    "_torch_versions",
     "errors",
     "trace",
     "wording",

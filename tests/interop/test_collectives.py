@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon._torch_private import operators_of
+from echelon._torch_private import operators_of, resolve_process_group
+from echelon._torch_versions import release
+from tests.interop.worlds import all_gather_single, reduce_scatter_single
 
 N = 2
 
@@ -42,7 +44,7 @@ def moved(rank):
     got["all_gather"] = [torch.empty(3, 4) for _ in range(n)]
     dist.all_gather(got["all_gather"], mine)
     got["all_gather_single"] = torch.empty(3 * n, 4)
-    dist.all_gather_single(got["all_gather_single"], mine)
+    all_gather_single(got["all_gather_single"], mine)
     got["gather"] = [torch.empty(3, 4) for _ in range(n)] if rank == 1 else None
     dist.gather(mine, got["gather"], dst=1)
     got["scatter"] = torch.empty(3, 4)
@@ -54,7 +56,7 @@ def moved(rank):
     got["reduce_scatter"] = torch.empty(3, 4)
     dist.reduce_scatter(got["reduce_scatter"], [mine * i for i in range(n)])
     got["reduce_scatter_single"] = torch.empty(2, 2)
-    dist.reduce_scatter_single(got["reduce_scatter_single"], tensor_of(rank, (2 * n, 2)))
+    reduce_scatter_single(got["reduce_scatter_single"], tensor_of(rank, (2 * n, 2)))
     got["all_to_all"] = [torch.empty(3, 4) for _ in range(n)]
     dist.all_to_all(got["all_to_all"], [mine + 10 * i for i in range(n)])
     got["all_to_all_single"] = torch.empty(4, n)
@@ -106,10 +108,10 @@ def in_place(rank, size):
     """Makes the calls whose input is a part of their output, or the other way round, as FSDP does."""
     gathered = torch.zeros(2 * size)
     gathered[rank * size : (rank + 1) * size] = rank + 1
-    dist.all_gather_single(gathered, gathered[rank * size : (rank + 1) * size])
+    all_gather_single(gathered, gathered[rank * size : (rank + 1) * size])
     scattered = torch.arange(2.0 * size)
     own = scattered[rank * size : (rank + 1) * size]
-    dist.reduce_scatter_single(own, scattered)
+    reduce_scatter_single(own, scattered)
     parts = list(torch.full((2, size), rank + 1.0))
     dist.all_gather(parts, parts[rank])
     return gathered, own, torch.stack(parts)
@@ -131,12 +133,12 @@ def coalesced(rank):
     gathered = [torch.empty(2 * size) for size in (2, 3)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for out, tensor in zip(gathered, sums, strict=True):
-            dist.all_gather_single(out, tensor + rank)
+            all_gather_single(out, tensor + rank)
     manager.wait()
     scattered = [torch.empty(1), torch.empty(2)]
     with dist.distributed_c10d._coalescing_manager():
         for out, size in zip(scattered, (2, 4), strict=True):
-            dist.reduce_scatter_single(out, torch.arange(float(size)))
+            reduce_scatter_single(out, torch.arange(float(size)))
     old_style = torch.full((2,), float(rank))
     with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         dist.broadcast(old_style, 1, async_op=True)
@@ -180,12 +182,14 @@ FUNCTIONAL = (
     "reduce_scatter_tensor_out",
     "wait_tensor",
 )
+SINCE_2_15 = ("wait_tensors",)
+HAS_2_15 = release(torch.__version__) >= (2, 15)
 
 
 def test_all_functional_collectives_are_known():
     """A torch that has more of them needs a look at which of these its C++ takes past Python."""
     found = set(operators_of("_c10d_functional")) - {"_wrap_tensor_autograd"}  # of torch's Python, without a group
-    assert found == set(FUNCTIONAL)
+    assert found == set(FUNCTIONAL + SINCE_2_15 if HAS_2_15 else FUNCTIONAL)
 
 
 def functional(rank):
@@ -240,6 +244,62 @@ def test_functional_collectives_come_through_python(in_world):
     first, second = in_world(N, functional)
     assert first == same | {"isend, irecv": [], "batch_p2p_ops": [2.0, 2.0]}
     assert second == same | {"isend, irecv": [1.0, 1.0], "batch_p2p_ops": [1.0, 1.0]}
+
+
+def functional_of_2_15(rank):
+    """Calls operators in the ways that torch 2.15 added: with a group in place of its name, with a ReduceOp."""
+    operators, world, two = torch.ops._c10d_functional, dist.group.WORLD, torch.full((2,), rank + 1.0)
+    halved = operators.all_reduce(two, dist.ReduceOp.PREMUL_SUM(0.5), world)
+    gathered = operators.all_gather_into_tensor_out(two, 2, world, out=torch.empty(4))
+    scattered = operators.reduce_scatter_tensor_out(two, "sum", 2, world, out=torch.empty(1))
+    return [tensor.tolist() for tensor in operators.wait_tensors([halved, gathered, scattered])]
+
+
+@pytest.mark.skipif(not HAS_2_15, reason="torch before 2.15 takes names of groups and of reductions only")
+def test_functional_collectives_take_a_group_and_a_reduce_op(in_world):
+    assert in_world(N, functional_of_2_15) == [[[1.5, 1.5], [1.0, 1.0, 2.0, 2.0], [3.0]]] * N
+
+
+def resolved(rank):
+    world = dist.group.WORLD
+    return resolve_process_group(world) is world, resolve_process_group(world.group_name) is world
+
+
+def test_a_group_is_found_by_its_name_or_by_itself(in_world):
+    assert in_world(1, resolved) == [(True, True)]
+
+
+def under_way(rank, early):
+    """Has rank `early` call an operator before the other does, and returns what becomes of its tensor meanwhile."""
+    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    value, token = torch.full((2,), rank + 1.0, requires_grad=True), torch.zeros(1)
+    if rank != early:
+        dist.recv(token, early)
+    result = operators.all_reduce(value, "max", name)  # autograd takes the result over when this returns
+    version = result._version
+    if rank == early:
+        dist.send(token, 1 - early)
+    total = operators.wait_tensor(result)
+    return total.tolist(), result.requires_grad, result._version - version
+
+
+@pytest.mark.parametrize("early", range(N))
+def test_a_functional_collective_under_way_leaves_its_tensor_to_autograd(in_world, early):
+    """It used to be written through a view, which autograd refused once the tensor had a gradient function."""
+    assert in_world(N, under_way, early) == [([2.0, 2.0], True, 0)] * N
+
+
+def gathered(rank):
+    options = dist.distributed_c10d.GatherOptions()
+    options.rootRank = 1
+    out = torch.zeros(2, 3)
+    dist.group.WORLD.gather_single(out, tensor_of(rank, (3,)), options).wait()
+    return out.tolist()
+
+
+def test_gather_into_one_tensor(in_world):
+    """`dist.gather_single` calls it, which came with torch 2.14 and is not there over Gloo."""
+    assert in_world(N, gathered) == [[[0.0] * 3] * 2, [[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]]]
 
 
 def held_by_cpp_alone(rank):

@@ -199,6 +199,14 @@ class Collectives(Running):
         return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
 
     @by_device
+    def gather_single(self, output: Tensor, input: Tensor, opts: GatherOptions | None = None) -> dist.Work:
+        """Gathers the tensors of all ranks into one, on one of them; torch calls it since 2.14."""
+        opts = opts or GatherOptions()
+        outputs = [output] if self.group.rank == opts.rootRank else []
+        call = partial(self.group.gather, flat(input), opts.rootRank)
+        return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
+
+    @by_device
     def scatter(
         self,
         output_tensors: Sequence[Tensor],

@@ -16,8 +16,13 @@ from echelon.errors import SizeMismatch
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor as one dim, outside of autograd: in its own memory if it is contiguous."""
-    return plain(tensor).view(-1)
+    """Returns the values of a tensor as one dim, outside of autograd: in its own memory if it is contiguous.
+
+    `.data` has no gradient function and a version counter of its own. A functional collective gives its tensor a
+    gradient function while the operation is under way: a view of the tensor would then refuse to be written. torch 2.15
+    saves the tensor for backward at that moment too: writing a view would count as a change of the saved tensor.
+    """
+    return plain(tensor.data).view(-1)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -39,7 +44,7 @@ def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
 def put(values: Tensor, into: Tensor) -> Tensor:
     """Writes flat values into a tensor of any shape, unless they are there already, and returns it."""
     if values.data_ptr() != into.data_ptr():
-        into.detach().copy_(values.view(into.shape))
+        into.data.copy_(values.view(into.shape))  # as in `flat`
     return into
 
 
