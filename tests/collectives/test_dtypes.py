@@ -62,7 +62,10 @@ def table():
 
 
 def test_the_documentation_says_which_dtypes_work():
-    assert table() in DOCS.read_text(), f"write this into docs/collectives.md:\n{table()}"
+    text = DOCS.read_text()
+    if not hasattr(torch, "bcomplex32"):  # which came with torch 2.15
+        text = text.replace("bcomplex32, ", "")
+    assert table() in text, f"write this into docs/collectives.md:\n{table()}"
 
 
 def move_everything(group, names):
