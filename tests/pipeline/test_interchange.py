@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import eq
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as of_torch
 
+from echelon._torch_versions import release
 from echelon.errors import ScheduleError
 from echelon.pipeline.action import Action
 from echelon.pipeline.cost import Costs
@@ -161,6 +163,8 @@ def batch(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", [name for name in names() if name != "forward-only"])
 def test_our_schedules_run_in_torchs_runtime(name, pool, tmp_path):
     schedule = build(name, *sizes_of(name, 2, 5, 2))
+    if release(torch.__version__) < (2, 12) and any(map(eq, schedule.placement, schedule.placement[1:])):
+        pytest.skip("the runtime of torch 2.11 sends between two stages of one rank, which Gloo cannot")
     schedule.to_csv(tmp_path / "ours.csv")
     arguments = str(tmp_path / "ours.csv"), schedule.placement, schedule.num_microbatches, str(tmp_path)
     gradients = {}
