@@ -56,7 +56,9 @@ def table():
             wide = "complex64"
         texts = ("yes" if is_moved else "no", ", ".join(ops) or "nothing", wide if ops else "")
         rows.setdefault(texts, []).append(str(dtype).removeprefix("torch."))
-    for (is_moved, ops, wide), names in sorted(rows.items(), key=lambda row: (-len(row[0][1]), row[1])):
+    for (is_moved, ops, wide), names in sorted(
+        rows.items(), key=lambda row: (-len(row[0][1]), row[0][0] == "no", row[1])
+    ):
         lines.append(f"| {', '.join(names)} | {is_moved} | {ops} | {wide} |")
     return "\n".join(lines)
 

@@ -91,9 +91,9 @@ def test_results_are_those_of_gloo(in_world, function):
 
 def beyond_gloo(rank):
     scaled = torch.ones(3) * (rank + 1)
-    if RELEASE >= (2, 12):
+    if RELEASE >= (2, 13):
         dist.all_reduce(scaled, dist.ReduceOp.PREMUL_SUM(0.5))
-    else:  # torch 2.11 makes them by a private function, and does not say their factor
+    else:  # made by a private function, and without a factor that can be read
         with pytest.raises(UnsupportedOp, match="multiply the tensor, and use SUM"):
             dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
         scaled.fill_(1.5)
