@@ -11,7 +11,7 @@ import importlib
 OLDEST = (2, 11)
 """The oldest version; pyproject.toml asks for it too."""
 TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""The versions on which the tests were run: `make compat TORCH=2.15.0`."""
+"""The versions on which tests were run, as by `make compat TORCH=2.15.0`; CONTRIBUTING.md says which tests."""
 
 PRIVATE_NAMES = (
     "torch.Tensor._post_accumulate_grad_hooks",
