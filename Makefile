@@ -1,23 +1,29 @@
 # Every target does its own set-up: a virtual environment in .venv with the package and what it needs.
 # The set-up runs once; it runs again when pyproject.toml or constraints.txt change.
 #   make PYTHON=/path/to/python3.12 test     picks the interpreter that .venv is made from
+# `make compat` has a virtual environment for each version of torch, as .venv-torch-2.15.0, and leaves .venv alone.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INTEROP := $(VENV)/.interop
 
-.PHONY: help demo test slow conformance gpu lint format clean
+# For make compat: a version of torch, and more arguments for pytest, as ARGS="tests/interop -x".
+TORCH :=
+ARGS :=
+
+.PHONY: help demo test slow conformance compat gpu lint format clean
 
 help:
 	@echo "make demo    train a small language model on four ranks (dp=2, pp=2)"
 	@echo "make test    run the quick tests"
 	@echo "make slow    run the tests that make test leaves out"
 	@echo "make conformance  run PyTorch's own tests of torch.distributed over Gloo and over Echelon, and compare"
+	@echo "make compat TORCH=2.15.0  run the quick tests with another version of torch (gigabytes, some minutes)"
 	@echo "make gpu     run the tests that need a GPU with CUDA"
 	@echo "make lint    check formatting, style and types"
 	@echo "make format  format the code"
-	@echo "make clean   remove .venv, caches and outputs"
+	@echo "make clean   remove .venv and .venv-torch-*, caches and outputs"
 
 demo: $(STAMP)
 	$(BIN)/echelon run -n 4 examples/train_gpt.py --dp 2 --pp 2
@@ -30,6 +36,14 @@ slow: $(INTEROP)
 
 conformance: $(INTEROP)
 	$(BIN)/python conformance/run.py
+
+ifeq ($(TORCH),)
+compat:
+	@echo "name a version of torch: make compat TORCH=2.15.0" >&2; exit 1
+else
+compat: .venv-torch-$(TORCH)/.installed
+	.venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" $(ARGS)
+endif
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -rs
@@ -44,12 +58,12 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The first of these that really starts and is new enough: python3 may be old, and python3.12 may be a shim that fails.
-# The constraints file pins torch for development; pyproject.toml states the range that the package supports.
-$(STAMP): pyproject.toml constraints.txt
+# Makes the virtual environment $(1) with the first of these that really starts and is new enough: python3 may be old, and
+# python3.12 may be a shim that fails.
+define make_venv
 	@set -e; new_enough='import sys; sys.exit(sys.version_info < (3, 11))'; \
 	found=; tried="$(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)"; \
 	for candidate in $$tried; do \
@@ -59,11 +73,16 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "Echelon needs Python 3.11 or newer, and none of these is: $$tried." >&2; \
 	    echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; \
 	fi; \
-	if ! "$(BIN)/python" -c "$$new_enough" >/dev/null 2>&1; then \
-	    echo "making $(VENV) with $$found"; rm -rf "$(VENV)"; \
-	    "$$found" -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
+	if ! "$(1)/bin/python" -c "$$new_enough" >/dev/null 2>&1; then \
+	    echo "making $(1) with $$found"; rm -rf "$(1)"; \
+	    "$$found" -m venv "$(1)" || { rm -rf "$(1)"; \
 	        echo "$$found cannot make a virtual environment: install its venv module (python3-venv on Debian)" >&2; exit 1; }; \
 	fi
+endef
+
+# The constraints file pins torch for development; pyproject.toml states the range that the package supports.
+$(STAMP): pyproject.toml constraints.txt
+	$(call make_venv,$(VENV))
 	@echo "installing the package and what it needs into $(VENV): this takes a minute or a few, once"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
@@ -71,4 +90,12 @@ $(STAMP): pyproject.toml constraints.txt
 # Lightning, Accelerate and what PyTorch's own tests import.
 $(INTEROP): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,interop]"
+	@touch $@
+
+# The same with one version of torch, $*, in place of the one that constraints.txt pins.
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	$(call make_venv,$(@D))
+	@echo "installing torch $*, the package and what it needs into $(@D): this takes some minutes, once"
+	@sed '/^torch==/d' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt "torch==$*" -e ".[dev,interop]"
 	@touch $@

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import echelon
+from echelon._torch_private import fake_tensors
 from tests.cases import Case, bytes_of, cases, check, expected, input_of, laid_out, splits_of
 
 MODES = ("plain", "no_grad", "inference")
@@ -333,7 +333,7 @@ def refused(kind: str, group: echelon.ProcessGroup) -> None:
     elif kind == "meta":
         group.all_reduce(tensor.to("meta"))
     elif kind == "fake":
-        with FakeTensorMode():
+        with fake_tensors():
             fake = torch.ones(3, 3)
         group.reduce_scatter(fake)
     elif kind == "vmap":

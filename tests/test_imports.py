@@ -10,7 +10,10 @@ import echelon
 ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
-    ("arguments", "errors", "exits", "files", "flights", "places", "trace", "wording", "world_size", "_torch_private"),
+    (
+        *("arguments", "errors", "exits", "files", "flights", "places", "trace", "wording", "world_size"),
+        *("_torch_private", "_torch_versions"),
+    ),
     ("backends",),
     ("collectives",),
     ("calls",),
@@ -43,6 +46,7 @@ IMPURE = {
 }
 
 PURE = (
+    "_torch_versions",
     "arguments",
     "errors",
     "exits",

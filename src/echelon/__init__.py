@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from echelon import _torch_versions
 from echelon.errors import (
     AuthenticationError,
     Closed,
@@ -126,6 +127,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _torch_versions.require()
     value: object = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value

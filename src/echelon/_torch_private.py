@@ -1,4 +1,7 @@
-"""Everything that Echelon uses of torch without torch promising to keep it, with the reason."""
+"""Everything that Echelon uses of torch without torch promising to keep it, with the reason.
+
+Each private name stands in `_torch_versions.PRIVATE_NAMES` too, by which versions of torch that lack one are refused.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from echelon._torch_versions import require
+
+require()  # before the names below are imported: a version without one of them is refused with one line
+
 from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._distributed_c10d import _DistributedBackendOptions as DistributedBackendOptions
 from torch._C._distributed_c10d import _register_work as register_work
@@ -32,6 +40,7 @@ __all__ = [
     "TreeSpec",
     "all_gather_into",
     "at_end_of_backward",
+    "backend_config",
     "draws_random_numbers",
     "fail_when_unwrapped",
     "fake_tensors",
@@ -196,9 +205,18 @@ def all_gather_into(group: dist.ProcessGroup, out: torch.Tensor, tensor: torch.T
     return group._allgather_base(out, tensor)
 
 
-def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """Returns the group of a name."""
-    return _resolve_process_group(GroupName(name))
+def resolve_process_group(group: str | dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group of a name. torch 2.15 may give a functional collective the group itself."""
+    return _resolve_process_group(GroupName(group)) if isinstance(group, str) else group
+
+
+def backend_config(group: dist.ProcessGroup) -> str:
+    """Returns the backends of a group by device type, such as "cpu:gloo,cuda:nccl". Empty if torch has none yet.
+
+    The public `get_backend_config` raises TypeError for a group that torch is still making.
+    """
+    configs: Mapping[dist.ProcessGroup, str] = dist.distributed_c10d._world.pg_backend_config
+    return str(configs.get(group, ""))
 
 
 def operators_of(namespace: str) -> tuple[str, ...]:

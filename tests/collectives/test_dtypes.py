@@ -56,13 +56,18 @@ def table():
             wide = "complex64"
         texts = ("yes" if is_moved else "no", ", ".join(ops) or "nothing", wide if ops else "")
         rows.setdefault(texts, []).append(str(dtype).removeprefix("torch."))
-    for (is_moved, ops, wide), names in sorted(rows.items(), key=lambda row: (-len(row[0][1]), row[1])):
+    for (is_moved, ops, wide), names in sorted(
+        rows.items(), key=lambda row: (-len(row[0][1]), row[0][0] == "no", row[1])
+    ):
         lines.append(f"| {', '.join(names)} | {is_moved} | {ops} | {wide} |")
     return "\n".join(lines)
 
 
 def test_the_documentation_says_which_dtypes_work():
-    assert table() in DOCS.read_text(), f"write this into docs/collectives.md:\n{table()}"
+    text = DOCS.read_text()
+    if not hasattr(torch, "bcomplex32"):  # which came with torch 2.15
+        text = text.replace("bcomplex32, ", "")
+    assert table() in text, f"write this into docs/collectives.md:\n{table()}"
 
 
 def move_everything(group, names):

@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon._torch_private import fake_tensors, operators_of
+from echelon._torch_private import fake_tensors, operators_of, resolve_process_group
+from echelon._torch_versions import release
 from echelon.errors import UnsupportedOp
+from tests.interop.worlds import all_gather_single, reduce_scatter_single
 
 N = 2
+RELEASE = release(torch.__version__)
 
 
 def tensor_of(rank, shape=(3, 4), dtype=torch.float32):
@@ -43,7 +46,7 @@ def moved(rank):
     got["all_gather"] = [torch.empty(3, 4) for _ in range(n)]
     dist.all_gather(got["all_gather"], mine)
     got["all_gather_single"] = torch.empty(3 * n, 4)
-    dist.all_gather_single(got["all_gather_single"], mine)
+    all_gather_single(got["all_gather_single"], mine)
     got["gather"] = [torch.empty(3, 4) for _ in range(n)] if rank == 1 else None
     dist.gather(mine, got["gather"], dst=1)
     got["scatter"] = torch.empty(3, 4)
@@ -55,9 +58,10 @@ def moved(rank):
     got["reduce_scatter"] = torch.empty(3, 4)
     dist.reduce_scatter(got["reduce_scatter"], [mine * i for i in range(n)])
     got["reduce_scatter_single"] = torch.empty(2, 2)
-    dist.reduce_scatter_single(got["reduce_scatter_single"], tensor_of(rank, (2 * n, 2)))
-    got["all_to_all"] = [torch.empty(3, 4) for _ in range(n)]
-    dist.all_to_all(got["all_to_all"], [mine + 10 * i for i in range(n)])
+    reduce_scatter_single(got["reduce_scatter_single"], tensor_of(rank, (2 * n, 2)))
+    if RELEASE >= (2, 12):  # Gloo had none before
+        got["all_to_all"] = [torch.empty(3, 4) for _ in range(n)]
+        dist.all_to_all(got["all_to_all"], [mine + 10 * i for i in range(n)])
     got["all_to_all_single"] = torch.empty(4, n)
     dist.all_to_all_single(got["all_to_all_single"], tensor_of(rank, (4, n)))
     rows, other = ([3, 1], [3, 2]) if rank == 0 else ([2, 4], [1, 4])
@@ -87,7 +91,12 @@ def test_results_are_those_of_gloo(in_world, function):
 
 def beyond_gloo(rank):
     scaled = torch.ones(3) * (rank + 1)
-    dist.all_reduce(scaled, dist.ReduceOp.PREMUL_SUM(0.5))
+    if RELEASE >= (2, 13):
+        dist.all_reduce(scaled, dist.ReduceOp.PREMUL_SUM(0.5))
+    else:  # made by a private function, and without a factor that can be read
+        with pytest.raises(UnsupportedOp, match="multiply the tensor, and use SUM"):
+            dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
+        scaled.fill_(1.5)
     uneven = [torch.empty(size) for size in (1, 3)]
     dist.all_gather(uneven, torch.full((1 if rank == 0 else 3,), float(rank)))
     parts = torch.empty(1 if rank == 0 else 2)
@@ -107,10 +116,10 @@ def in_place(rank, size):
     """Makes the calls whose input is a part of their output, or the other way round, as FSDP does."""
     gathered = torch.zeros(2 * size)
     gathered[rank * size : (rank + 1) * size] = rank + 1
-    dist.all_gather_single(gathered, gathered[rank * size : (rank + 1) * size])
+    all_gather_single(gathered, gathered[rank * size : (rank + 1) * size])
     scattered = torch.arange(2.0 * size)
     own = scattered[rank * size : (rank + 1) * size]
-    dist.reduce_scatter_single(own, scattered)
+    reduce_scatter_single(own, scattered)
     parts = list(torch.full((2, size), rank + 1.0))
     dist.all_gather(parts, parts[rank])
     return gathered, own, torch.stack(parts)
@@ -132,12 +141,12 @@ def coalesced(rank):
     gathered = [torch.empty(2 * size) for size in (2, 3)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for out, tensor in zip(gathered, sums, strict=True):
-            dist.all_gather_single(out, tensor + rank)
+            all_gather_single(out, tensor + rank)
     manager.wait()
     scattered = [torch.empty(1), torch.empty(2)]
     with dist.distributed_c10d._coalescing_manager():
         for out, size in zip(scattered, (2, 4), strict=True):
-            dist.reduce_scatter_single(out, torch.arange(float(size)))
+            reduce_scatter_single(out, torch.arange(float(size)))
     old_style = torch.full((2,), float(rank))
     with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         dist.broadcast(old_style, 1, async_op=True)
@@ -247,13 +256,16 @@ FUNCTIONAL = (
     "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_out",
     "wait_tensor",
+    "wait_tensors",
 )
+SINCE = {"irecv": (2, 12), "isend": (2, 12), "wait_tensors": (2, 15)}
+"""The version of torch that brought an operator, if it is newer than 2.11."""
 
 
 def test_all_functional_collectives_are_known():
     """A torch that has more of them needs a look at which of these its C++ takes past Python."""
     found = set(operators_of("_c10d_functional")) - {"_wrap_tensor_autograd"}  # of torch's Python, without a group
-    assert found == set(FUNCTIONAL)
+    assert found == {name for name in FUNCTIONAL if SINCE.get(name, RELEASE) <= RELEASE}
 
 
 def functional(rank):
@@ -261,7 +273,6 @@ def functional(rank):
     name, peer, own = dist.group.WORLD.group_name, 1 - rank, rank + 1.0
     operators = torch.ops._c10d_functional
     two = lambda: torch.full((2,), own)  # noqa: E731
-    swapped = operators.isend if rank == 0 else operators.irecv
     calls = {
         "all_reduce": operators.all_reduce(two(), "sum", name),
         "all_reduce_": operators.all_reduce_(two(), "avg", name),
@@ -276,11 +287,12 @@ def functional(rank):
         "all_to_all_single": operators.all_to_all_single(two(), [1, 1], [1, 1], name),
         "broadcast": operators.broadcast(two(), 1, name),
         "broadcast_": operators.broadcast_(two(), 0, name),
-        "isend, irecv": swapped(two(), peer, 0, name),
-        "batch_p2p_ops": operators.batch_p2p_ops(
-            ["irecv", "isend"], [peer, peer], [0, 0], [torch.empty(2), two()], name
-        )[0],
     }
+    if SINCE["isend"] <= RELEASE:
+        swapped = operators.isend if rank == 0 else operators.irecv
+        calls["isend, irecv"] = swapped(two(), peer, 0, name)
+        both = [torch.empty(2), two()]
+        calls["batch_p2p_ops"] = operators.batch_p2p_ops(["irecv", "isend"], [peer, peer], [0, 0], both, name)[0]
     wait = operators.wait_tensor
     return {
         call: [wait(tensor).tolist() for tensor in result] if isinstance(result, list) else wait(result).tolist()
@@ -306,8 +318,65 @@ def test_functional_collectives_come_through_python(in_world):
         "broadcast_": [1.0, 1.0],
     }
     first, second = in_world(N, functional)
-    assert first == same | {"isend, irecv": [], "batch_p2p_ops": [2.0, 2.0]}
-    assert second == same | {"isend, irecv": [1.0, 1.0], "batch_p2p_ops": [1.0, 1.0]}
+    has_messages = SINCE["isend"] <= RELEASE
+    assert first == same | ({"isend, irecv": [], "batch_p2p_ops": [2.0, 2.0]} if has_messages else {})
+    assert second == same | ({"isend, irecv": [1.0, 1.0], "batch_p2p_ops": [1.0, 1.0]} if has_messages else {})
+
+
+def functional_of_2_15(rank):
+    """Calls operators in the ways that torch 2.15 added: with a group in place of its name, with a ReduceOp."""
+    operators, world, two = torch.ops._c10d_functional, dist.group.WORLD, torch.full((2,), rank + 1.0)
+    halved = operators.all_reduce(two, dist.ReduceOp.PREMUL_SUM(0.5), world)
+    gathered = operators.all_gather_into_tensor_out(two, 2, world, out=torch.empty(4))
+    scattered = operators.reduce_scatter_tensor_out(two, "sum", 2, world, out=torch.empty(1))
+    return [tensor.tolist() for tensor in operators.wait_tensors([halved, gathered, scattered])]
+
+
+@pytest.mark.skipif(RELEASE < (2, 15), reason="torch before 2.15 takes names of groups and of reductions only")
+def test_functional_collectives_take_a_group_and_a_reduce_op(in_world):
+    assert in_world(N, functional_of_2_15) == [[[1.5, 1.5], [1.0, 1.0, 2.0, 2.0], [3.0]]] * N
+
+
+def resolved(rank):
+    world = dist.group.WORLD
+    return resolve_process_group(world) is world, resolve_process_group(world.group_name) is world
+
+
+def test_a_group_is_found_by_its_name_or_by_itself(in_world):
+    assert in_world(1, resolved) == [(True, True)]
+
+
+def under_way(rank, early):
+    """Has rank `early` call an operator before the other does, and returns what becomes of its tensor meanwhile."""
+    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    value, token = torch.full((2,), rank + 1.0, requires_grad=True), torch.zeros(1)
+    if rank != early:
+        dist.recv(token, early)
+    result = operators.all_reduce(value, "max", name)  # autograd takes the result over when this returns
+    version = result._version
+    if rank == early:
+        dist.send(token, 1 - early)
+    total = operators.wait_tensor(result)
+    return total.tolist(), result.requires_grad, result._version - version
+
+
+@pytest.mark.parametrize("early", range(N))
+def test_a_functional_collective_under_way_leaves_its_tensor_to_autograd(in_world, early):
+    """It used to be written through a view, which autograd refused once the tensor had a gradient function."""
+    assert in_world(N, under_way, early) == [([2.0, 2.0], True, 0)] * N
+
+
+def gathered(rank):
+    options = dist.distributed_c10d.GatherOptions()
+    options.rootRank = 1
+    out = torch.zeros(2, 3)
+    dist.group.WORLD.gather_single(out, tensor_of(rank, (3,)), options).wait()
+    return out.tolist()
+
+
+def test_gather_into_one_tensor(in_world):
+    """`dist.gather_single` calls it, which came with torch 2.14 and is not there over Gloo."""
+    assert in_world(N, gathered) == [[[0.0] * 3] * 2, [[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]]]
 
 
 def held_by_cpp_alone(rank):

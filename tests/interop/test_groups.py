@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.errors import LaunchError, PeerFailed, Timeout, UnsupportedOp
+from echelon.interop.process_group import EchelonProcessGroup
 from tests.interop.worlds import begin
 
 N = 2
@@ -77,6 +78,17 @@ def beside_gloo(rank):
 
 def test_a_group_of_a_world_over_gloo(in_world):
     assert in_world(N, beside_gloo, backend="gloo") == [([4.0] * 2, "echelon")] * N
+
+
+def unknown_to_torch(rank):
+    world = dist.group.WORLD
+    twin = EchelonProcessGroup(world.group, world.get_group_store())
+    return world._device_types, twin._device_types
+
+
+def test_a_group_that_torch_is_still_making_has_no_devices(in_world):
+    """torch 2.15 asks while it makes the group, for its flight recorder, and has no backends noted for it yet."""
+    assert in_world(1, unknown_to_torch) == [([torch.device("cpu")], [])]
 
 
 class Spy(dist.ProcessGroup):

@@ -6,6 +6,10 @@ import torch.distributed as dist
 
 import echelon.interop.torch_distributed  # noqa: F401 # registers the backend
 
+# The names of torch 2.13, and those of the versions before it.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def begin(group, path, backend="echelon", timeout=20.0):
     """Makes torch's default group of the ranks of `group`; a file stands in for torch's store."""

@@ -9,6 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
+from echelon._torch_versions import UnsupportedTorch
 from echelon.cli.bench import bench
 from echelon.cli.doctor import doctor
 from echelon.cli.plan import plan
@@ -66,7 +67,7 @@ def run_app(arguments: Sequence[str]) -> int:
             status = collectives(arguments[1:], prog_name="echelon plan", standalone_mode=False)
         else:
             status = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
-    except EchelonError as error:
+    except (EchelonError, UnsupportedTorch) as error:
         print(f"echelon: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed
 
+from echelon import _torch_versions
 from echelon.backends.shared.support import obstacle
 from echelon.backends.tcp.interfaces import default_address, interfaces, is_loopback
 from echelon.doctor import engine, host, network, probes
@@ -73,7 +74,9 @@ def _engine(environ: Mapping[str, str]) -> list[Finding]:
     names, problem = probes.gpus()
     local = environ.get("LOCAL_WORLD_SIZE", "")
     return [
-        engine.check_torch(torch.__version__, has_distributed=torch.distributed.is_available()),
+        engine.check_torch(
+            torch.__version__, has_distributed=torch.distributed.is_available(), lacking=_torch_versions.lacking()
+        ),
         engine.check_threads(
             torch.get_num_threads(), len(os.sched_getaffinity(0)), int(local) if local.isdecimal() and int(local) else 1
         ),

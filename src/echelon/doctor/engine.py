@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from echelon import _torch_versions
 from echelon.doctor.finding import Finding, error, ok, warning
 
-OLDEST = (2, 11)
 
-
-def check_torch(version: str, *, has_distributed: bool) -> Finding:
-    """Judges torch's version, as "2.13.0+cpu", and whether it has torch.distributed."""
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    needed = ".".join(map(str, OLDEST))
-    if numbers < OLDEST:
-        return error("torch", version, f"install torch {needed} or newer: `pip install 'torch>={needed}'`")
+def check_torch(version: str, *, has_distributed: bool, lacking: tuple[str, ...]) -> Finding:
+    """Judges torch's version, as "2.13.0+cpu", whether it has torch.distributed, and which private names it lacks."""
     if not has_distributed:
         return error(
             "torch", f"{version}, without torch.distributed", "install a build that has it, as PyPI's for Linux"
         )
+    if found := _torch_versions.problem(version, lacking):
+        return error("torch", found, _torch_versions.fix())
+    newest = _torch_versions.TRIED[-1]
+    if _torch_versions.release(version) > _torch_versions.release(newest):
+        return ok("torch", f"{version}; {newest} is the newest that was tried")
     return ok("torch", version)
 
 

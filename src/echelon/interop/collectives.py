@@ -30,7 +30,7 @@ from echelon.interop.devices import by_device
 from echelon.interop.reductions import Reduction
 from echelon.interop.running import Running
 from echelon.interop.sparse import entries, put_sum
-from echelon.interop.tensors import deal, flat, joined, only, put, writable
+from echelon.interop.tensors import count_change, deal, flat, joined, only, put, writable
 
 
 class Collectives(Running):
@@ -147,6 +147,8 @@ class Collectives(Running):
         tensor, opts = only(tensors, "broadcast"), opts or BroadcastOptions()
         if self.group.rank != opts.rootRank:
             writable([tensor], "broadcast")
+        else:
+            count_change([tensor])  # the tensor stays, but the program then fails on this rank as on the others
         call = partial(self.group.broadcast, flat(tensor), opts.rootRank)
         return self._run(call, lambda values: [put(values, tensor)], opts)
 
@@ -210,6 +212,14 @@ class Collectives(Running):
         tensor, opts = only(input_tensors, "gather"), opts or GatherOptions()
         outputs = writable(output_tensors[0], "gather") if output_tensors else []
         call = partial(self.group.gather, flat(tensor), opts.rootRank)
+        return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
+
+    @by_device
+    def gather_single(self, output: Tensor, input: Tensor, opts: GatherOptions | None = None) -> dist.Work:
+        """Gathers the tensors of all ranks into one, on one of them; torch calls it since 2.14."""
+        opts = opts or GatherOptions()
+        outputs = [output] if self.group.rank == opts.rootRank else []
+        call = partial(self.group.gather, flat(input), opts.rootRank)
         return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
 
     @by_device

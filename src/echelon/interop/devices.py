@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon._torch_private import backend_config
 from echelon.backends.admission import check_values
 from echelon.errors import UnsupportedOp
 from echelon.group import ProcessGroup
@@ -31,7 +32,9 @@ class DeviceBackend:
 
     supports_splitting = False
     supports_coalescing = False
+    supports_shrinking = False
     supports_time_estimate = False
+    _supports_time_estimate = False  # its name since torch 2.15
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -93,9 +96,13 @@ class ByDevice(_TorchGroup):  # type: ignore[misc]
         return found
 
     def _backends(self) -> dict[str, str]:
-        """Returns the name of the backend for each kind of device, as the user gave it."""
-        pairs = dist.get_backend_config(self).split(",")
-        return dict(pair.split(":") for pair in pairs)
+        """Returns the name of the backend for each kind of device, as the user gave it.
+
+        Empty while torch is still making the group. torch 2.15 asks for the devices then, and would attach its flight
+        recorder, which a group in Python cannot have, if there were any.
+        """
+        config = backend_config(self)
+        return dict(pair.split(":") for pair in config.split(",")) if config else {}
 
 
 def by_device(

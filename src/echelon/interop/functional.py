@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from echelon._torch_private import all_gather_into, register_work, resolve_process_group
@@ -24,7 +25,13 @@ def carry_functional_collectives() -> None:
         _library.impl("all_gather_into_tensor_out", _all_gather_out, device)  # type: ignore[no-untyped-call]
 
 
-def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:  # noqa: ARG001
+def _all_gather_out(
+    input: Tensor,
+    group_size: int,  # noqa: ARG001
+    group_name: str | dist.ProcessGroup,
+    *,
+    out: Tensor,
+) -> Tensor:
     register_work(out, all_gather_into(resolve_process_group(group_name), out, input))
     return out
 

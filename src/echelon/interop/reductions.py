@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from echelon._torch_versions import release
 from echelon.errors import UnsupportedOp
 from echelon.interop.tensors import flat
 
@@ -48,6 +49,8 @@ class Reduction(NamedTuple):
         name = _NAMES.get(kind)
         if name is None:
             raise UnsupportedOp(f"{kind}: use one of {', '.join(op.name for op in _NAMES)}")
+        if kind == ReduceOp.PREMUL_SUM and release(torch.__version__) < (2, 13):
+            raise UnsupportedOp("PREMUL_SUM: torch before 2.13 hides its factor: multiply the tensor, and use SUM")
         if dtype == torch.bool:
             name = _OF_TRUTHS.get(name, name)
         if name == "mean" and not (dtype.is_floating_point or dtype.is_complex):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from echelon.backends.memory import check_writable, plain
 from echelon.backends.modes import overwrite
@@ -17,8 +18,13 @@ from echelon.errors import SizeMismatch
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor as one dim, outside of autograd: in its own memory if it is contiguous."""
-    return plain(tensor).view(-1)
+    """Returns the values of a tensor as one dim, outside of autograd: in its own memory if it is contiguous.
+
+    `.data` has no gradient function and a version counter of its own. A functional collective gives its tensor a
+    gradient function while the operation is under way: a view of the tensor would then refuse to be written. torch 2.15
+    saves the tensor for backward at that moment too: writing a view would count as a change of the saved tensor.
+    """
+    return plain(tensor.data).view(-1)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -38,20 +44,30 @@ def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
 
 
 def writable(tensors: Sequence[Tensor], operation: str) -> Sequence[Tensor]:
-    """Returns tensors that are to be written, before anything is sent.
+    """Returns tensors that are to be written, before anything is sent, and counts the change.
 
     Raises:
         UnsupportedOp: elements of one overlap.
     """
     for tensor in tensors:
         check_writable(tensor, operation)
+    count_change(tensors)
     return tensors
+
+
+def count_change(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd that tensors are overwritten: a backward that needs their old values fails.
+
+    At the start of an operation, because autograd may take over the tensor while it runs (see `flat`). An inference
+    tensor has no version. Outside of inference mode it is overwritten all the same, as by Gloo.
+    """
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def put(values: Tensor, into: Tensor) -> Tensor:
     """Writes flat values into a tensor of any shape, unless they are there already, and returns it."""
     if values.data_ptr() != into.data_ptr():
-        overwrite(into, values.view(into.shape))
+        overwrite(into.data, values.view(into.shape))  # as in `flat`
     return into
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from echelon.errors import ScheduleError
 from echelon.pipeline.action import Step, actions_of, parse
 
-_ADDED_BY_TORCH = re.compile(r"\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_ADDED_BY_TORCH = re.compile(r"\d+(?:(?:WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)\d*")
+"""Cells for communication and sharding, which torch adds to a schedule; torch 2.15 added the WAIT_ ones."""
 
 
 class Found(NamedTuple):

@@ -1,0 +1,118 @@
+"""Versions of torch that Echelon works with, and the private names of torch that it needs.
+
+A version that is too old, or that lacks a private name, is refused when Echelon first needs torch. A version newer than
+those that were tried is not refused if it has all the names.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+OLDEST = (2, 11)
+"""The oldest version; pyproject.toml asks for it too."""
+TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+"""The versions on which tests were run, as by `make compat TORCH=2.15.0`; CONTRIBUTING.md says which tests."""
+
+PRIVATE_NAMES = (
+    "torch.Tensor._post_accumulate_grad_hooks",
+    "torch.Tensor._version",
+    "torch.UntypedStorage._cdata",
+    "torch._C._current_graph_task_id",
+    "torch._C._dispatch_get_all_op_names",
+    "torch._C._distributed_c10d._DistributedBackendOptions",
+    "torch._C._distributed_c10d._register_work",
+    "torch._C._distributed_c10d._resolve_process_group",
+    "torch._C._TorchDispatchModeKey.FAKE",
+    "torch._C._get_dispatch_mode",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._storage_Use_Count",
+    "torch._ops.OpOverload",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.distributed.ProcessGroup._allgather_base",
+    "torch.distributed.ProcessGroup._register_backend",
+    "torch.distributed.ProcessGroup._set_default_backend",
+    "torch.distributed.distributed_c10d.GroupName",
+    "torch.distributed.distributed_c10d._world.pg_backend_config",
+    "torch.futures.Future._set_unwrap_func",
+    "torch.ops.aten.add.Tensor._schema.is_mutable",
+    "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
+    "torch.utils._pytree.TreeSpec",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_unflatten",
+)
+"""What `_torch_private.py` uses; a name of an instance stands here with its class, or with one instance."""
+
+GLOO_NAMES = (
+    "torch.distributed.ProcessGroupGloo._Options._devices",
+    "torch.distributed.ProcessGroupGloo._Options._timeout",
+)
+"""The same, of builds of torch that have Gloo."""
+
+
+class UnsupportedTorch(ImportError):
+    """A version of torch that Echelon does not work with."""
+
+
+def lacking() -> tuple[str, ...]:
+    """Returns the private names that Echelon needs and the installed torch lacks. Imports torch."""
+    import torch.distributed
+
+    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    names = PRIVATE_NAMES + GLOO_NAMES if has_gloo else PRIVATE_NAMES
+    return tuple(name for name in names if not _exists(name))
+
+
+def problem(version: str, lacking: tuple[str, ...]) -> str:
+    """Returns why a version of torch, such as "2.13.0+cpu", cannot be used. Empty if it can."""
+    if release(version) < OLDEST:
+        return f"torch {version} is older than {'.'.join(map(str, OLDEST))}"
+    if lacking:
+        return f"torch {version} lacks {' and '.join(lacking)}"
+    return ""
+
+
+def fix() -> str:
+    """Returns what to do about a version that cannot be used."""
+    major, minor = release(TRIED[-1])
+    oldest = ".".join(map(str, OLDEST))
+    return (
+        f"install a version that Echelon works with ({', '.join(TRIED)} were tried): "
+        f"pip install 'torch>={oldest},<{major}.{minor + 1}'"
+    )
+
+
+def release(version: str) -> tuple[int, int]:
+    """Returns the first two numbers of a version."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def require() -> None:
+    """Imports torch, and refuses a version that Echelon does not work with.
+
+    Raises:
+        UnsupportedTorch: torch is too old, or lacks a private name.
+    """
+    import torch
+
+    if found := problem(torch.__version__, lacking()):
+        raise UnsupportedTorch(f"{found}: {fix()}")
+
+
+def _exists(name: str) -> bool:
+    """Whether a module, or an attribute of one, is there under its full name."""
+    package, *parts = name.split(".")
+    found: object = importlib.import_module(package)
+    for part in parts:
+        package += f".{part}"
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(package)
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
