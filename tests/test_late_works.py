@@ -55,7 +55,7 @@ def wait_briefly(group, kind):
     group.recv(0, tag=TOLD)
     work = begin(group, kind)
     with pytest.raises(Timeout) as caught:
-        work.wait(0.05)
+        work.wait(0.2)
     group.send(torch.ones(1), 0, tag=STAY)
     work.wait()
     return str(caught.value)

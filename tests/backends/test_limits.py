@@ -19,6 +19,7 @@ from echelon.backends.tcp.hall import Hall
 from echelon.backends.tcp.limit import Limit
 from echelon.backends.tcp.lines import Lines
 from echelon.backends.tcp.members import Job
+from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.sockets import Sockets
 from echelon.backends.wire import Frame, FrameKind
 from echelon.collectives.objects import _decode_all
@@ -289,7 +290,7 @@ def test_peers_that_free_each_others_messages_are_read_one_after_the_other():
     """Each of them was read from within the one before."""
     box = Mailbox()
     depths, order = [], []
-    everybody = peers.Peers(None, None, box, None, 1 << 20)
+    everybody = peers.Peers(None, None, box, None, Parting(0, None, box), 1 << 20)
 
     class Connection:
         def __init__(self, rank):

@@ -80,7 +80,7 @@ def test_bytes_that_look_like_a_frame_are_one_or_a_protocol_error(kind, dtype, s
     ("data", "reason"),
     [
         (header(kind=0), "unknown kind 0"),
-        (header(kind=7), "unknown kind 7"),
+        (header(kind=8), "unknown kind 8"),
         (header(dims=65), "65 dimensions"),
         (header(note=1025), "note of 1025 bytes"),
         (header(dtype=len(wire.DTYPES)) + struct.pack("<Q", 1), "unknown dtype code"),

@@ -36,6 +36,10 @@ class Received(NamedTuple):
     """What it was sent with."""
 
 
+_POLL_SECONDS = 0.1
+"""A shorter wait is a look whether the operation has ended, again and again maybe: no rank is asked."""
+
+
 class Lateness(Protocol):
     """Knowledge about an operation that does not end in time."""
 
@@ -43,8 +47,8 @@ class Lateness(Protocol):
         """Returns for how many seconds more the operation is worth waiting for: it is about to fail by itself."""
         ...
 
-    def whereabouts(self) -> Timeout:
-        """Asks the other ranks where they are; returns an error that says so. May block for a few seconds."""
+    def whereabouts(self, seconds: float) -> Timeout:
+        """Asks the other ranks where they are, for some seconds at most; returns an error that says so."""
         ...
 
 
@@ -110,8 +114,8 @@ class Work(Generic[T]):
             timeout: seconds; None means the default of the group or backend that made this Work.
 
         Raises:
-            Timeout: it did not end in time; says where the other ranks are. The operation goes on; wait again if you
-                like. To ask the ranks takes up to 2 s more.
+            Timeout: it did not end in time. The operation goes on; wait again if you like. After 0.1 s or more it says
+                where the other ranks are; to ask them takes at most as long again, and 2 s.
             EchelonError: the operation failed.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
@@ -126,13 +130,13 @@ class Work(Generic[T]):
     def _await_last_words(self, seconds: float) -> None:
         """Returns if the operation has ended meanwhile; else raises a Timeout that says as much as can be known."""
         late = f"{self.description}: not done after {seconds:.1f} s"
-        if self.lateness is None:
+        if self.lateness is None or seconds < _POLL_SECONDS:
             raise Timeout(late)
         # An operation whose own time is up asks the others and fails with what it hears: better than asking twice.
         patience = self.lateness.patience()
         if patience > 0 and self.ends_within(patience):
             return
-        error = self.lateness.whereabouts()
+        error = self.lateness.whereabouts(seconds)
         if not self._completed:
             raise Timeout(f"{late}: {error}", error.ranks)
 

@@ -276,14 +276,14 @@ class Lateness:
         left = begun + self._timeout - self._backend.now()
         return left + ANSWER_SECONDS + _SLACK_SECONDS if left < _SLACK_SECONDS else 0.0
 
-    def whereabouts(self) -> Timeout:
+    def whereabouts(self, seconds: float) -> Timeout:
         """Asks all ranks of the group where they are."""
         flight = self._find()
         if flight is None:
             return Timeout("no collective of it is under way")
         begun = flight.started if flight.begun is None else flight.begun
         try:
-            return Watch(self._backend, self._ranks, flight, begun).timeout()
+            return Watch(self._backend, self._ranks, flight, begun).timeout(min(seconds, ANSWER_SECONDS))
         except CollectiveMismatch as mismatch:
             return Timeout(str(mismatch))
 

@@ -84,9 +84,9 @@ class MessageLateness:
         """Returns 0: a message has no time of its own."""
         return 0.0
 
-    def whereabouts(self) -> Timeout:
+    def whereabouts(self, seconds: float) -> Timeout:
         """Asks the group's ranks where they are."""
-        return whereabouts(self._backend, self._peers, self._members, self._context, ANSWER_SECONDS)
+        return whereabouts(self._backend, self._peers, self._members, self._context, min(seconds, ANSWER_SECONDS))
 
 
 def whereabouts(

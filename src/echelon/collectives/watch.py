@@ -103,14 +103,17 @@ class Watch:
             f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}", departed=failure.rank
         )
 
-    def timeout(self) -> Timeout:
+    def timeout(self, seconds: float = ANSWER_SECONDS) -> Timeout:
         """Returns an error that says how long this rank has waited, for whom, and where all are.
+
+        Args:
+            seconds: for the ranks to answer.
 
         Raises:
             CollectiveMismatch: a rank makes other calls.
         """
         waited = self._backend.now() - self._begun
-        statuses = self._ask(self._ranks)
+        statuses = self._ask(self._ranks, seconds=seconds)
         if mismatch := self._mismatch(statuses):
             raise mismatch
         others = [rank for rank in self._ranks if rank != self._backend.rank]
@@ -118,7 +121,7 @@ class Watch:
         silent = [rank for rank in others if rank not in statuses]
         there = [rank for rank in others if rank in statuses and rank not in behind]
         culprits = [f"rank {rank}, which is {statuses[rank].text}" for rank in behind]
-        culprits += [f"rank {rank}, which {silence(self._backend, rank, ANSWER_SECONDS)}" for rank in silent]
+        culprits += [f"rank {rank}, which {silence(self._backend, rank, seconds)}" for rank in silent]
         if len(culprits) > _NAMED:
             culprits[_NAMED:] = [f"{len(culprits) - _NAMED} more"]
         if not culprits:
@@ -128,11 +131,13 @@ class Watch:
         text = f"waited {waited:.1f} s for {'; and for '.join(culprits)}{rest}"
         return Timeout(text, tuple(sorted([*behind, *silent])))
 
-    def _ask(self, ranks: Sequence[int], flight: Flight | None = None) -> Mapping[int, Status]:
+    def _ask(
+        self, ranks: Sequence[int], flight: Flight | None = None, seconds: float = ANSWER_SECONDS
+    ) -> Mapping[int, Status]:
         flight = flight or self._flight
         others = [rank for rank in ranks if rank != self._backend.rank]
         question = Question(flight.context, flight.sequence, flight.signature)
-        return self._backend.ask(others, question, ANSWER_SECONDS)
+        return self._backend.ask(others, question, seconds)
 
     def _mismatch(self, statuses: Mapping[int, Status]) -> CollectiveMismatch | None:
         others = [rank for rank, status in statuses.items() if status.standing == Standing.ELSEWHERE]

@@ -22,8 +22,10 @@ def inference_mode_stays_with_its_caller(run_ranks: RunRanks) -> None:
             for is_sender_inside, is_receiver_inside in ((True, False), (False, True)):
                 if backend.rank == 0:
                     with torch.inference_mode() if is_sender_inside else nullcontext():
-                        for tag in range(3):
-                            backend.send(torch.full((length,), 7.0), 1, tag, timeout=SECONDS)
+                        sent = [torch.full((length,), 7.0) for _ in range(3)]
+                        works = [backend.isend(tensor, 1, tag) for tag, tensor in enumerate(sent)]
+                    for work in works:
+                        work.wait(SECONDS)
                     continue
                 with torch.inference_mode():
                     places = [torch.zeros(length) for _ in range(2)]
