@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.pipeline import Costs, Pipeline, schedules
-from echelon.trace import Timeline
+from echelon.timeline.timeline import Timeline
 
 IMAGES = Path(__file__).parent / "images"
 

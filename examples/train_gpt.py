@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import echelon
 from echelon import Mesh, ProcessGroup
 from echelon.pipeline import Costs, Pipeline
-from echelon.trace import Timeline
+from echelon.timeline.timeline import Timeline
 
 TOLERANCE = 1e-9
 """The most that --check lets losses and weights differ. It computes in float64; a mistake shows at 1e-4 and above."""

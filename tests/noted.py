@@ -2,10 +2,10 @@
 
 import threading
 
-from echelon.backends.aside import Aside
+from echelon.backends.host_copies import StreamScope
 
 
-class Noted(Aside):
+class Noted(StreamScope):
     """Writes down what happens in which thread."""
 
     def __init__(self, log):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import echelon
 from echelon import functional
 from echelon.arguments import check_default_timeout, check_seconds, choices, named
-from echelon.collectives import algorithms
+from echelon.collectives.plans import algorithms
 from echelon.errors import InvalidArgument, LaunchError
 from echelon.pipeline import Pipeline, schedules
 

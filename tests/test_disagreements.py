@@ -12,7 +12,7 @@ import torch
 
 import echelon
 from echelon.backends.simulated import SimulatedBackend
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.worlds import gloo_world, tcp_world
 
 SECONDS = 20.0

@@ -8,8 +8,8 @@ import torch
 
 import echelon
 from echelon.backends.simulated import SimulatedBackend
-from echelon.flights import CAPACITY, TUNED_TABLE, FlightRecorder, write_records
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
+from echelon.operation_records import CAPACITY, TUNED_TABLE, FlightRecorder, write_records
 
 
 def line_after(function, text):

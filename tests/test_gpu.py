@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.calls.gpu_policy import VARIABLE
+from echelon.group.staging import VARIABLE
 from echelon.pipeline import Pipeline
 from tests.cases import ALL_DTYPES, Case, call, check, expected, ops_of
 from tests.pipeline.alone import gradients, make_batch, make_model, train_alone

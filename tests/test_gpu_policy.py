@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import echelon
-from echelon.backends.host_copies import HostCopies, Landing
-from echelon.calls.gpu_policy import OFF, ON, VARIABLE, fallback_is_on
-from echelon.group import ProcessGroup
+from echelon.backends.host_copies import HostCopies, HostCopy
+from echelon.group.group import ProcessGroup
+from echelon.group.staging import OFF, ON, VARIABLE, fallback_is_on
 from echelon.launch.environment import REQUIRED
 from tests.backends.worlds import gloo_world
 from tests.noted import Noted
@@ -44,10 +44,10 @@ class StandIn(HostCopies):
     def to_host(self, tensor):
         host = torch.full(tensor.shape, 77, dtype=tensor.dtype)
 
-        def take_back(result, place):
+        def copy_back(result, place):
             return self.put(result) if place is None else self.write(place, result)
 
-        return Landing(host, lambda: host.copy_(self.read(tensor)), take_back)
+        return HostCopy(host, lambda: host.copy_(self.read(tensor)), copy_back)
 
 
 def values(group, rows=4, dtype=torch.float32):

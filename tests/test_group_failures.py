@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.forked import run_forked
 from tests.backends.worlds import gloo_world, rank_0_and_a_bare_peer, tcp_world
 

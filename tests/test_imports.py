@@ -209,10 +209,10 @@ def test_this_test_sees_what_it_looks_for():
         "from typing import TYPE_CHECKING\n"
         "import torch.nn\n"
         "if TYPE_CHECKING:\n    import socket\n"
-        "def late():\n    from echelon.pipeline.draw import draw\n"
+        "def late():\n    from echelon.timeline.figure import draw\n"
     )
     assert imports(tree, late=False) == ["typing.TYPE_CHECKING", "torch.nn"]
-    assert imports(tree, late=True) == ["echelon.pipeline.draw.draw"]
-    assert module_of("echelon.pipeline.draw.draw") == "pipeline.draw"
-    assert module_of("echelon.backends.wire.Frame") == "backends.wire"
+    assert imports(tree, late=True) == ["echelon.timeline.figure.draw"]
+    assert module_of("echelon.timeline.figure.draw") == "pipeline.draw"
+    assert module_of("echelon.backends.formats.wire.Frame") == "backends.wire"
     assert module_of("torch.nn") is None

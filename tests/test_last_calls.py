@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import echelon
-from echelon.backends import wire
+from echelon.backends.formats import wire
 from echelon.backends.matching import Mailbox
 from echelon.backends.tcp.parting import MAX_TALLIES, Parting
-from echelon.flights import FlightRecorder
+from echelon.operation_records import FlightRecorder
 from tests.backends.forked import run_forked
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import echelon
 from echelon import functional
-from echelon.calls.point_to_point import RecvFrom, SendTo
 from echelon.data_parallel.hooks import AccumulateIn
+from echelon.group.messages import RecvFrom, SendTo
 from echelon.pipeline import Pipeline
 
 RANKS = 3

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from echelon.backends import delivery, wire
-from echelon.backends.tcp import hall, handshake, lines, peers
-from echelon.world_size import MAX_LOCAL_WORLD_SIZE, MAX_WORLD_SIZE
+from echelon.arguments import MAX_LOCAL_WORLD_SIZE, MAX_WORLD_SIZE
+from echelon.backends import delivery
+from echelon.backends.connect import acceptor, handshake
+from echelon.backends.formats import wire
+from echelon.backends.tcp import link_table, peers
 
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / "docs" / "security.md").read_text()
@@ -36,11 +38,11 @@ LIMITS = {
     f"{delivery._DIM_BYTES} for each dimension, and its note",
     "groups that a peer ends": f"{peers.MAX_REVOKED_CONTEXTS:,}",
     "frames without payload that a peer has not read, when it asks another question": f"{peers.MAX_UNSENT_WORDS:,}",
-    "messages in shared memory after a peer has told its end": f"{lines._MOST_AT_END:,}",
+    "messages in shared memory after a peer has told its end": f"{link_table._MOST_AT_END:,}",
     "reading the connection of a process that has ended": f"{peers._MAX_LAST_WORDS_SECONDS:g} s",
     "greeting of a rank": f"{handshake.MAX_HELLO_BYTES:,} bytes",
     "table of members": f"{handshake.MAX_HELLO_BYTES:,} bytes, and {handshake.MAX_ENTRY_BYTES:,} for each rank",
-    "connections that have proved themselves, and have not said which rank they are": f"{hall._MAX_STRANGERS} more "
+    "connections that have proved themselves, and have not said which rank they are": f"{acceptor._MAX_STRANGERS} more "
     "than there are ranks",
     "ranks of a world": f"{MAX_WORLD_SIZE:,}",
     "ranks of a host": f"{MAX_LOCAL_WORLD_SIZE:,}",

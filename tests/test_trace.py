@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from echelon.trace import Idle, LazySequence, Span, Timeline, Transfer
+from echelon.timeline.timeline import Idle, LazySequence, Span, Timeline, Transfer
 
 
 @pytest.fixture
@@ -102,7 +102,9 @@ def test_a_lazy_sequence_is_made_once_and_when_looked_at():
     assert made == [1]
 
 
-@pytest.mark.parametrize("module", ["echelon.trace", "echelon.pipeline.schedules", "echelon.pipeline.schedule"])
+@pytest.mark.parametrize(
+    "module", ["echelon.timeline.timeline", "echelon.pipeline.schedules", "echelon.pipeline.plan.schedule"]
+)
 def test_plans_need_no_torch(module):
     forbidden = "{'torch', 'numpy', 'socket', 'threading', 'asyncio'}"
     program = f"import sys, {module}; print(sorted({forbidden} & set(sys.modules)))"

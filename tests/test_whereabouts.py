@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import echelon
-from echelon.calls import patience
-from echelon.collectives import watch
-from echelon.group import ProcessGroup
+from echelon.collectives.calls import hang_diagnosis
+from echelon.group import message_wait
+from echelon.group.group import ProcessGroup
 from tests.backends.forked import run_forked
 from tests.backends.worlds import tcp_world
 
@@ -155,11 +155,11 @@ def test_a_message_that_does_not_come_says_where_its_sender_is(run):
 def test_a_long_wait_is_a_warning_that_says_where_the_other_is(monkeypatch, caplog):
     warned = threading.Event()
     caplog.handler.addFilter(lambda _: warned.set() or True)
-    monkeypatch.setattr(watch, "WARN_SECONDS", 0.05)
-    monkeypatch.setattr(patience, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(hang_diagnosis, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(message_wait, "WARN_SECONDS", 0.05)
     with tcp_world(2) as world, ThreadPoolExecutor(1) as thread:
         for backend in world:
-            backend.doubts_after = 0.05
+            backend.query_peers_after = 0.05
         groups = [ProcessGroup(backend, timeout=20) for backend in world]
         for call, answer in (
             (lambda: groups[0].barrier(), groups[1].barrier),

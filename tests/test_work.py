@@ -8,7 +8,7 @@ import torch
 
 import echelon
 from echelon.backends.simulated import SimulatedBackend
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.worlds import tcp_world
 
 SECONDS = 20.0

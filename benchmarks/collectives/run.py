@@ -16,9 +16,8 @@ import platform
 import torch
 
 import echelon
-from echelon.bench.decide import Timing
-from echelon.bench.tune import time_algorithms
-from echelon.collectives.algorithms import OPERATIONS
+from echelon.bench.tune import Timing, time_algorithms
+from echelon.collectives.plans.algorithms import OPERATIONS
 
 SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
 TURNS = 5

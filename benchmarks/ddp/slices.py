@@ -18,7 +18,7 @@ import time
 import torch
 
 import echelon
-from echelon.backends.shared import reducing
+from echelon.backends.shared.collectives import reducing
 
 KIBIBYTES = (64, 128, 256, 512, 1024, 2048)
 BUCKET_MEBIBYTES = 25

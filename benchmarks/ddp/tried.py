@@ -27,10 +27,10 @@ import torch
 from run import TASKS
 
 import echelon
-from echelon.backends.shared import reducing
-from echelon.backends.shared.waiting import Waiter
+from echelon.backends.shared.collectives import reducing
+from echelon.backends.shared.memory.waiting import Waiter
 from echelon.data_parallel import ddp, reducer
-from echelon.data_parallel.bucket_memory import BucketMemory
+from echelon.data_parallel.bucket_set import BucketMemory
 
 KIBIBYTE = 1 << 10
 WARMUP = 3
@@ -156,10 +156,10 @@ class Switch:
         reducing.all_reduce = self._note
         reducing._reduce_slices = self._timed("added and written", self._add)
         reducing.meet_with = self._timed("waited for all to come", reducing.meet_with)
-        reducing.part_together = self._timed("waited for all to be done", reducing.part_together)
+        reducing.exit_barrier = self._timed("waited for all to be done", reducing.exit_barrier)
         self._wait, Waiter.wait = Waiter.wait, lambda *of: self._wait_in_the_way(*of)
-        ddp.has_time_beside = lambda _: self.way.beside
-        reducer.has_time_beside = lambda _: self.way.bucket_mb is not None
+        ddp.can_overlap = lambda _: self.way.beside
+        reducer.can_overlap = lambda _: self.way.bucket_mb is not None
 
     def step(self, model: torch.nn.Module, batch: torch.Tensor, set_to_none: bool) -> Callable[[], None]:
         """Returns a training step that notes what its phases take, and how many pages were new."""
@@ -241,7 +241,7 @@ class Switch:
         straight = self._straight.get(self._reduced) if self.way.copies == "straight" else None
         if straight is not None and straight.fresh:
             straight.add(everywhere)
-            reducing.part_together(shared, call)
+            reducing.exit_barrier(shared, call)
             return
         if self.way.divides:
             self._slices(shared, call, everywhere, operator)
@@ -252,7 +252,7 @@ class Switch:
             first.mul_(1 / (1 + len(others)))
             for other in others:
                 other.copy_(first)
-        reducing.part_together(shared, call)
+        reducing.exit_barrier(shared, call)
 
 
 class Measured(NamedTuple):

@@ -45,7 +45,7 @@ def measure(group: echelon.ProcessGroup, model: str, rounds: int, set_to_none: b
         seconds = dict.fromkeys(names, 0.0)
         for name in names[shift:] + names[:shift]:
             way = WAYS.get(name)
-            ddp.has_time_beside = reducer.has_time_beside = lambda _, way=way: way
+            ddp.can_overlap = reducer.can_overlap = lambda _, way=way: way
             group.barrier()
             start = time.perf_counter()
             steps[name]()

@@ -22,13 +22,13 @@ from run import RANKS, Alone, Work, costs_of, equal_parts, loss_of, measure, our
 
 import echelon
 from echelon.pipeline import Pipeline
-from echelon.pipeline.action import actions_of
+from echelon.pipeline.plan.action import actions_of
 
 _COUNTERS = 4096
 """Bytes of the file before its slots."""
 
 
-class ByHand:
+class ManualStep:
     """One rank of a 1F1B of two."""
 
     def __init__(self, work: Work, rank: int, path: str) -> None:
@@ -92,7 +92,7 @@ def run(group: echelon.ProcessGroup, work: Work, rounds: int, folder: str) -> li
     ours = our_step(pipe, work)
     ours()
     alone = Alone(pipe, work, group.rank)
-    hand = ByHand(work, group.rank, f"{folder}/slots")
+    hand = ManualStep(work, group.rank, f"{folder}/slots")
     times = measure(group, [hand.step, ours, torch_step(work, group.rank, "1f1b"), alone.step], rounds)
     slowest = group.all_reduce(torch.tensor(times[:3], dtype=torch.float64), "max").tolist()
     rows = torch.tensor(alone.rounds[-rounds:], dtype=torch.float64)

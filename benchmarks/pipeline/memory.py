@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.backends.shared.arena import ARENA_BYTES
-from echelon.backends.shared.segment import RANGE_BYTES
+from echelon.backends.formats.arena import ARENA_BYTES
+from echelon.backends.shared.memory.segment import RANGE_BYTES
 from echelon.pipeline import Pipeline, schedules
 
 RANKS, MICROBATCHES, SAMPLES, WIDTH, DEPTH = 2, 8, 1024, 256, 32

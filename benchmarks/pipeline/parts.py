@@ -21,15 +21,15 @@ import torch
 from run import RANKS, Alone, Work, equal_parts, loss_of, measure, our_step, schedule_of
 
 import echelon
-from echelon.backends import wire
-from echelon.backends.tag import Tag
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp import poller
 from echelon.backends.tcp.backend import message_head
-from echelon.backends.tcp.line import Head
+from echelon.backends.tcp.link import Head
 from echelon.backends.work import Work as Operation
 from echelon.pipeline import Pipeline, keyed, schedules
-from echelon.pipeline.buffers import Buffers
-from echelon.pipeline.nested import structure_of
+from echelon.pipeline.run.transfer import Buffers
+from echelon.pipeline.stage.nested import structure_of
 
 TINY = Work(8, 16, 16, 8)
 LOOKS = (0.2e-3, 2e-3, 20e-3)

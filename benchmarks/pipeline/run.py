@@ -27,10 +27,9 @@ from torch.distributed import pipelining
 
 import echelon
 from echelon.pipeline import Costs, Pipeline, Schedule, schedules
-from echelon.pipeline.action import Action, actions_of
-from echelon.pipeline.placement import loop, vee
-from echelon.pipeline.simulate import Timeline
-from echelon.pipeline.stage import Forward, Made, Stage
+from echelon.pipeline.plan.action import Action, actions_of, loop, vee
+from echelon.pipeline.plan.simulate import Timeline
+from echelon.pipeline.stage.stage import Forward, Made, Stage
 
 RANKS, WARMUP = 2, 3
 TORCH = {

@@ -21,7 +21,7 @@ from run import RANKS, Alone, Work, costs_of, equal_parts, loss_of, our_step, sc
 
 import echelon
 from echelon.pipeline import Pipeline
-from echelon.pipeline.simulate import Timeline
+from echelon.pipeline.plan.simulate import Timeline
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 WARMUP = 3

@@ -12,8 +12,8 @@ import math
 import random
 
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.action import Action
-from echelon.pipeline.simulate import play
+from echelon.pipeline.plan.action import Action
+from echelon.pipeline.plan.simulate import play
 
 COSTS = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, transfer=0.05)
 SIZES = ((2, 4, 2), (2, 6, 2), (3, 6, 2), (4, 8, 2))

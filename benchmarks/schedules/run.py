@@ -32,7 +32,7 @@ def timed(act: Callable[[], object]) -> tuple[float, object]:
 
 
 def echelon(ranks: int, microbatches: int, chunks: int) -> dict[str, float]:
-    from echelon.pipeline.cost import Costs
+    from echelon.pipeline.plan.cost import Costs
     from echelon.pipeline.schedules import build
 
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"

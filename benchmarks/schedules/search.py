@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.placement import loop
-from echelon.pipeline.search.bound import lower_bound
-from echelon.pipeline.search.problem import problem, rank_limits
+from echelon.pipeline.plan.action import loop
+from echelon.pipeline.search.problem import lower_bound, problem, rank_limits
 
 PUBLISHED = Path(__file__).parents[2] / "tests" / "pipeline" / "published.csv"
 # Heads and hidden size of the models, for sequences of 1024 (Zero Bubble Pipeline Parallelism).

@@ -23,15 +23,15 @@ from itertools import count
 import torch
 
 import echelon
+from echelon.backends.formats import memory_layout
 from echelon.backends.native import Call
 from echelon.backends.operators import operator
-from echelon.backends.shared import layout
-from echelon.backends.shared.board import Board
-from echelon.backends.shared.room import Rooms
-from echelon.bench.sizes import read_size
-from echelon.calls.caller import Caller
-from echelon.collectives import operations
-from echelon.collectives.select import STATIC, Selector
+from echelon.backends.shared.collectives.rank_region import RankRegions
+from echelon.backends.shared.collectives.sync_block import SyncBlock
+from echelon.bench.request import read_size
+from echelon.collectives.calls import operations
+from echelon.collectives.plans.select import STATIC, Selector
+from echelon.group.runner import CollectiveRunner
 
 TURNS = 21
 CALLS = 1000
@@ -49,7 +49,7 @@ LEFT_OUT = (
 class Nobody:
     """Looks into no operation."""
 
-    looks_at = float("inf")
+    next_check_at = float("inf")
 
     def look(self, peer: int, has_come: Callable[[], bool]) -> None:
         """Does nothing."""
@@ -66,7 +66,7 @@ def all_ways(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[
     backend, ranks = group.backend, group.ranks
     tensor = torch.zeros(max(1, num_bytes // 4))
     selector, add = Selector(group.hosts, STATIC), operator("sum", tensor.dtype)
-    caller = Caller(backend, ranks, 1001, "parts", selector)
+    caller = CollectiveRunner(backend, ranks, 1001, "parts", selector)
     made = operations.all_reduce(tensor, "sum")
     native = backend.native_collectives(1002, ranks)
     assert native is not None, "these ranks share no memory"
@@ -100,14 +100,14 @@ def all_ways(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[
     }
 
 
-def _board(group: echelon.ProcessGroup) -> tuple[Board, Rooms]:
+def _board(group: echelon.ProcessGroup) -> tuple[SyncBlock, RankRegions]:
     """Returns a board and rooms of their own, that nobody looks around from."""
-    backend, size = group.backend, group.world_size * layout.ROOM_BYTES
+    backend, size = group.backend, group.world_size * memory_layout.ROOM_BYTES
     call = Call(1, "map", 0, time.monotonic() + _SECONDS, Nobody())
     region = backend.map_region(call, 1003, group.ranks)  # type: ignore[attr-defined] # of shared memory
     assert region.data.numel() >= size
-    board = Board(region, group.ranks, group.rank, backend.waiter, lambda *_: None)  # type: ignore[attr-defined]
-    return board, Rooms(region, group.world_size, group.rank)
+    board = SyncBlock(region, group.ranks, group.rank, backend.waiter, lambda *_: None)  # type: ignore[attr-defined]
+    return board, RankRegions(region, group.world_size, group.rank)
 
 
 def _counting(group: echelon.ProcessGroup) -> Callable[[], None]:
@@ -117,7 +117,7 @@ def _counting(group: echelon.ProcessGroup) -> Callable[[], None]:
     region = backend.map_region(call, 1004, group.ranks)  # type: ignore[attr-defined] # of shared memory
     words = memoryview(region.memory).cast("Q")
     own, others = group.rank * line, [rank * line for rank in range(group.world_size) if rank != group.rank]
-    give_way = os.sched_yield if backend.waiter.is_crowded else lambda: None  # type: ignore[attr-defined]
+    give_way = os.sched_yield if backend.waiter.is_oversubscribed else lambda: None  # type: ignore[attr-defined]
 
     def act() -> None:
         words[own] = now = words[own] + 1

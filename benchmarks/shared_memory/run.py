@@ -31,11 +31,10 @@ from subjects import LimitSubject, SymmetricSubject
 
 import echelon
 from echelon.bench.figures import Case
-from echelon.bench.gloo import GlooSubject
 from echelon.bench.measure import measure_case
-from echelon.bench.sizes import read_size
+from echelon.bench.request import read_size
 from echelon.bench.start import has_mpi4py, run_under_mpi
-from echelon.bench.subject import EchelonSubject, Subject
+from echelon.bench.subject import EchelonSubject, GlooSubject, Subject
 
 BESIDE = ("nothing", "python", "matmul")
 

@@ -36,9 +36,9 @@ from echelon.errors import (
 
 if TYPE_CHECKING:
     from echelon.backends.work import Received
-    from echelon.calls.point_to_point import RecvFrom, SendTo
     from echelon.data_parallel import DDP, DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
-    from echelon.group import ProcessGroup
+    from echelon.group.group import ProcessGroup
+    from echelon.group.messages import RecvFrom, SendTo
     from echelon.launch.init import flight_recorder, init
     from echelon.launch.spawn import spawn
     from echelon.mesh import Mesh
@@ -63,10 +63,10 @@ _WHERE = {
     "Network": "echelon.simulation",
     "NetworkPartition": "echelon.simulation",
     "Pause": "echelon.simulation",
-    "ProcessGroup": "echelon.group",
+    "ProcessGroup": "echelon.group.group",
     "Received": "echelon.backends.work",
-    "RecvFrom": "echelon.calls.point_to_point",
-    "SendTo": "echelon.calls.point_to_point",
+    "RecvFrom": "echelon.group.messages",
+    "SendTo": "echelon.group.messages",
     "Simulation": "echelon.simulation",
     "Slow": "echelon.simulation",
     "SyncBatchNorm": "echelon.data_parallel",

@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from numbers import Real
 
-from echelon.errors import EchelonError, InvalidArgument
+from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize
+
+# What numbers a simulation can be given.
+
+
+def is_amount(value: object) -> bool:
+    """Says whether a value is a number, at least 0 and finite: seconds, say."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+
+
+def is_factor(value: object) -> bool:
+    """Says whether a value is a number above 0, and finite."""
+    return is_amount(value) and value != 0
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Says whether a value is a whole number, at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+# The limits on how many ranks a world and a host may have. A number above them is a slip, or a wrong variable.
+
+MAX_WORLD_SIZE = 65_536
+"""Ranks of one world."""
+MAX_LOCAL_WORLD_SIZE = 4_096
+"""Ranks of one world on one host."""
+
+
+def check_world_size(world_size: int, name: str = "world_size", maximum: int = MAX_WORLD_SIZE) -> None:
+    """Raises InvalidWorldSize unless `world_size`, which was given as `name`, is a number of ranks up to `maximum`."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise InvalidWorldSize(f"{name}={world_size!r}: a world has at least 1 rank: give 1 or more")
+    if world_size > maximum:
+        where = "a world" if maximum == MAX_WORLD_SIZE else "one host"
+        raise InvalidWorldSize(
+            f"{name}={world_size}: {where} has at most {maximum:,} ranks: give the number of ranks that there are"
+        )
 
 
 def check_seconds(timeout: object) -> float:

@@ -16,11 +16,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.backends.admission import check_values
+from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import plain
 from echelon.backends.operators import check_op
-from echelon.backends.tag import Tag
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.group import ProcessGroup, check_group
+from echelon.group.group import ProcessGroup, check_group
 
 __all__ = [
     "all_gather",
@@ -386,7 +386,7 @@ class _SendRecv(Function):
         if not is_gradient:
             return group.sendrecv(tensor, dst, src, tag)
         backend, place = group.backend, _gradient_tag(group, tag)
-        with backend.attend():
+        with backend.will_wait():
             sent = backend.isend(plain(tensor), group.ranks[dst], place)
             came = backend.recv(group.ranks[src], place, timeout=group.timeout)
             sent.wait(group.timeout)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from echelon.arguments import choices
 from echelon.errors import InvalidWorldSize
-from echelon.group import ProcessGroup, check_group
+from echelon.group.group import ProcessGroup, check_group
 
 
 class Mesh:

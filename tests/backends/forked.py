@@ -17,7 +17,7 @@ import torch
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.backend import engage
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.worlds import SECRET, free_address
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.backends import wire
 from echelon.backends.delivery import Receive
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of, dtype_code, dtype_of
-from echelon.backends.tag import Tag
 from echelon.backends.tcp.connection import Connection
 from echelon.backends.work import Work
 from echelon.errors import PeerFailed, ProtocolError
@@ -217,10 +217,10 @@ def test_nobody_is_owed_what_was_abandoned(pair):
     connection, theirs = pair
     enqueue(connection, torch.ones(1 << 20), Tag(7, 1))
     connection.abandon(7, PeerFailed(3, "gone"))
-    connection.enqueue_word(wire.Frame(wire.FrameKind.GOODBYE).encode())
+    connection.enqueue_word(wire.Frame(wire.FrameKind.CLOSE).encode())
     assert connection.wants_to_write
     assert not connection.owes
-    assert drain(connection, theirs).endswith(wire.Frame(wire.FrameKind.GOODBYE).encode())
+    assert drain(connection, theirs).endswith(wire.Frame(wire.FrameKind.CLOSE).encode())
 
 
 def test_a_failure_ends_both_directions(pair):
@@ -258,7 +258,7 @@ def test_a_payload_is_read_in_parts_that_are_worth_a_call(tcp_pair):
     connection, peer = tcp_pair
     mailbox, tensor = Mailbox(), torch.arange(150_000, dtype=torch.int32)
     data, work = message(tensor), post(mailbox)
-    word = wire.Frame(wire.FrameKind.GOODBYE).encode()
+    word = wire.Frame(wire.FrameKind.CLOSE).encode()
     pump = partial(connection.pump, into(mailbox))
     peer.sendall(data[:100_000])
     assert is_readable(connection, 20)

@@ -15,9 +15,9 @@ from echelon.backends.torch_distributed import backend as torch_backend
 from echelon.backends.torch_distributed.channels import Channel, Route
 from echelon.backends.torch_distributed.engine import Engine
 from echelon.backends.work import Work
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.pipeline import Pipeline
-from echelon.pipeline.outbox import Outbox
+from echelon.pipeline.run.transfer import PendingSends
 from echelon.testing import check_backend, clause_names, ranks_in_threads
 from tests.backends.forked import run_forked
 from tests.backends.test_contract import gloo_world as connected_world
@@ -164,7 +164,7 @@ def test_messages_of_a_channel_begin_in_the_order_of_their_answers_however_these
 def test_a_step_waits_at_its_end_for_what_it_sent_and_not_before():
     """A device's stream would else stand still at every send, until the other rank has taken it."""
     with gloo_world(1) as (backend,):
-        joined, outbox = [], Outbox(ProcessGroup(backend))
+        joined, outbox = [], PendingSends(ProcessGroup(backend))
         sent = Work(None, "send")
         sent.when_taken(lambda: joined.append(True))
         sent.complete()

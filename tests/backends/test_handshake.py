@@ -10,10 +10,10 @@ import threading
 import pytest
 import torch
 
-from echelon.backends.tcp import hall
+from echelon.backends.connect import acceptor
+from echelon.backends.connect.members import Job
+from echelon.backends.connect.sockets import Sockets
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.members import Job
-from echelon.backends.tcp.sockets import Sockets
 from echelon.errors import AuthenticationError, ConnectError, ProtocolError
 from tests.backends.worlds import (
     MAGIC,
@@ -69,7 +69,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_out(connect):
 
 
 def test_a_stranger_that_says_nothing_is_sent_away_in_the_end(connect, monkeypatch):
-    monkeypatch.setattr(hall, "STRANGER_SECONDS", 0.1)
+    monkeypatch.setattr(acceptor, "STRANGER_SECONDS", 0.1)
     connection = connect()
     receive(connection, 40)
     assert_hung_up(connection)
@@ -94,7 +94,7 @@ def test_a_flood_of_strangers_keeps_nobody_out(connect):
 
 
 def test_of_a_flood_that_stays_the_newest_are_held(connect, monkeypatch):
-    monkeypatch.setattr(hall, "_MAX_STRANGERS", 8)
+    monkeypatch.setattr(acceptor, "_MAX_STRANGERS", 8)
     strangers = []
     for _ in range(30):  # one after the other has been accepted
         strangers.append(connect())
@@ -106,7 +106,7 @@ def test_of_a_flood_that_stays_the_newest_are_held(connect, monkeypatch):
 
 def test_strangers_that_keep_coming_keep_nobody_out(monkeypatch):
     """They took every place for as long as they were allowed to say nothing."""
-    monkeypatch.setattr(hall, "_MAX_STRANGERS", 32)
+    monkeypatch.setattr(acceptor, "_MAX_STRANGERS", 32)
     ended = threading.Event()
     strangers = []
 
@@ -137,7 +137,7 @@ def leave_the_hall_when_somebody_comes(turns):
     async def leave():
         with Sockets() as sockets, socket.socket() as stranger:
             listener = await sockets.listen("127.0.0.1", 0)
-            async with hall.Hall(Job(0, 2, SECRET), sockets, listener):
+            async with acceptor.PeerAcceptor(Job(0, 2, SECRET), sockets, listener):
                 await asyncio.sleep(0.01)
                 stranger.connect(listener.getsockname())
                 for _ in range(turns):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.backends.tcp import hall
+from echelon.backends.connect import acceptor
+from echelon.backends.connect.members import machine_id
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.members import machine_id
 from echelon.errors import AuthenticationError, ConnectError
 from tests.backends.worlds import MAGIC, SECRET, dial, free_address, prove, receive, start
 
@@ -22,7 +22,7 @@ SECONDS = 20.0
 @pytest.mark.parametrize("knows_the_secret", [False, True])
 def test_a_stranger_that_speaks_slowly_has_no_more_time(monkeypatch, knows_the_secret):
     """Each byte comes soon enough; all of them together do not. The same goes for who has proved itself."""
-    monkeypatch.setattr(hall, "STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(acceptor, "STRANGER_SECONDS", 0.3)
     with free_address() as address:
         zero = start(lambda: TcpBackend(0, 2, address, secret=SECRET, connect_timeout=3.0))
         with dial(address) as connection:

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from echelon.backends.tcp.interfaces import Interface, address_towards, default_address, interfaces, is_loopback
+from echelon.backends.connect.interfaces import Interface, address_towards, default_address, interfaces, is_loopback
 
 
 def test_the_loopback_interface_is_known():

@@ -11,18 +11,17 @@ import time
 import pytest
 import torch
 
+from echelon.backends.connect import acceptor
+from echelon.backends.connect.acceptor import PeerAcceptor
+from echelon.backends.connect.members import Job
+from echelon.backends.connect.sockets import Sockets
+from echelon.backends.formats.wire import Frame, FrameKind, Tag
 from echelon.backends.matching import Mailbox
-from echelon.backends.tag import Tag
-from echelon.backends.tcp import hall, peers
+from echelon.backends.tcp import peers
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.hall import Hall
-from echelon.backends.tcp.limit import Limit
-from echelon.backends.tcp.lines import Lines
-from echelon.backends.tcp.members import Job
+from echelon.backends.tcp.link_table import LinkTable, UnclaimedLimit
 from echelon.backends.tcp.parting import Parting
-from echelon.backends.tcp.sockets import Sockets
-from echelon.backends.wire import Frame, FrameKind
-from echelon.collectives.objects import _decode_all
+from echelon.collectives.calls.objects import _decode_all
 from echelon.errors import ConnectError, PeerFailed, ProtocolError
 from tests.backends.worlds import SECRET, dial, free_address, hello, prove, rank_0_and_a_bare_peer, start
 
@@ -173,10 +172,10 @@ def test_the_note_and_shape_of_a_message_count():
 def test_a_hundred_thousand_small_messages_that_nobody_asks_for_are_kept():
     """Programs that send that many before the other side looks went on, and go on."""
     box = Mailbox()
-    limit = Limit(box, peers.MAX_UNCLAIMED_BYTES)
+    limit = UnclaimedLimit(box, peers.MAX_UNCLAIMED_BYTES)
     delivery = box.arrive(1, Tag(0, 0, 1), (2,), torch.float32, "a note of a hundred characters".ljust(100))
     assert 300_000 * delivery.memory_bytes < peers.MAX_UNCLAIMED_BYTES
-    assert not limit.keeps_out(1)
+    assert not limit.exceeded_by(1)
 
 
 # The last words of a peer
@@ -197,7 +196,7 @@ class _Endless:
 def test_a_peer_that_writes_on_after_its_goodbye_is_cut_off():
     failures = []
     box = Mailbox()
-    lines = Lines({1: None}, Limit(box, 1), lambda rank, error: failures.append((rank, str(error))))
+    lines = LinkTable({1: None}, UnclaimedLimit(box, 1), lambda rank, error: failures.append((rank, str(error))))
     lines._lines[1] = _Endless()
     lines.take_in_last(1)
     ((rank, error),) = failures
@@ -230,7 +229,7 @@ async def _hold_insiders(count):
     with Sockets() as sockets:
         listener = await sockets.listen("127.0.0.1", 0)
         host, port = listener.getsockname()[:2]
-        async with Hall(Job(0, 2, SECRET), sockets, listener) as here:
+        async with PeerAcceptor(Job(0, 2, SECRET), sockets, listener) as here:
             insiders = []
             for _ in range(count):
                 insiders.append(await loop.run_in_executor(None, _prove_oneself, f"{host}:{port}"))
@@ -248,7 +247,7 @@ def _prove_oneself(address):
 
 
 def test_of_those_that_prove_themselves_and_say_nothing_the_newest_are_held(monkeypatch):
-    monkeypatch.setattr(hall, "_MAX_STRANGERS", 3)
+    monkeypatch.setattr(acceptor, "_MAX_STRANGERS", 3)
     assert asyncio.run(_hold_insiders(12)) == 5
 
 

@@ -1,8 +1,7 @@
 """What a rank takes in of its lines, and when it stops."""
 
 from echelon.backends.matching import Mailbox
-from echelon.backends.tcp.limit import Limit
-from echelon.backends.tcp.lines import _MOST_AT_ONCE, Lines
+from echelon.backends.tcp.link_table import _MOST_AT_ONCE, LinkTable, UnclaimedLimit
 
 
 class Endless:
@@ -27,7 +26,7 @@ class Memory:
 
 
 def test_a_peer_that_never_stops_keeps_no_other_waiting():
-    lines = Lines({1: None, 2: None}, Limit(Mailbox(), 1 << 20), on_failure=None)
+    lines = LinkTable({1: None, 2: None}, UnclaimedLimit(Mailbox(), 1 << 20), on_failure=None)
     first, second, memory = Endless(), Endless(), Memory()
     lines.use({1: first, 2: second}, memory)
     lines.take_in()

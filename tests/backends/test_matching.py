@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.backends.delivery import ANY, Receive
+from echelon.backends.formats.wire import Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of
-from echelon.backends.tag import Tag
 from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, PeerFailed, SizeMismatch, Timeout
 

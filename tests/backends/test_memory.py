@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from echelon.backends.formats.wire import DTYPES
 from echelon.backends.memory import bytes_of, check_tensor, copy_contiguous, describe, dtype_code, dtype_of, new_tensor
-from echelon.backends.wire import DTYPES
 from echelon.errors import SizeMismatch, UnsupportedOp
 
 CPU = frozenset({"cpu"})

@@ -8,8 +8,8 @@ import torch
 from torch.distributed import ReduceOp
 
 import echelon
+from echelon.backends.formats.wire import DTYPES
 from echelon.backends.operators import accumulation_dtype, check_op, operator
-from echelon.backends.wire import DTYPES
 from echelon.errors import UnsupportedOp
 
 DTYPE_NAMES = [name for name, _ in DTYPES]

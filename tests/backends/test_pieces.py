@@ -5,12 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.backends import pieces
-from echelon.backends.delivery import Receive
+from echelon.backends import delivery
+from echelon.backends.delivery import Receive, ReduceOnArrival
+from echelon.backends.formats.wire import Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of
-from echelon.backends.pieces import Pieces
-from echelon.backends.tag import Tag
 from echelon.backends.work import Work
 from echelon.errors import PeerFailed, Timeout
 
@@ -25,8 +24,8 @@ def test_every_value_is_combined_once_however_it_arrives(count, sizes, dtype):
         mine.sub_(other)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_BYTES", 32)
-        place = Pieces(own, subtract)
+        patch.setattr(delivery, "PIECE_BYTES", 32)
+        place = ReduceOnArrival(own, subtract)
         data, done = bytes_of(came), 0
         for size in [*sizes, *[1000] * (data.nbytes // 32 + 1)]:
             if done < data.nbytes:

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from echelon.backends.tcp import handshake
+from echelon.backends.connect import handshake
+from echelon.backends.connect.members import split_address
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.members import split_address
 from echelon.errors import ConnectError, InvalidRank, InvalidWorldSize, ProtocolError
 from tests.backends.worlds import (
     SECRET,

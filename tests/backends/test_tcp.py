@@ -14,11 +14,11 @@ from functools import partial
 import pytest
 import torch
 
-from echelon.backends import wire
-from echelon.backends.tag import Tag
+from echelon.backends.connect.sockets import is_loopback
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.tcp.connection import Connection
-from echelon.backends.tcp.sockets import is_loopback
 from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout
 from tests.backends.forked import run_forked
 from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world

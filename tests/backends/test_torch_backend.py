@@ -27,10 +27,9 @@ from echelon.backends.operators import operator
 from echelon.backends.shared.backend import share
 from echelon.backends.torch_distributed import engines
 from echelon.backends.torch_distributed.agreement import exchange, gather
-from echelon.backends.torch_distributed.engine import Engine
+from echelon.backends.torch_distributed.engine import ENGINES, Engine
 from echelon.backends.torch_distributed.engines import check_available, native_op
-from echelon.backends.torch_distributed.names import ENGINES
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.forked import run_forked
 from tests.backends.worlds import gloo_world, tcp_world
 from tests.cases import call, cases, check, expected
@@ -192,7 +191,7 @@ def test_a_group_that_was_interrupted_says_so_and_others_go_on():
 class Never:
     """A lookout that has nothing to look for."""
 
-    looks_at = float("inf")
+    next_check_at = float("inf")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from echelon.backends.tag import Tag
+from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp import peers
 from echelon.errors import PeerFailed, Timeout
 from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
@@ -158,7 +158,7 @@ def test_who_reads_on_for_its_own_receive_wakes_those_that_wait(allocated, monke
         sends.append(other.isend(torch.ones(1), 0, 2))
         until = time.monotonic() + SECONDS
         while not backend._peers._held and time.monotonic() < until:
-            backend.glance()
+            backend.poll_once()
         woken = []
         monkeypatch.setattr(backend._progress, "wake_waiters", lambda: woken.append(1))
         assert not late.is_completed()

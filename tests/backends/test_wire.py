@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.backends import wire
-from echelon.backends.wire import Frame, FrameKind
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Frame, FrameKind
 from echelon.errors import ProtocolError
 from tests.backends.worlds import header
 

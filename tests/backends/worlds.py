@@ -10,8 +10,8 @@ import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from echelon.backends.connect.members import machine_id
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.members import machine_id
 from echelon.backends.torch_distributed.backend import TorchBackend, engage, meet_at_store
 
 SECRET = b"a secret of this test"

@@ -1,7 +1,7 @@
 """From times to rules."""
 
-from echelon.bench.decide import Timing, decide
-from echelon.collectives.select import ANY_SIZE, Rule, choose
+from echelon.bench.tune import Timing, decide
+from echelon.collectives.plans.select import ANY_SIZE, Rule, choose
 
 PAIR, NESTED = (0, 0), (0, 0, 1, 1)
 

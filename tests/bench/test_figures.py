@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from echelon.bench.figures import OPERATIONS, Case, Measured, Row, bus_factor
-from echelon.bench.sizes import read_size, size_ladder
+from echelon.bench.request import read_size, size_ladder
 from echelon.errors import LaunchError
 
 

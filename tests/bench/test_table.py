@@ -1,6 +1,6 @@
 import json
 
-from echelon.bench import table
+from echelon.bench import figures
 from echelon.bench.figures import Case, Measured, Row
 
 SUM = Case.of("all_reduce", 4, 1 << 20, "float32", 4, "sum", 0)
@@ -21,19 +21,19 @@ TABLE = """\
 
 
 def test_the_table():
-    printed = [table.titles(["tcp", "gloo"]), *map(table.line, ROWS), table.summary(ROWS)]
+    printed = [figures.titles(["tcp", "gloo"]), *map(figures.line, ROWS), figures.summary(ROWS)]
     assert "\n".join(printed) == TABLE
 
 
 def test_without_a_peer_there_is_no_ratio():
     alone = [Row(SUM, ROWS[0].measured[:1])]
-    printed = [table.titles(["tcp"]), table.line(alone[0]), table.summary(alone)]
+    printed = [figures.titles(["tcp"]), figures.line(alone[0]), figures.summary(alone)]
     assert "ratio" not in "\n".join(printed)
     assert printed[2].startswith("# wrong values: 0, OK")
 
 
 def test_the_same_for_machines():
-    values = json.loads(table.to_json({"num_ranks": 4}, ROWS))
+    values = json.loads(figures.to_json({"num_ranks": 4}, ROWS))
     assert values["num_ranks"] == 4
     assert values["rows"][1]["root"] == 3
     assert values["rows"][0]["op"] == "sum"

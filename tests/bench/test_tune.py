@@ -4,8 +4,8 @@ import pytest
 
 import echelon
 from echelon.bench.tune import tune
-from echelon.collectives.select import choose
-from echelon.collectives.tuning import from_text
+from echelon.collectives.plans.select import choose
+from echelon.collectives.plans.tuning import from_text
 
 SIZES = (8, 1 << 12, 1 << 20)
 

@@ -262,5 +262,5 @@ def test_without_matplotlib_there_is_a_hint(capsys, monkeypatch):
 
 def test_neither_torch_nor_matplotlib_is_imported_for_text():
     imported = imported_by("plan", "1f1b", "-r", "2", "-m", "2")
-    assert "echelon.pipeline.simulate" in imported
+    assert "echelon.pipeline.plan.simulate" in imported
     assert not {"torch", "numpy", "matplotlib"} & imported

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build
-from echelon.collectives.plan import text_of_round
+from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build
+from echelon.collectives.plans.plan import text_of_round
 from tests.cli.commands import imported_by, printed, refusal
 
 BROADCAST = """\
@@ -155,5 +155,5 @@ def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message
 
 def test_torch_is_not_imported():
     imported = imported_by("plan", "all-reduce", "--algorithm", "ring", "-r", "4")
-    assert "echelon.collectives.cost" in imported
+    assert "echelon.collectives.plans.cost" in imported
     assert not {"torch", "numpy", "matplotlib"} & imported

@@ -9,7 +9,7 @@ import pytest
 import echelon
 from echelon.bench import start_tuning
 from echelon.cli import main
-from echelon.collectives.tuning import from_text
+from echelon.collectives.plans.tuning import from_text
 from tests.cli.commands import refusal, spawned_by
 
 SIMULATED = ["--backend", "simulated", "--max", "4K"]

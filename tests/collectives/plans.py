@@ -1,7 +1,7 @@
 """All algorithms, and the hosts that those which go by the hosts are tried with."""
 
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build
-from echelon.collectives.algorithms.registry import find
+from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build
+from echelon.collectives.plans.algorithms.registry import find
 
 ALL = [(operation, algorithm.name) for operation in OPERATIONS for algorithm in algorithms_of(operation)]
 ROOTED = {"reduce", "broadcast", "gather", "scatter"}

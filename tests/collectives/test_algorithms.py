@@ -5,11 +5,10 @@ from fractions import Fraction
 
 import pytest
 
-from echelon.collectives.algorithms import build, chunk_bytes, registry
-from echelon.collectives.check import check
-from echelon.collectives.cost import LinkCosts, simulate
-from echelon.collectives.goal import goal_of
-from echelon.collectives.plan import Send
+from echelon.collectives.plans.algorithms import build, chunk_bytes, registry
+from echelon.collectives.plans.check import check, goal_of
+from echelon.collectives.plans.cost import LinkCosts, simulate
+from echelon.collectives.plans.plan import Send
 from echelon.errors import InvalidRank, InvalidWorldSize, PlanError
 from tests.collectives.plans import ALL, plans, roots
 

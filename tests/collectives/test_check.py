@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.collectives.algorithms import build
-from echelon.collectives.check import check, find_problems
-from echelon.collectives.goal import goal_of
-from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
+from echelon.collectives.plans.algorithms import build
+from echelon.collectives.plans.check import check, find_problems, goal_of
+from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.errors import PlanError
 from tests.collectives.plans import ALL, plan_of
 

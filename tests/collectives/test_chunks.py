@@ -7,13 +7,13 @@ import torch
 
 from echelon.backends.simulated import SimulatedBackend
 from echelon.backends.work import Work
-from echelon.collectives.algorithms import build
-from echelon.collectives.chunks import Parts, Rows
-from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send
-from echelon.collectives.run import Channel, run
-from echelon.collectives.select import Selector
-from echelon.collectives.watch import Watch
-from echelon.flights import FlightRecorder
+from echelon.collectives.calls.chunks import FlatChunks, RowChunks
+from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
+from echelon.collectives.calls.run import Channel, run
+from echelon.collectives.plans.algorithms import build
+from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send
+from echelon.collectives.plans.select import Selector
+from echelon.operation_records import FlightRecorder
 
 
 class LateBackend:
@@ -23,7 +23,7 @@ class LateBackend:
         self.comes = comes
         self.sent = []
 
-    def attend(self):
+    def will_wait(self):
         return nullcontext()
 
     def now(self):
@@ -53,9 +53,11 @@ def play(plan, own, comes):
     """Runs rank 0 and returns what it sent."""
     backend = LateBackend(comes)
     ranks = range(plan.num_ranks)
-    watch = Watch(SimulatedBackend.create_group(1)[0], ranks, FlightRecorder().begin("world", 1, 1, 0, "plan"), 0.0)
+    watch = HangDiagnosis(
+        SimulatedBackend.create_group(1)[0], ranks, FlightRecorder().begin("world", 1, 1, 0, "plan"), 0.0
+    )
     channel = Channel(backend, ranks, 0, 1, 1, "", 1.0, Selector((0,) * plan.num_ranks), watch)
-    run(plan, channel, Parts.equal(own, plan.num_chunks), torch.Tensor.add_)
+    run(plan, channel, FlatChunks.equal(own, plan.num_chunks), torch.Tensor.add_)
     return backend.sent
 
 
@@ -74,7 +76,7 @@ def test_a_chunk_is_not_overwritten_before_it_is_sent():
 
 def test_parts_are_sent_from_where_they_are_and_received_to_where_they_go():
     flat = torch.arange(10)
-    parts = Parts.equal(flat, 4)
+    parts = FlatChunks.equal(flat, 4)
     assert [parts.part(number).tolist() for number in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
     one = parts.outgoing(Send(1, (1, 2)))
     assert [(piece.tolist(), piece.data_ptr()) for piece in one] == [([3, 4, 5, 6, 7], flat[3:].data_ptr())]
@@ -87,11 +89,11 @@ def test_parts_are_sent_from_where_they_are_and_received_to_where_they_go():
 
 
 def test_a_tensor_of_its_own_is_sent_as_it_is_and_several_as_their_rows():
-    tensors = Rows(3, {0: torch.ones(2, 3), 1: torch.zeros(0, 3)})
+    tensors = RowChunks(3, {0: torch.ones(2, 3), 1: torch.zeros(0, 3)})
     assert tensors.outgoing(Send(1, (0,)))[0] is tensors[0]
     counts, rows = tensors.outgoing(Send(1, (0, 1)))
     assert (counts.tolist(), rows.shape) == ([2, 0], (2, 3))
-    other = Rows(3, {})
+    other = RowChunks(3, {})
     other.keep(Recv(0, (1, 2)), [counts, rows], None)
     assert (other[1].shape, other[2].shape) == ((2, 3), (0, 3))
     other.copy(Copy(1, 0))
@@ -100,4 +102,4 @@ def test_a_tensor_of_its_own_is_sent_as_it_is_and_several_as_their_rows():
 
 def test_what_is_not_there_is_noticed():
     with pytest.raises(AssertionError):
-        Rows(2, {})[0]
+        RowChunks(2, {})[0]

@@ -5,7 +5,7 @@ import torch
 
 from echelon._torch_private import DispatchMode
 from echelon.backends.tcp import peers
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.worlds import start, tcp_world
 
 MIB = 1 << 20

@@ -5,9 +5,9 @@ from math import log2
 
 import pytest
 
-from echelon.collectives.algorithms import build, chunk_bytes
-from echelon.collectives.cost import LinkCosts, simulate
-from echelon.collectives.plan import Plan
+from echelon.collectives.plans.algorithms import build, chunk_bytes
+from echelon.collectives.plans.cost import LinkCosts, simulate
+from echelon.collectives.plans.plan import Plan
 from echelon.errors import PlanError
 
 ALPHA, BETA, GAMMA = Fraction(20), Fraction(1, 3), Fraction(1, 7)

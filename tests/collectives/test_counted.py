@@ -9,7 +9,7 @@ from collections import Counter, deque
 
 import pytest
 
-from echelon.collectives.plan import Copy, Recv, Reduce, Send
+from echelon.collectives.plans.plan import Copy, Recv, Reduce, Send
 from tests.collectives.plans import ALL, plan_of, plans, roots
 
 COUNTED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")

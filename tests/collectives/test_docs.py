@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from echelon.cli import main
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of
-from echelon.collectives.plan import Send
-from echelon.collectives.select import SIZED, choose
+from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
+from echelon.collectives.plans.plan import Send
+from echelon.collectives.plans.select import SIZED, choose
 from tests.collectives.test_algorithms import NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"

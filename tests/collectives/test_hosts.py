@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import echelon
+from echelon.backends.connect import members, rendezvous
 from echelon.backends.simulated import SimulatedBackend
-from echelon.backends.tcp import backend, members, rendezvous
-from echelon.collectives.algorithms import find
+from echelon.backends.tcp import backend
+from echelon.collectives.plans.algorithms import find
 from echelon.simulation.network import host_numbers
 from tests.backends import forked
 from tests.backends.forked import run_forked

@@ -1,7 +1,7 @@
 import pytest
 
-from echelon.collectives.algorithms import build
-from echelon.collectives.plan import Copy, Plan, Recv, Reduce, Send, runs
+from echelon.collectives.plans.algorithms import build
+from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send, runs
 from echelon.errors import PlanError
 from tests.collectives.plans import ALL, plans, roots
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.collectives.algorithms import algorithms_of
+from echelon.collectives.plans.algorithms import algorithms_of
 from echelon.simulation import Network
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 13)

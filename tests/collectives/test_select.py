@@ -1,7 +1,7 @@
 import pytest
 
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build, numbered
-from echelon.collectives.select import SIZED, STATIC, Rule, Selector, choose, parse
+from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, numbered
+from echelon.collectives.plans.select import SIZED, STATIC, Rule, Selector, choose, parse
 from echelon.errors import PlanError
 from tests.collectives.plans import layouts
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from echelon.collectives.select import STATIC, Rule
-from echelon.collectives.tuning import from_text, to_text
+from echelon.collectives.plans.select import STATIC, Rule
+from echelon.collectives.plans.tuning import from_text, to_text
 from echelon.errors import PlanError
 
 RULES = {"all_reduce": (Rule("rabenseifner", 9, 12, 3, "one host"), Rule("ring"))}

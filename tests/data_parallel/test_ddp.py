@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP
-from echelon.data_parallel.spare_cores import has_time_beside
+from echelon.data_parallel.reducer import can_overlap
 from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
 from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
 
@@ -334,7 +334,7 @@ def launch_early(group):
     last.register_post_accumulate_grad_hook(lambda _: launched.append(model._reducer.num_launched))
     model = DDP(module, group, bucket_mb=TINY_MB)
     backward(model, group)
-    return launched, len(model._reducer.layout.buckets), has_time_beside(group)
+    return launched, len(model._reducer.layout.buckets), can_overlap(group)
 
 
 @pytest.mark.parametrize("backend", ["simulated", "tcp"])

@@ -6,8 +6,7 @@ from torch import nn
 
 import echelon
 from echelon import DDP
-from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientHook, LocalSGD
-from echelon.data_parallel.powersgd import PowerSGD
+from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientHook, LocalSGD, PowerSGD
 from tests.data_parallel.models import TINY_MB, Branches, fill, mlp
 from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part
 

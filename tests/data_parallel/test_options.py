@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP, CollectiveMismatch
-from echelon.data_parallel.spare_cores import has_time_beside
+from echelon.data_parallel.reducer import can_overlap
 from tests.data_parallel.models import TINY_MB, Branches, fill, mlp
 from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
 
@@ -193,7 +193,7 @@ def order_of_buckets(group):
         model.zero_grad(set_to_none=len(orders) == 1)
         backward(model, group)
         orders.append([bucket.members for bucket in model._reducer.layout.buckets])
-    return orders, gradients(model), has_time_beside(group)
+    return orders, gradients(model), can_overlap(group)
 
 
 def test_the_order_of_the_buckets_is_that_of_rank_0s_first_backward(run):

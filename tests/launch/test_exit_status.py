@@ -11,7 +11,7 @@ import torch
 import echelon
 from echelon.errors import CollectiveMismatch, PeerFailed
 from echelon.exits import status_of
-from echelon.launch.failure import blamed_rank
+from echelon.launch.report import blamed_rank
 
 WAIT = """
 import os, sys

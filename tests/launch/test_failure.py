@@ -1,7 +1,7 @@
 import pytest
 
 from echelon.errors import PeerFailed
-from echelon.launch.failure import RankFailure, blamed_rank, describe_exit, exit_status, first_cause
+from echelon.launch.report import RankFailure, blamed_rank, describe_exit, exit_status, first_cause
 
 
 def failure(rank, at, blames=None):

@@ -12,7 +12,7 @@ import echelon
 from echelon.errors import LaunchError
 from echelon.launch import init as init_module
 from echelon.launch.environment import REQUIRED
-from echelon.launch.resources import ReservedPort
+from echelon.launch.variables import ReservedPort
 from tests.launch import ranks
 
 MPIRUN = shutil.which("mpirun")

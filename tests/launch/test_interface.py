@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from echelon.backends.tcp.interfaces import Interface
+from echelon.backends.connect.interfaces import Interface
 from echelon.errors import LaunchError
 from echelon.launch import interface as interface_module
 from echelon.launch.environment import read

@@ -14,7 +14,7 @@ import torch
 
 import echelon
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.launch.environment import REQUIRED
 from tests.backends.forked import fork_and_collect
 from tests.backends.worlds import free_address

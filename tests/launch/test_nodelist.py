@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import LaunchError
-from echelon.launch.nodelist import MAX_HOSTS, expand
+from echelon.launch.slurm import MAX_HOSTS, expand
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 from io import BytesIO
 
-from echelon.launch.output import MarkedStream
+from echelon.launch.launcher import MarkedStream
 
 
 def test_only_whole_lines_are_written():

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from echelon.errors import LaunchError
-from echelon.launch import environment, resources
-from echelon.launch.resources import ReservedPort, threads_per_rank
+from echelon.launch import environment, variables
 from echelon.launch.run import rank_environs
+from echelon.launch.variables import ReservedPort, threads_per_rank
 from tests.launch import ranks
 
 NOBODYS = "192.0.2.1"
@@ -59,8 +59,8 @@ def test_every_rank_gets_at_least_one_thread(monkeypatch):
 
 def test_a_host_with_ipv6_alone_uses_that(monkeypatch):
     """The launcher ended with a raw OSError."""
-    monkeypatch.setattr(resources, "LOOPBACK", NOBODYS)
-    assert resources.loopback() == "::1"
+    monkeypatch.setattr(variables, "LOOPBACK", NOBODYS)
+    assert variables.loopback() == "::1"
     with ReservedPort() as port:
         assert port.address == f"[::1]:{port.port}"
         environs = rank_environs(2, port, {})
@@ -69,13 +69,13 @@ def test_a_host_with_ipv6_alone_uses_that(monkeypatch):
 
 
 def test_ranks_meet_on_a_host_with_ipv6_alone(monkeypatch, pool):
-    monkeypatch.setattr(resources, "LOOPBACK", NOBODYS)
+    monkeypatch.setattr(variables, "LOOPBACK", NOBODYS)
     assert pool.run(ranks.who, 2) == [(0, 2), (1, 2)]
 
 
 def test_a_host_without_a_loopback_address_is_told_how_to_get_one(monkeypatch):
-    monkeypatch.setattr(resources, "LOOPBACK", NOBODYS)
-    monkeypatch.setattr(resources, "LOOPBACK_V6", NOBODYS)
+    monkeypatch.setattr(variables, "LOOPBACK", NOBODYS)
+    monkeypatch.setattr(variables, "LOOPBACK_V6", NOBODYS)
     with pytest.raises(
         LaunchError, match=r"no loopback address \(192.0.2.1: .*set the interface up with `ip link set lo"
     ):

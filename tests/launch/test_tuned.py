@@ -8,8 +8,8 @@ import torch
 
 import echelon
 from echelon.backends.simulated import SimulatedBackend
-from echelon.collectives.select import STATIC, Rule
-from echelon.collectives.tuning import to_text
+from echelon.collectives.plans.select import STATIC, Rule
+from echelon.collectives.plans.tuning import to_text
 from echelon.launch.tuned import agreed_table, default_path
 
 RINGS = {"all_reduce": (Rule("ring"),)}

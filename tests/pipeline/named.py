@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")

@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.action import Action, Overlapped, actions_of, parse
+from echelon.pipeline.plan.action import Action, Overlapped, actions_of, parse
 
 PAIR = Overlapped(Action(2, "F", 13), Action(5, "B", 0))
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.pipeline import Pipeline, interpreter, loss
+from echelon.pipeline import Pipeline
+from echelon.pipeline.run import interpreter, loss
 from tests.pipeline.test_pipeline import gradients_of, make_batch, make_model, train_alone
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from echelon.pipeline.buffers import Buffers
+from echelon.pipeline.run.transfer import Buffers
 
 KIND = (torch.Size([2, 3]), torch.float32, torch.device("cpu"))
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.action import Action, Overlapped, Step, actions_of
-from echelon.pipeline.check import Problem
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of
+from echelon.pipeline.plan.check import Problem
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
 from tests.pipeline.named import schedules, sizes_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from echelon.errors import EchelonError
 from echelon.pipeline import Costs, schedules
-from echelon.trace import Timeline, Transfer
+from echelon.timeline.timeline import Timeline, Transfer
 
 REQUIRED = {
     "M": {"name", "pid", "args"},

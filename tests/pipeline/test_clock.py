@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from echelon.pipeline.clock import EventClock, HostClock, clock_for
+from echelon.pipeline.run.interpreter import EventClock, HostClock, clock_for
 
 
 class Device:

@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.cost import Costs, transfer_time
-from echelon.pipeline.placement import loop, vee
+from echelon.pipeline.plan.action import loop, vee
+from echelon.pipeline.plan.cost import Costs, transfer_time
 
 
 def test_a_number_counts_for_every_stage():

@@ -9,7 +9,8 @@ from torch import nn
 from torch.func import functional_call
 
 import echelon
-from echelon.pipeline import Pipeline, measure, split
+from echelon.pipeline import Pipeline, split
+from echelon.pipeline.cut import measure
 
 
 class Block(nn.Module):

@@ -15,9 +15,9 @@ from matplotlib.collections import PolyCollection
 
 from echelon.errors import EchelonError
 from echelon.pipeline import Costs, Schedule, schedules
-from echelon.pipeline.action import parse
-from echelon.pipeline.draw import figure_of
-from echelon.trace import Timeline
+from echelon.pipeline.plan.action import parse
+from echelon.timeline.figure import figure_of
+from echelon.timeline.timeline import Timeline
 
 
 def simulated(name: str, num_ranks: int, num_microbatches: int, **costs) -> Timeline:

@@ -9,8 +9,8 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Costs, Pipeline, Schedule, schedules
-from echelon.pipeline.action import Action
-from echelon.pipeline.exactness import exact_stages, is_exact
+from echelon.pipeline.plan.action import Action
+from echelon.pipeline.plan.fuse import exact_stages, is_exact
 from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
 from tests.pipeline.named import schedules as schedules_of
 from tests.pipeline.named import sizes_of

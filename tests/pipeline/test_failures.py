@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.pipeline import Pipeline, interpreter, pipeline, schedules
+from echelon.pipeline import Pipeline, schedules
+from echelon.pipeline.run import interpreter, pipeline
 from tests.backends.forked import run_forked
 from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
 from tests.pipeline.named import sizes_of

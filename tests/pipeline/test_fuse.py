@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.action import actions_of
-from echelon.pipeline.fuse import fused, split_stages
+from echelon.pipeline.plan.action import actions_of
+from echelon.pipeline.plan.fuse import fused, split_stages
 from tests.pipeline import named
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon._torch_private import DispatchMode
-from echelon.pipeline.junctions import CannotSplit
-from echelon.pipeline.probe import probe
-from echelon.pipeline.stage import Forward, Made, Stage
+from echelon.pipeline.stage.probe import probe
+from echelon.pipeline.stage.split_backward import CannotSplit
+from echelon.pipeline.stage.stage import Forward, Made, Stage
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
@@ -32,7 +32,7 @@ class Products(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Attention(nn.Module):
+class NestedCall(nn.Module):
     def __init__(self):
         super().__init__()
         self.into, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
@@ -124,7 +124,7 @@ SPLITTABLE = {
     "batch norm": lambda: (nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)), floats(4, 2, 5, 5)),
     "embedding": lambda: (nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6)), torch.arange(8).reshape(2, 4)),
     "layer norm": lambda: (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), floats(4, 6)),
-    "attention": lambda: (nn.Sequential(nn.LayerNorm(6), Attention()), floats(2, 5, 6)),
+    "attention": lambda: (nn.Sequential(nn.LayerNorm(6), NestedCall()), floats(2, 5, 6)),
     "transformer": lambda: (nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), floats(2, 5, 6)),
     "a layer twice": lambda: (Twice(nn.Linear(6, 6)), floats(4, 6)),
     "a norm twice": lambda: (Twice(nn.LayerNorm(6), nn.Linear(6, 6)), floats(4, 6)),

@@ -12,9 +12,9 @@ from torch.distributed.pipelining import schedules as of_torch
 
 from echelon._torch_versions import release
 from echelon.errors import ScheduleError
-from echelon.pipeline.action import Action
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
 from tests.pipeline.named import sizes_of
 from tests.torch_groups import gloo

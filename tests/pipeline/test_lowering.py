@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
-from echelon.pipeline.lowered_check import check_program
-from echelon.pipeline.lowering import Compute, Flush, Post, Receive, Recompute, Reduce, Send, lower
+from echelon.pipeline.plan.program import Compute, Flush, Post, Receive, Recompute, Reduce, Send, check_program, lower
 from tests.pipeline import named
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon
-from echelon.pipeline.nested import map_tensors, structure_of, tensors_of, value_of
+from echelon.pipeline.stage.nested import map_tensors, structure_of, tensors_of, value_of
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
 tensors = st.integers(0, 99).map(lambda number: torch.tensor([number]))

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from echelon.pipeline.palette import KIND_NAMES, NUM_HUES, color, text_color
+from echelon.timeline.palette import KIND_NAMES, NUM_HUES, color, text_color
 
 # Of linear RGB; Machado, Oliveira and Fernandes, 2009, severity 1.
 SIGHT = {

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import PartitionError
-from echelon.pipeline.partition import partition
+from echelon.pipeline.plan.partition import partition
 
 
 def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[range, ...]]:

@@ -8,7 +8,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Costs, Pipeline, schedules
-from echelon.pipeline.draw import figure_of
+from echelon.timeline.figure import figure_of
 
 RUNNABLE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 

@@ -10,7 +10,7 @@ import pytest
 
 from echelon.cli import main
 from echelon.pipeline import Costs, schedules
-from echelon.trace import Timeline
+from echelon.timeline.timeline import Timeline
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 COMMANDS = re.compile(r"```console\n(.*?)```", re.DOTALL)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.pipeline.cost import Costs
+from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.schedules import build
 from tests.pipeline.named import schedules
 

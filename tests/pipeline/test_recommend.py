@@ -8,7 +8,7 @@ import pytest
 
 from echelon.errors import ScheduleError
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.placement import loop, vee
+from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.schedules.recommendation import cut, held_microbatches, recommend, table
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline, schedules
-from echelon.pipeline.fuse import split_stages
+from echelon.pipeline.plan.fuse import split_stages
 from tests.pipeline.alone import WIDTH, gradients, make_batch, make_model, train_alone
 from tests.pipeline.named import sizes_of
 

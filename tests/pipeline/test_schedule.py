@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.action import Action
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.picture import picture
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
 from echelon.pipeline.schedules.forward_only import forward_only
+from echelon.timeline.terminal import picture
 from tests.pipeline.named import V_SHAPED, schedules
 
 PICTURES = {

@@ -11,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.placement import loop, vee
+from echelon.pipeline.plan.action import loop, vee
+from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.schedules import build, names, search
-from echelon.pipeline.search.bound import lower_bound
-from echelon.pipeline.search.filling import fill, skeleton_of, to_actions
-from echelon.pipeline.search.problem import Problem, problem, rank_limits
-from echelon.pipeline.search.pulling import pull_forward
-from echelon.pipeline.search.replaying import replay
-from echelon.pipeline.search.swapping import swap
+from echelon.pipeline.search.list_scheduler import pull_forward
+from echelon.pipeline.search.local_search import replay, swap
+from echelon.pipeline.search.problem import Problem, lower_bound, problem, rank_limits
+from echelon.pipeline.search.weight_placement import fill, skeleton_of, to_actions
 
 EQUAL = Costs(1, 1, 1, transfer=0)
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.action import Action, Overlapped, actions_of
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, Overlapped, actions_of
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build
 from tests.pipeline.named import schedules
 

@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.action import parse
-from echelon.pipeline.palette import color
-from echelon.pipeline.terminal import lines, plain
-from echelon.trace import Timeline
+from echelon.pipeline.plan.action import parse
+from echelon.timeline.palette import color
+from echelon.timeline.terminal import lines, plain
+from echelon.timeline.timeline import Timeline
 
 
 def simulated(name: str, num_ranks: int, num_microbatches: int, **costs) -> Timeline:

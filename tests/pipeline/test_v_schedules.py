@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.pipeline.cost import Costs
+from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.schedules import build
 
 EQUAL = Costs(1, 1, 1, transfer=0)

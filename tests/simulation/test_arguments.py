@@ -8,9 +8,9 @@ import pytest
 
 import echelon
 from echelon import Delay, Kill, Network, NetworkPartition, Pause, Slow
+from echelon.arguments import is_amount, is_count, is_factor
 from echelon.errors import InvalidRank, InvalidWorldSize, LaunchError
 from echelon.simulation import Measured
-from echelon.simulation.arguments import is_amount, is_count, is_factor
 from echelon.testing import check_same_results
 
 NAN = math.nan

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.collectives.algorithms.registry import OPERATIONS, algorithms_of
+from echelon.collectives.plans.algorithms.registry import OPERATIONS, algorithms_of
 from echelon.simulation import PRESETS
 
 ALPHA, BETA = 2.0**-10, 2.0**-20

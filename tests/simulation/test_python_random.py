@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from echelon.simulation import python_random
+from echelon.simulation import random_state
 
 
 def draws(generator):
@@ -14,7 +14,7 @@ def draws(generator):
 @pytest.fixture(params=["as it lies", "as handed out"])
 def way(request, monkeypatch):
     if request.param == "as handed out":
-        monkeypatch.setattr(python_random, "_lies_open", lambda: False)
+        monkeypatch.setattr(random_state, "_lies_open", lambda: False)
     return request.param
 
 
@@ -24,11 +24,11 @@ def test_what_is_put_back_draws_the_same_again(before):
     generator = random.Random(7)
     for _ in range(before):
         generator.getrandbits(32)
-    state = python_random.take(generator)
+    state = random_state.take(generator)
     first = draws(generator)
     for _ in range(1000):
         generator.random()
-    python_random.put(generator, state)
+    random_state.put(generator, state)
     assert draws(generator) == first
 
 
@@ -36,24 +36,24 @@ def test_what_is_put_back_draws_the_same_again(before):
 def test_half_of_a_pair_that_gauss_has_drawn_is_kept():
     generator, other = random.Random(7), random.Random(7)
     generator.gauss(0, 1)
-    state = python_random.take(generator)
-    python_random.put(other, state)
+    state = random_state.take(generator)
+    random_state.put(other, state)
     assert other.gauss(0, 1) == generator.gauss(0, 1)
-    python_random.put(generator, python_random.take(random.Random(8)))
+    random_state.put(generator, random_state.take(random.Random(8)))
     assert draws(generator) == draws(random.Random(8))
 
 
 def test_states_lie_open_here():
-    assert python_random._lies_open()
-    assert isinstance(python_random.take(random.Random(0)).words, bytes)
+    assert random_state._lies_open()
+    assert isinstance(random_state.take(random.Random(0)).words, bytes)
 
 
 def test_the_shared_generator_is_that_of_the_functions():
-    state = python_random.take(python_random.shared())
+    state = random_state.take(random_state.shared())
     try:
         random.seed(5)
         assert random.random() == random.Random(5).random()
-        python_random.put(python_random.shared(), python_random.take(random.Random(6)))
+        random_state.put(random_state.shared(), random_state.take(random.Random(6)))
         assert random.random() == random.Random(6).random()
     finally:
-        python_random.put(python_random.shared(), state)
+        random_state.put(random_state.shared(), state)

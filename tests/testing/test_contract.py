@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from echelon.backends.formats.wire import Tag
 from echelon.backends.simulated import SimulatedBackend
-from echelon.backends.tag import Tag
 from echelon.errors import EchelonError
 from echelon.simulation.backend import VirtualBackend
 from echelon.testing import ContractError, check_backend, ranks_in_threads, simulated_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echelon.errors import InvalidWorldSize, LaunchError, PeerFailed, Timeout
-from echelon.launch.resources import threads_per_rank
+from echelon.launch.variables import threads_per_rank
 from echelon.testing import RankPool
 from tests.launch import ranks
 

@@ -17,14 +17,14 @@ from typing import TypeVar
 
 import torch
 
-from echelon.backends.aside import Aside
-from echelon.backends.host_copies import AcceleratorCopies, HostCopies
+from echelon.arguments import check_world_size
+from echelon.backends.formats.wire import Tag
+from echelon.backends.host_copies import AcceleratorCopies, HostCopies, StreamScope
 from echelon.backends.inherited import inherited_error
 from echelon.backends.memory import check_tensor
 from echelon.backends.native import NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.tag import Tag
 from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
 from echelon.errors import (
     Closed,
@@ -36,8 +36,7 @@ from echelon.errors import (
     Timeout,
 )
 from echelon.exits import fails, reason_of
-from echelon.flights import FlightRecorder
-from echelon.world_size import check_world_size
+from echelon.operation_records import FlightRecorder
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ class Backend(ABC):
     """How a group copies tensors of a device that this backend has no path for, where the user allows that."""
     shares_memory = False
     """Whether collectives of ranks on one host go through memory: they take processor time, and wait for no network."""
-    doubts_after = 1.0
+    query_peers_after = 1.0
     """Seconds that a collective waits for a rank before it asks whether that one makes the same calls."""
 
     def __init__(self, rank: int, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -236,7 +235,7 @@ class Backend(ABC):
         """
         return False
 
-    def aside(self, context: int) -> Aside | None:  # noqa: ARG002
+    def aside(self, context: int) -> StreamScope | None:  # noqa: ARG002
         """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none."""
         return None
 
@@ -265,7 +264,7 @@ class Backend(ABC):
         """Returns the time, in seconds, that timeouts of this backend run on."""
         return time.monotonic()
 
-    def attend(self) -> AbstractContextManager[object]:
+    def will_wait(self) -> AbstractContextManager[object]:
         """Says that the calling thread itself waits for all it starts inside, so no other thread need drive it."""
         return nullcontext()
 
@@ -275,14 +274,14 @@ class Backend(ABC):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, timeout: float | None = None) -> None:
         """Sends and waits until `tensor` may be changed again (not: until it was received)."""
-        with self.attend():
+        with self.will_wait():
             self.isend(tensor, dst, tag).wait(timeout)
 
     def recv(
         self, src: int, tag: int | Tag = 0, *, out: torch.Tensor | None = None, timeout: float | None = None
     ) -> torch.Tensor:
         """Receives and waits. After a Timeout the receive is withdrawn: `out` will not be written later."""
-        with self.attend():
+        with self.will_wait():
             work = self.irecv(src, tag, out=out)
             try:
                 return work.wait(timeout)
@@ -299,7 +298,7 @@ class Backend(ABC):
             dst = (self.rank + distance) % self.world_size
             src = (self.rank - distance) % self.world_size
             tag = Tag(context=0, sequence=self._num_barriers, step=step)
-            with self.attend():
+            with self.will_wait():
                 sent = self.isend(token, dst, tag)
                 self.recv(src, tag, timeout=timeout)
                 sent.wait(timeout)
@@ -342,7 +341,7 @@ class Backend(ABC):
         if peer == self.rank:
             raise SelfSend(self.rank)
 
-    def farewell(self) -> PeerFailed:
+    def close_reason(self) -> PeerFailed:
         """Makes what this rank is to its peers when it closes: gone, and if it closes because of an error, failed."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from echelon.backends.base import Backend
+from echelon.backends.formats.wire import Tag
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.work import Message, Received, Work
 from echelon.errors import CollectiveMismatch, Failure
@@ -70,8 +70,8 @@ class Carried(Backend):
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
         return self._tcp.start(function, description, lane)
 
-    def attend(self) -> AbstractContextManager[object]:  # noqa: D102
-        return self._tcp.attend()
+    def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102
+        return self._tcp.will_wait()
 
     def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: D102
         self._tcp.join(context, ranks)

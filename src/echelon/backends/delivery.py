@@ -8,14 +8,55 @@ from typing import Any
 
 import torch
 
+from echelon.backends.formats.wire import Tag, as_sent, readable
 from echelon.backends.memory import bytes_of, describe, new_tensor
 from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import Combine
-from echelon.backends.pieces import Pieces
-from echelon.backends.tag import Tag
-from echelon.backends.wire import as_sent, readable
 from echelon.backends.work import Received, Work
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
+
+# Combines a message into a tensor while it arrives, a piece at a time, instead of storing it first.
+#
+# A piece is combined while it is still in the processor's cache, and the message needs no memory of its own. Between
+# two ranks that took a third off an all-reduce of 64 MiB.
+
+PIECE_BYTES = 1 << 18
+"""Small enough for the cache of one core, large enough for a call of torch not to count. A multiple of every dtype."""
+
+
+class ReduceOnArrival:
+    """Where the bytes of one message go, one piece after the other."""
+
+    def __init__(self, out: torch.Tensor, combine: Combine) -> None:
+        """Makes room for a piece.
+
+        Args:
+            out: what the message is combined into.
+            combine: how.
+
+        Raises:
+            UnsupportedOp: there is no memory.
+        """
+        self._out = out.detach().view(-1)
+        self._combine = combine
+        self._item_bytes = out.dtype.itemsize
+        self._num_bytes = out.nbytes
+        self._scratch = new_tensor((min(PIECE_BYTES // self._item_bytes, out.numel()),), out.dtype)
+        self._memory = bytes_of(self._scratch)
+
+    def room(self, done: int) -> memoryview:
+        """Returns where the bytes after the first `done` are to be written."""
+        begin = done % PIECE_BYTES
+        return self._memory[begin : min(PIECE_BYTES, self._num_bytes - done + begin)]
+
+    def wrote(self, done: int) -> None:
+        """Says that the first `done` bytes have arrived. To be called for every piece when it is full."""
+        if done % PIECE_BYTES and done < self._num_bytes:
+            return
+        first = (done - 1) // PIECE_BYTES * PIECE_BYTES // self._item_bytes
+        own = self._out[first : done // self._item_bytes]
+        self._combine(own, self._scratch[: len(own)])
+
 
 ANY = -1
 """The source of a receive that takes a message from whoever sends first."""
@@ -84,7 +125,7 @@ class Receive:
         return None
 
 
-class Delivery:
+class IncomingMessage:
     """A message on its way: where its bytes go, and what happens when they are there.
 
     Until somebody asks for it, or `place` is called, it has no place, and its bytes are to be left where they are.
@@ -140,7 +181,7 @@ class Delivery:
         self.tensor = whole
         self.memory: memoryview | None = None
         """Where the bytes are to be written as a whole."""
-        self.pieces: Pieces | None = None
+        self.pieces: ReduceOnArrival | None = None
         """Where they are to be written in pieces."""
         if receive is None:
             return
@@ -179,7 +220,7 @@ class Delivery:
         try:
             self.tensor = new_tensor(shape, dtype) if out is None else out
             if out is not None and combine is not None:
-                self.pieces = Pieces(out, combine)
+                self.pieces = ReduceOnArrival(out, combine)
             else:
                 self.memory = bytes_of(self.tensor)
         except UnsupportedOp as error:

@@ -10,15 +10,64 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from echelon.backends.modes import normal_mode, overwrite
 
+# Where an asynchronous collective queues its work on a device: beside the stream of whoever called it.
+#
+# Strategy. Streams belong to threads, and an asynchronous collective runs in the thread of its group's lane. So the
+# caller's place in its stream is kept when it calls; the lane queues into a stream of its group, behind that place;
+# and who takes the result has its own stream wait for the end. What the caller queues in between overlaps. Nobody
+# waits on the CPU. Groups do not share a stream: ranks may come to operations of two groups in different orders.
 
-class Landing(NamedTuple):
+T = TypeVar("T")
+
+
+class StreamScope(ABC):
+    """One asynchronous operation's place among the streams of a device. Made in the thread that calls it."""
+
+    @abstractmethod
+    def queued(self, function: Callable[[], T]) -> T:
+        """Runs a function whose work on the device comes after all that the caller had queued before; in any thread."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Has what the calling thread queues from now on come after the function's work."""
+
+
+class AcceleratorStreamScope(StreamScope):
+    """A place among the streams of torch's accelerator."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        """Takes the caller's place in its stream; `stream` is where asynchronous operations are queued."""
+        self._stream = stream
+        self._begun = torch.accelerator.current_stream(stream.device).record_event()
+        self._ended: torch.Event | None = None
+        self._result: object = None
+
+    def queued(self, function: Callable[[], T]) -> T:  # noqa: D102
+        with self._stream:
+            self._stream.wait_event(self._begun)
+            try:
+                self._result = result = function()
+                return result
+            finally:
+                self._ended = self._stream.record_event()
+
+    def join(self) -> None:  # noqa: D102
+        stream = torch.accelerator.current_stream(self._stream.device)
+        if self._ended is not None:
+            stream.wait_event(self._ended)
+        if isinstance(self._result, torch.Tensor) and not self._result.is_cpu:
+            self._result.record_stream(stream)  # its memory may not be used again before this stream is done with it
+        self._result = None
+
+
+class HostCopy(NamedTuple):
     """A tensor that is on its way to the host's memory.
 
     tensor: where it will be, contiguous. wait: returns when it is there; may be called twice. take_back: queues a copy
@@ -28,7 +77,7 @@ class Landing(NamedTuple):
 
     tensor: Tensor
     wait: Callable[[], object]
-    take_back: Callable[[Tensor, Tensor | None], Tensor]
+    copy_back: Callable[[Tensor, Tensor | None], Tensor]
 
 
 class HostCopies(ABC):
@@ -39,7 +88,7 @@ class HostCopies(ABC):
         """Says whether it is a tensor of such a device."""
 
     @abstractmethod
-    def to_host(self, tensor: Tensor) -> Landing:
+    def to_host(self, tensor: Tensor) -> HostCopy:
         """Starts to copy a tensor to the host's memory."""
 
 
@@ -50,7 +99,7 @@ class AcceleratorCopies(HostCopies):
         accelerator = torch.accelerator.current_accelerator()
         return accelerator is not None and tensor.device.type == accelerator.type
 
-    def to_host(self, tensor: Tensor) -> Landing:  # noqa: D102
+    def to_host(self, tensor: Tensor) -> HostCopy:  # noqa: D102
         device = tensor.device
         stream = torch.accelerator.current_stream(device)
         with normal_mode():
@@ -58,7 +107,7 @@ class AcceleratorCopies(HostCopies):
         host.copy_(tensor.detach(), non_blocking=True)
         copied = stream.record_event()
 
-        def take_back(result: Tensor, place: Tensor | None) -> Tensor:
+        def copy_back(result: Tensor, place: Tensor | None) -> Tensor:
             pinned = result if result.is_pinned() else result.pin_memory()
             with stream:
                 if place is None:
@@ -66,4 +115,4 @@ class AcceleratorCopies(HostCopies):
                 overwrite(place, pinned, non_blocking=True)
                 return place
 
-        return Landing(host, copied.synchronize, take_back)
+        return HostCopy(host, copied.synchronize, copy_back)

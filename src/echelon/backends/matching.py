@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from echelon.backends.delivery import ANY, Delivery, Receive
+from echelon.backends.delivery import ANY, IncomingMessage, Receive
+from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import copy_from, new_tensor
-from echelon.backends.tag import Tag
 from echelon.backends.work import Work
 from echelon.errors import EchelonError, Failure, PeerFailed
 
@@ -34,7 +34,7 @@ class Mailbox:
         """How many of them take a message from whoever sends first."""
         self._num_receives = 0
         self._posted: dict[Key, deque[Receive]] = {}
-        self._unclaimed: dict[Key, deque[Delivery]] = {}
+        self._unclaimed: dict[Key, deque[IncomingMessage]] = {}
         self._unclaimed_bytes: Counter[int] = Counter()
         self._served: dict[Tag, int] = {}
         """The source that a receive from any was served from last, where several had sent."""
@@ -115,10 +115,10 @@ class Mailbox:
 
     def arrive(
         self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, comes_whole: bool = False
-    ) -> Delivery:
-        """Opens the delivery of a message whose head has arrived; `comes_whole`: see `Delivery`."""
+    ) -> IncomingMessage:
+        """Opens the delivery of a message whose head has arrived; `comes_whole`: see `IncomingMessage`."""
         receive = self._claim(src, tag)
-        delivery = Delivery(src, tag, shape, dtype, note, receive, comes_whole=comes_whole)
+        delivery = IncomingMessage(src, tag, shape, dtype, note, receive, comes_whole=comes_whole)
         if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
             delivery.fail(error)
         elif receive is None:
@@ -128,7 +128,7 @@ class Mailbox:
     def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
         """Takes in a message that is there whole; the tensor must be nobody else's."""
         receive = self._claim(src, tag)
-        delivery = Delivery(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
+        delivery = IncomingMessage(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
         if receive is None:
             self._keep(delivery)
         delivery.finish()
@@ -151,12 +151,12 @@ class Mailbox:
                 return
         tensor = new_tensor(shape, dtype)
         copy_from(address, tensor)
-        delivery = Delivery(src, tag, shape, dtype, note, receive, tensor)
+        delivery = IncomingMessage(src, tag, shape, dtype, note, receive, tensor)
         if receive is None:
             self._keep(delivery)
         delivery.finish()
 
-    def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[Delivery] = ()) -> None:
+    def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[IncomingMessage] = ()) -> None:
         """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next."""
         self._has_withdrawn = True
         for delivery in arriving:
@@ -165,7 +165,7 @@ class Mailbox:
         self._end(lambda receive: error if receive.work is work else None)
         work.complete(error=error)
 
-    def _return(self, delivery: Delivery) -> None:
+    def _return(self, delivery: IncomingMessage) -> None:
         """Gives a message back that is still arriving, so none of its source and tag can have come after it."""
         receive = self._claim(delivery.src, delivery.tag)
         if receive is not None:
@@ -173,11 +173,11 @@ class Mailbox:
         else:
             self._keep(delivery)
 
-    def _keep(self, delivery: Delivery) -> None:
+    def _keep(self, delivery: IncomingMessage) -> None:
         self._unclaimed.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
         self._count(delivery, 1)
 
-    def _count(self, delivery: Delivery, sign: int) -> None:
+    def _count(self, delivery: IncomingMessage, sign: int) -> None:
         self._unclaimed_bytes[delivery.src] += sign * delivery.memory_bytes
 
     def unclaimed_bytes(self, src: int) -> int:
@@ -206,7 +206,7 @@ class Mailbox:
         self._end(lambda receive: self._failure_of(receive) if rank == receive.src or rank in receive.sources else None)
         return first
 
-    def fail_context(self, context: int, error: Failure, arriving: Iterable[Delivery] = ()) -> Failure:
+    def fail_context(self, context: int, error: Failure, arriving: Iterable[IncomingMessage] = ()) -> Failure:
         """Ends every receive of a collective of that context, now and later; returns the first cause ever given.
 
         Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.

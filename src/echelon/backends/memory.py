@@ -9,8 +9,8 @@ import math
 import torch
 
 from echelon.backends.admission import ORDINARY_TYPES, check_values, elements_overlap, has_address
+from echelon.backends.formats.wire import DTYPES
 from echelon.backends.modes import normal_mode, outside_autograd
-from echelon.backends.wire import DTYPES
 from echelon.errors import SizeMismatch, UnsupportedOp
 
 _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name, _ in DTYPES)

@@ -8,15 +8,15 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from echelon.backends.formats.wire import signed
 from echelon.backends.operators import Operator
-from echelon.backends.wire import signed
 
 
-class Lookout(Protocol):
+class LivenessCheck(Protocol):
     """What looks into an operation that takes long."""
 
     @property
-    def looks_at(self) -> float:
+    def next_check_at(self) -> float:
         """When to look next, in the backend's time."""
         ...
 
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     operation: str
     signature: int
     deadline: float
-    lookout: Lookout
+    lookout: LivenessCheck
 
     @property
     def note(self) -> str:
@@ -46,10 +46,10 @@ class Call(NamedTuple):
         return signed(self.operation, self.sequence, self.signature)
 
 
-Place: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
+Allocate: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
 """Returns the contiguous tensor of a shape that a result is to be written into."""
-AnyPlace: TypeAlias = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
-"""As `Place`, of a result whose dtype and device are learned with its shape."""
+AllocateAny: TypeAlias = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+"""As `Allocate`, of a result whose dtype and device are learned with its shape."""
 
 
 class Gathered(NamedTuple):
@@ -76,7 +76,7 @@ class NativeCollectives(ABC):
         """Combines `tensor` over all ranks, in place on rank `dst`."""
 
     @abstractmethod
-    def reduce_scatter(self, call: Call, tensor: torch.Tensor, operator: Operator, place: Place) -> torch.Tensor:
+    def reduce_scatter(self, call: Call, tensor: torch.Tensor, operator: Operator, place: Allocate) -> torch.Tensor:
         """Combines `tensor` over all ranks and returns this rank's part of dim 0, split as torch.tensor_split does."""
 
     @abstractmethod
@@ -84,19 +84,19 @@ class NativeCollectives(ABC):
         """Overwrites `tensor` with that of rank `src`, in place."""
 
     @abstractmethod
-    def all_gather(self, call: Call, rows: torch.Tensor, place: Place) -> torch.Tensor:
+    def all_gather(self, call: Call, rows: torch.Tensor, place: Allocate) -> torch.Tensor:
         """Returns the rows of all ranks, of which each may have another number."""
 
     @abstractmethod
-    def gather(self, call: Call, rows: torch.Tensor, dst: int, place: Place) -> torch.Tensor | None:
+    def gather(self, call: Call, rows: torch.Tensor, dst: int, place: Allocate) -> torch.Tensor | None:
         """Returns the rows of all ranks on rank `dst`, None on others."""
 
     @abstractmethod
-    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int, place: AnyPlace) -> torch.Tensor:
+    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int, place: AllocateAny) -> torch.Tensor:
         """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
 
     @abstractmethod
-    def all_to_all(self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Place) -> Gathered:
+    def all_to_all(self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate) -> Gathered:
         """Sends so many rows to each rank (None: as torch.tensor_split does), and returns those that came."""
 
     @abstractmethod

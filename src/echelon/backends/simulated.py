@@ -13,18 +13,17 @@ from typing import TypeVar
 
 import torch
 
+from echelon.arguments import check_world_size
 from echelon.backends.base import Backend
 from echelon.backends.delivery import ANY, Receive
+from echelon.backends.formats.wire import Tag, as_sent
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
 from echelon.backends.modes import normal_mode
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status, status_of
-from echelon.backends.tag import Tag
-from echelon.backends.wire import as_sent
 from echelon.backends.work import DEFAULT_TIMEOUT, Received, Work
 from echelon.errors import Failure, PeerFailed, Timeout
-from echelon.world_size import check_world_size
 
 T = TypeVar("T")
 
@@ -129,7 +128,7 @@ class SimulatedBackend(Backend):
         self._leave(failure.told_by(self.rank))
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
-        self._leave(self.farewell(), timeout)
+        self._leave(self.close_reason(), timeout)
 
     def _leave(self, failure: PeerFailed, timeout: float | None = 0.5) -> None:
         with self._changed:

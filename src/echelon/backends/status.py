@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from echelon.flights import FlightRecorder
+from echelon.operation_records import FlightRecorder
 
 
 class Question(NamedTuple):
@@ -22,11 +22,11 @@ class Standing(IntEnum):
 
     BEFORE = 0
     """It has not called the collective yet."""
-    WITHIN = 1
+    SAME = 1
     """It is in the same collective."""
     PAST = 2
     """It has finished the collective."""
-    ELSEWHERE = 3
+    DIVERGED = 3
     """Its calls up to this one are others."""
 
 
@@ -42,12 +42,12 @@ def status_of(recorder: FlightRecorder, question: Question) -> Status:
     """Returns what the rank with this recorder answers."""
     flight = recorder.find(question.context, question.sequence)
     if flight is not None and flight.signature != question.signature:
-        return Status(Standing.ELSEWHERE, flight.with_marks())
+        return Status(Standing.DIVERGED, flight.with_marks())
     latest = recorder.latest(question.context)
     if latest is None or latest.sequence < question.sequence:
         standing = Standing.BEFORE
     elif flight is not None and (flight.ended is None or flight.error):
-        standing = Standing.WITHIN
+        standing = Standing.SAME
     else:
         standing = Standing.PAST
     return Status(standing, recorder.activity())

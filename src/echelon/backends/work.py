@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from echelon.arguments import check_seconds
 from echelon.backends.memory import describe
 from echelon.errors import Timeout
-from echelon.flights import Flight
+from echelon.operation_records import OperationRecord
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Lateness(Protocol):
         """Returns for how many seconds more the operation is worth waiting for: it is about to fail by itself."""
         ...
 
-    def whereabouts(self, seconds: float) -> Timeout:
+    def describe_peers(self, seconds: float) -> Timeout:
         """Asks the other ranks where they are, for some seconds at most; returns an error that says so."""
         ...
 
@@ -91,7 +91,7 @@ class Work(Generic[T]):
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._overwritten: Sequence[torch.Tensor] = ()
-        self.flight: Flight | None = None
+        self.flight: OperationRecord | None = None
         """What the flight recorder has of it."""
         self.lateness: Lateness | None = None
         """What explains a wait that ended too early; None: nothing is known but the time."""
@@ -136,7 +136,7 @@ class Work(Generic[T]):
         patience = self.lateness.patience()
         if patience > 0 and self.ends_within(patience):
             return
-        error = self.lateness.whereabouts(seconds)
+        error = self.lateness.describe_peers(seconds)
         if not self._completed:
             raise Timeout(f"{late}: {error}", error.ranks)
 
@@ -185,7 +185,7 @@ class Work(Generic[T]):
         """Calls `callback` when somebody takes the operation's result, in that one's thread."""
         self._when_taken = callback
 
-    def record(self, flight: Flight) -> None:
+    def record(self, flight: OperationRecord) -> None:
         """Has the end of the operation written down in the flight recorder."""
         self.flight = flight
         if self._completed:
@@ -209,7 +209,7 @@ class Work(Generic[T]):
         return f"<Work {self.description}: {state}>"
 
 
-def end_with(flight: Flight, result: object, error: BaseException | None = None) -> None:
+def end_with(flight: OperationRecord, result: object, error: BaseException | None = None) -> None:
     """Writes down the end of an operation, and of a message what came."""
     tensor = result.tensor if isinstance(result, Received) else result
     if isinstance(tensor, torch.Tensor):

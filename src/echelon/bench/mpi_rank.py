@@ -9,13 +9,13 @@ from typing import Any
 
 from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
 
+from echelon.bench.measure import measure_and_print
 from echelon.bench.mpi import MpiSubject
-from echelon.bench.ranks import measure_and_print
 from echelon.bench.request import Request
 from echelon.errors import EchelonError
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
-from echelon.launch.resources import ReservedPort
+from echelon.launch.variables import ReservedPort
 
 
 def join(world: Any, backend: str) -> ProcessGroup:

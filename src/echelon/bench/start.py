@@ -11,19 +11,39 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
 
-from echelon.bench.gloo import GlooSubject
-from echelon.bench.ranks import measure_and_print
+from echelon.bench.measure import measure_and_print
 from echelon.bench.request import Request
-from echelon.collectives.select import variable_of
+from echelon.bench.subject import GlooSubject
+from echelon.collectives.plans.select import variable_of
 from echelon.errors import LaunchError
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.launch import environment
 from echelon.launch.init import init
-from echelon.launch.resources import threads_per_rank
 from echelon.launch.spawn import spawn
+from echelon.launch.variables import threads_per_rank
 from echelon.simulation import Network, simulate
+
+# Networks between simulated ranks, from the names of presets and hosts.
+
+
+def network_of(between: str, inside: str, hosts: Sequence[str] | None) -> Network:
+    """Returns the network of a preset's name, with hosts whose ranks are joined by that of another.
+
+    Raises:
+        LaunchError: an unknown name, or ranks of a host that do not stand together.
+    """
+    network = Network.named(between)
+    if hosts is None:
+        return network
+    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+    if len({host for host, _ in runs}) < len(runs):
+        raise LaunchError(f"--hosts {','.join(hosts)}: simulated hosts have ranks in a row; give them as a,a,b,b")
+    local = Network.named(inside)
+    sizes = tuple(count for _, count in runs)
+    return replace(network, hosts=sizes, local_latency=local.latency, local_bandwidth=local.bandwidth)
 
 
 def run(request: Request, num_ranks: int, backend: str, network: Network | None) -> int:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echelon.bench.tune import tune
-from echelon.collectives.algorithms import OPERATIONS
-from echelon.collectives.select import ANY_SIZE, Rule, Table, variable_of
+from echelon.collectives.plans.algorithms import OPERATIONS
+from echelon.collectives.plans.select import ANY_SIZE, Rule, Table, variable_of
 from echelon.errors import LaunchError
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.spawn import spawn
 from echelon.launch.tuned import VARIABLE, default_path

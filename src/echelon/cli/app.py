@@ -2,21 +2,124 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version as version_of
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from echelon._torch_versions import UnsupportedTorch
+from echelon.bench.request import read_size, size_ladder
+from echelon.cli.amounts import read_hosts
 from echelon.cli.bench import bench
-from echelon.cli.doctor import doctor
 from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
-from echelon.cli.tune import tune
-from echelon.errors import EchelonError, FileError
+from echelon.errors import EchelonError, FileError, LaunchError
+from echelon.launch.environment import is_rank
+
+if TYPE_CHECKING:
+    from echelon.doctor.finding import Finding
+
+
+# `echelon tune`: which algorithms are the best on this system.
+
+_MOST_RANKS = 1024
+
+
+def tune(
+    num_ranks: Annotated[
+        int | None, typer.Option("-n", "--num-ranks", help="How many ranks to start.  [default: 2]")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="tcp, or simulated: in virtual time.")] = "tcp",
+    largest: Annotated[str, typer.Option("-e", "--max", metavar="BYTES", help="The largest array.")] = "16M",
+    turns: Annotated[int, typer.Option(help="How often each algorithm takes its turn; the median counts.")] = 5,
+    network: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Between simulated ranks.  [default: 10GbE]")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="HOSTS", help="Of simulated ranks, as a,a,b,b, or 2x2: two of two ranks.")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Where to write.  [default: $XDG_CONFIG_HOME/echelon/tuned.json]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what is written.")] = False,
+) -> None:
+    """Measures messages and all algorithms of the collectives, and writes which are the best.
+
+    Run it on the ranks that jobs will have: -n of this host, or under a launcher on several. Jobs whose rank 0 finds
+    the file go by it on all ranks. ECHELON_TUNED names another file, or is "off".
+    """
+    from echelon.bench.start_tuning import Tuning, run, run_as_rank
+
+    tuning = Tuning(size_ladder(8, read_size("--max", largest), 8), turns, output, as_json)
+    if backend not in ("tcp", "simulated"):
+        raise LaunchError(f"--backend {backend}: algorithms are of messages; give tcp or simulated")
+    for option, value in (("--network", network), ("--hosts", hosts)):
+        if value is not None and backend != "simulated":
+            raise LaunchError(f"{option} {value}: only simulated ranks have that; add --backend simulated")
+    if backend == "simulated" and output is None:
+        raise LaunchError("--backend simulated is not this system: name a file of its own, as --output tuned.json")
+    if is_rank(os.environ):
+        if num_ranks is not None or backend == "simulated":
+            raise LaunchError("this is a rank that a launcher started: leave out -n and --backend simulated")
+        run_as_rank(tuning, backend)
+        return
+    count = 2 if num_ranks is None else num_ranks
+    if not 2 <= count <= _MOST_RANKS:
+        raise LaunchError(f"-n {count}: give 2 to {_MOST_RANKS} ranks")
+    link = None
+    if backend == "simulated":
+        from echelon.bench.start import network_of
+
+        link = network_of(network or "10GbE", "shared-memory", None if hosts is None else read_hosts(hosts, count))
+    run(tuning, count, backend, link)
+
+
+# `echelon doctor`: what would stop or slow a run on this host, and what to do about it.
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+    """Looks at this host, torch and the environment variables, and says what to do about what is wrong.
+
+    No other host is spoken to. Ends with status 1 if a run would not start. Run it on every
+    host, as the ranks will be started: under srun or mpirun, say, with the variables that they will have.
+    """
+    from echelon.doctor.checkup import examine
+
+    findings = examine(os.environ)
+    num_errors = sum(finding.status == "error" for finding in findings)
+    if as_json:
+        checks = ",\n".join(f"    {json.dumps(asdict(finding))}" for finding in findings)
+        print(f'{{\n  "errors": {num_errors},\n  "checks": [\n{checks}\n  ]\n}}')
+    else:
+        print_findings(Console(highlight=False), findings)
+    return 1 if num_errors else 0
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """Prints one row for each, what is to be done below what was found, and how many there are of each kind."""
+    table = Table("check", "", "found", box=None, pad_edge=False, header_style="bold")
+    for finding in findings:
+        found = Text(finding.found)
+        if finding.fix:
+            found.append(f"\n→ {finding.fix}", style=_STYLES[finding.status])
+        table.add_row(finding.check, Text(finding.status, style=_STYLES[finding.status]), found)
+    console.print(table)
+    counts = {status: sum(finding.status == status for finding in findings) for status in ("error", "warning")}
+    parts = [f"{number} {status}{'s' * (number != 1)}" for status, number in counts.items() if number]
+    console.print(", ".join(parts) if parts else "all is well")
+
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.bench.request import Request
-from echelon.bench.sizes import read_size, size_ladder
-from echelon.cli.hosts import read_hosts
+from echelon.bench.request import Request, read_size, size_ladder
+from echelon.cli.amounts import read_hosts
 from echelon.errors import LaunchError
 from echelon.launch.environment import is_rank
 
@@ -75,8 +74,7 @@ def bench(
         raise LaunchError(f"-n {count}: give 1 to {_MOST_RANKS} ranks")
     request.check(count)
 
-    from echelon.bench.networks import network_of
-    from echelon.bench.start import run
+    from echelon.bench.start import network_of, run
 
     link = None
     if backend == "simulated":

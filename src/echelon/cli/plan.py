@@ -10,12 +10,11 @@ from rich.text import Text
 
 from echelon.cli.amounts import costs
 from echelon.cli.plan_compare import Memory, compare_schedules
-from echelon.cli.plan_files import Files
-from echelon.cli.plan_report import as_tried, as_values, in_words, print_plan, to_json, write
+from echelon.cli.plan_report import Files, as_tried, as_values, in_words, print_plan, to_json, write
 from echelon.cli.plan_request import Request, check_limit
-from echelon.pipeline.cost import Costs
+from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.schedules.recommendation import held_microbatches
-from echelon.trace import Time
+from echelon.timeline.timeline import Time
 
 
 def plan(

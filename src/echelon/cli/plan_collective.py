@@ -11,20 +11,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.bench.sizes import read_size
-from echelon.cli.amounts import one_number
-from echelon.cli.hosts import read_hosts
-from echelon.cli.plan_files import Files
-from echelon.cli.plan_report import exact, print_table, write
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
-from echelon.collectives.check import check
-from echelon.collectives.cost import LinkCosts, simulate
-from echelon.collectives.draw import grid, legend
-from echelon.collectives.goal import goal_of
-from echelon.collectives.plan import Plan, Send, text_of_round
-from echelon.collectives.select import choose, variable_of
+from echelon.bench.request import read_size
+from echelon.cli.amounts import one_number, read_hosts
+from echelon.cli.plan_report import Files, exact, print_table, write
+from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
+from echelon.collectives.plans.check import check, goal_of
+from echelon.collectives.plans.cost import LinkCosts, simulate
+from echelon.collectives.plans.draw import grid, legend
+from echelon.collectives.plans.plan import Plan, Send, text_of_round
+from echelon.collectives.plans.select import choose, variable_of
 from echelon.errors import PlanError
-from echelon.trace import Timeline
+from echelon.timeline.timeline import Timeline
 from echelon.wording import counted
 
 _MOST_ROWS = 64

@@ -11,10 +11,10 @@ from echelon.cli.amounts import amount, one_number
 from echelon.cli.plan_report import exact, print_table, to_json, write
 from echelon.cli.plan_request import Request
 from echelon.errors import ScheduleError
-from echelon.pipeline.cost import Costs
+from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.schedules.recommendation import Option, recommend
-from echelon.pipeline.summary import number
-from echelon.trace import Time
+from echelon.timeline.summary import number
+from echelon.timeline.timeline import Time
 from echelon.wording import counted
 
 

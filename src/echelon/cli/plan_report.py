@@ -3,22 +3,68 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from echelon.pipeline.boxes import boxes_of
-from echelon.pipeline.palette import KIND_NAMES, color, text_color
-from echelon.pipeline.schedule import Schedule
+from echelon.errors import ScheduleError
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option
-from echelon.pipeline.summary import number, summary
-from echelon.pipeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line, lines
-from echelon.trace import Time, Timeline
+from echelon.timeline.boxes import boxes_of
+from echelon.timeline.palette import KIND_NAMES, color, text_color
+from echelon.timeline.summary import number, summary
+from echelon.timeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line, lines
+from echelon.timeline.timeline import Time, Timeline
 from echelon.wording import counted
+
+# The files that `echelon plan` writes.
+
+
+class Files(NamedTuple):
+    """Where to write what; None: nowhere."""
+
+    svg: str | None
+    png: str | None
+    chrome: str | None
+    csv: str | None
+
+    def check(self, compare: bool) -> None:
+        """Looks at the names, before any work is done.
+
+        Raises:
+            ScheduleError: a picture whose name says that it is something else, or a file for a comparison.
+        """
+        for option, path in self._asdict().items():
+            if compare and path is not None:
+                raise ScheduleError(f"--{option} {path}: --compare has many schedules; name the one to write")
+        for path, suffix in ((self.svg, ".svg"), (self.png, ".png")):
+            if path is not None and not path.lower().endswith(suffix):
+                raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")
+
+    def write(self, schedule: Schedule, timeline: Timeline) -> list[str]:
+        """Writes what was asked for, and returns the names of the files.
+
+        Raises:
+            FileError: a file cannot be written.
+            EchelonError: a picture was asked for, and matplotlib is not installed.
+        """
+        wanted: list[tuple[str | None, Callable[[str], None]]] = [
+            (self.svg, timeline.draw),
+            (self.png, timeline.draw),
+            (self.chrome, timeline.to_chrome),
+            (self.csv, schedule.to_csv),
+        ]
+        written = []
+        for path, write in wanted:
+            if path is not None:
+                write(path)
+                written.append(path)
+        return written
+
 
 _MOST_RANKS = 64
 """More rows than this are of no use on a terminal."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.arguments import choices
-from echelon.collectives.algorithms import OPERATIONS, algorithms_of
+from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
 from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option, search_chunks
-from echelon.trace import Time
+from echelon.timeline.timeline import Time
 
 _MOST_RANKS = 4096
 _MOST_MICROBATCHES = 1_000_000

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from echelon.data_parallel.ddp import DDP, DistributedDataParallel
-    from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientBucket, GradientHook, LocalSGD
-    from echelon.data_parallel.powersgd import PowerSGD
+    from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientBucket, GradientHook, LocalSGD, PowerSGD
     from echelon.data_parallel.sync_batchnorm import SyncBatchNorm
     from echelon.data_parallel.zero import ZeroOptimizer
 
@@ -20,7 +19,7 @@ _WHERE = {
     "GradientBucket": "echelon.data_parallel.hooks",
     "GradientHook": "echelon.data_parallel.hooks",
     "LocalSGD": "echelon.data_parallel.hooks",
-    "PowerSGD": "echelon.data_parallel.powersgd",
+    "PowerSGD": "echelon.data_parallel.hooks",
     "SyncBatchNorm": "echelon.data_parallel.sync_batchnorm",
     "ZeroOptimizer": "echelon.data_parallel.zero",
 }

@@ -10,31 +10,97 @@ module is an ordinary one again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from echelon._torch_private import at_end_of_backward
 from echelon.arguments import check_bucket_mb, choices, named
 from echelon.backends.admission import check_values
-from echelon.data_parallel.agreement import check_same_model
-from echelon.data_parallel.broadcast import broadcast_tensors
-from echelon.data_parallel.buffers import Buffers, synchronize_buffers
-from echelon.data_parallel.forwards import watch_forwards
+from echelon.data_parallel.broadcast import average_tensors, broadcast_tensors, check_same_model
+from echelon.data_parallel.forwards import Joining, Next, first_active, watch_forwards
 from echelon.data_parallel.gradients import take_over, watch_gradients
 from echelon.data_parallel.hooks import GradientHook
-from echelon.data_parallel.join import Joining, Next, first_active
-from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
-from echelon.data_parallel.spare_cores import has_time_beside
-from echelon.data_parallel.transparent import Transparent
-from echelon.data_parallel.watched import Watched
+from echelon.data_parallel.module_proxy import ModuleProxy
+from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer, can_overlap
 from echelon.errors import InvalidArgument, UnsupportedOp
-from echelon.group import ProcessGroup, check_group
+from echelon.group.group import ProcessGroup, check_group
+
+# The parameters of a module as they were when a wrapper began to watch them.
 
 
-class DistributedDataParallel(Transparent):
+class ParamSnapshot:
+    """What there was to watch, to compare with what there is, and the hooks that watch it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Looks at the parameters that there are now."""
+        self._module = module
+        self.named = list(module.named_parameters())
+        self.trainable = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
+        self._requires_grad = [parameter.requires_grad for _, parameter in self.named]
+        self.handles: list[RemovableHandle] = []
+        """Of the hooks."""
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, frozen ones too."""
+        return [parameter for _, parameter in self.named]
+
+    def is_current(self) -> bool:
+        """Says whether these are the module's parameters still, and the same of them are trained."""
+        now = list(self._module.parameters())
+        return len(now) == len(self.named) and all(
+            parameter is known and parameter.requires_grad == trainable
+            for parameter, (_, known), trainable in zip(now, self.named, self._requires_grad, strict=True)
+        )
+
+    def added_since(self, earlier: ParamSnapshot) -> list[torch.nn.Parameter]:
+        """Returns the parameters that there were not earlier."""
+        known = set(map(id, earlier.parameters))
+        return [parameter for parameter in self.parameters if id(parameter) not in known]
+
+    def release(self) -> None:
+        """Takes the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+
+# Brings the buffers of a model together, such as the running statistics of BatchNorm.
+
+Buffers: TypeAlias = Literal["broadcast", "average", "local"]
+
+
+def synchronize_buffers(
+    buffers: Sequence[torch.Tensor], how: Buffers, group: ProcessGroup, src: int, bucket_mb: float
+) -> None:
+    """Overwrites buffers by those of rank `src`, or by their mean if they are numbers with a fraction; or leaves them.
+
+    Args:
+        buffers: same number, shapes and dtypes on every rank.
+        how: "broadcast", "average" or "local".
+        group: the ranks.
+        src: the rank whose buffers are broadcast.
+        bucket_mb: mebibytes that travel at a time.
+
+    Raises:
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.broadcast`.
+    """
+    if how == "average":
+        average_tensors([buffer for buffer in buffers if _has_fraction(buffer)], group, bucket_mb)
+        buffers = [buffer for buffer in buffers if not _has_fraction(buffer)]
+    if how != "local":
+        broadcast_tensors(buffers, group, src, bucket_mb)
+
+
+def _has_fraction(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+class DistributedDataParallel(ModuleProxy):
     """Trains the same module on every rank, each on its own part of the batch.
 
     After `backward()` each gradient is the mean over all ranks, bit-identical on all of them: what one process gets
@@ -106,7 +172,7 @@ class DistributedDataParallel(Transparent):
         _check_trains(module)  # after the comparison, so that all ranks raise, or all hear of the difference
         self._reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
         self._joining = Joining(self._reducer.group)
-        self._watched: Watched | None = None
+        self._watched: ParamSnapshot | None = None
         self.module = module  # last: from here on new attributes are the module's
         self.broadcast_parameters()
         self._watch()
@@ -212,7 +278,7 @@ class DistributedDataParallel(Transparent):
         self.on_backward()
         if not self._reducer.is_under_way:
             self._joining.announce(Next.REDUCTION)
-            self._runs_beside = has_time_beside(self._reducer.group)
+            self._runs_beside = can_overlap(self._reducer.group)
         self._reducer.ready(index, launch=self._runs_beside)
 
     @property
@@ -246,9 +312,9 @@ class DistributedDataParallel(Transparent):
     def _watch(self) -> None:
         """Plans buckets for the parameters that there are and that require gradients now, and hooks them."""
         self._unwatch()
-        before, now = self._watched, Watched(self.module)
+        before, now = self._watched, ParamSnapshot(self.module)
         take_over(now.named)
-        if before is not None and (late := now.beyond(before)):
+        if before is not None and (late := now.added_since(before)):
             # Where gradients travel, so that a rank which alone has new ones is told.
             check_same_model(self.module, self._reducer.group, self._options)
             broadcast_tensors(late, self._reducer.group, bucket_mb=self._bucket_mb)

@@ -15,25 +15,145 @@ of each kind holds all from then on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 
+from echelon.backends.memory import new_tensor
 from echelon.backends.modes import normal_mode
 from echelon.backends.work import Work
-from echelon.calls.caller import Lateness
-from echelon.data_parallel.bucket_memory import BucketMemory
-from echelon.data_parallel.buckets import Layout
-from echelon.data_parallel.homes import Homes
+from echelon.data_parallel.bucket_set import BucketMemory, BucketSet
 from echelon.data_parallel.hooks import GradientHook
-from echelon.data_parallel.sample_weights import SampleWeights
-from echelon.data_parallel.spare_cores import has_time_beside
-from echelon.data_parallel.summary import Summary
-from echelon.data_parallel.tally import Tally, mismatch
-from echelon.errors import Closed, Failure, PeerFailed, Timeout, UnsupportedOp, failure_of
-from echelon.group import ProcessGroup
+from echelon.data_parallel.layout.buckets import Layout
+from echelon.data_parallel.layout.summary import Summary
+from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, Timeout, UnsupportedOp, failure_of
+from echelon.group.group import ProcessGroup
+from echelon.group.runner import Lateness
+
+# Says whether a core is left over for reductions.
+
+
+def can_overlap(group: ProcessGroup) -> bool:
+    """Says whether a reduction can run beside the computation without taking time from it.
+
+    Where all ranks share memory it takes a core while it runs, so there must be one that computes nothing. Ranks may
+    come to different answers: what they send, and in which order, does not depend on it.
+    """
+    if not group.backend.shares_memory or len(set(group.hosts)) > 1:
+        return True
+    hosts = group.backend.hosts
+    num_local = hosts.count(hosts[group.backend.rank])
+    return num_local * torch.get_num_threads() < len(os.sched_getaffinity(0))
+
+
+# What a rank has done since gradients were last reduced.
+
+
+class StepCounts:
+    """Counts forwards, optimizer steps and samples, so that ranks that pair different iterations are told."""
+
+    def __init__(self, counts_steps: bool = True) -> None:
+        """Begins at 0; steps stay there unless `counts_steps`."""
+        self._counts = True
+        self._counts_steps = counts_steps
+        self._called_steps = self.num_forwards = self.num_samples = 0
+        self.compiled_steps = new_tensor((), torch.int64).zero_()
+        """To which compiled code adds 1 for each optimizer step."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of optimizers, compiled ones too."""
+        return self._called_steps + int(self.compiled_steps) if self._counts_steps else 0
+
+    def note_step(self) -> None:
+        """Counts a step of an optimizer that is not compiled."""
+        self._called_steps += 1
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self._counts = True
+        self._called_steps = self.num_forwards = self.num_samples = 0
+        self.compiled_steps.zero_()
+
+    def exempt(self) -> None:
+        """Leaves forwards and steps of this rank out of the next comparison."""
+        self._counts = False
+
+    def summary(self, having: list[bool], came: list[int], *, beside: bool) -> Summary:
+        """Returns what the other ranks are told; of gradients, who has them and in which order they came."""
+        num_forwards = self.num_forwards if self._counts else None
+        return Summary.of(having, num_forwards, self.num_samples, came, self.num_steps, beside=beside)
+
+    def __str__(self) -> str:
+        return f"{self.num_forwards} forwards, {self.num_steps} optimizer steps" if self._counts else ""
+
+
+def mismatch(mine: str, group: ProcessGroup) -> CollectiveMismatch:
+    """Returns the error for ranks whose tallies differ. Every rank must ask for it.
+
+    Args:
+        mine: the tally of this rank, in words.
+        group: the ranks.
+    """
+    told = [str(each) for each in group.all_gather_object(mine)]
+    counts = "; ".join(f"rank {rank} {each}" for rank, each in zip(group.ranks, told, strict=True) if each)
+    return CollectiveMismatch(
+        f"the ranks did not do the same since gradients were last reduced ({counts}): a rank skipped a backward; "
+        "run it on all ranks or on none, or call sync_gradients() in its place"
+    )
+
+
+# Weighs the gradients of each rank by its number of samples.
+#
+# Each rank multiplies its gradients by its number over the mean number of the reduction before, which all know, and
+# what comes out is put right by the new one. So numbers stay in the range of the gradients, and ranks with equal
+# numbers multiply nothing; the first reduction of all has to ask for the mean.
+
+
+class SampleWeights:
+    """Remembers how many samples ranks have on average; the same on every rank."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._usual = 0.0
+        """The mean over ranks in the last reduction; 0: there was none."""
+
+    def expect(self, num_samples: int) -> None:
+        """Called before a reduction, with the samples of this rank. Blocks the first time."""
+        if not self._usual:
+            told = self._group.all_reduce(torch.tensor(num_samples, dtype=torch.float64, device="cpu"), "mean")
+            self._usual = told.item() or 1.0
+
+    def weigh(self, gradients: torch.Tensor, num_samples: int) -> None:
+        """Multiplies this rank's gradients by its weight."""
+        _scale(gradients, num_samples / self._usual)
+
+    def rescale(self, reduced: Iterable[torch.Tensor], summary: Summary) -> None:
+        """Divides by the samples that there were on average instead of those that were expected.
+
+        Raises:
+            UnsupportedOp: ranks have gradients, and none has a sample.
+        """
+        if summary.num_samples:
+            expected, self._usual = self._usual, summary.num_samples / self._group.world_size
+            for gradients in reduced:
+                _scale(gradients, expected / self._usual)
+        elif any(summary.num_having):
+            raise UnsupportedOp(
+                "average='samples', and no rank has any: samples are the rows of the first tensor that is given to the "
+                "model's forward; call the model so, or use average='ranks'"
+            )
+
+
+def _scale(gradients: torch.Tensor, factor: float) -> None:
+    if factor == 0:
+        gradients.zero_()  # the gradients of no samples may be NaN
+    elif factor != 1:
+        gradients.mul_(factor)
+
 
 Average: TypeAlias = Literal["ranks", "samples"]
 
@@ -93,7 +213,7 @@ class GradientReducer:
         self._launched: list[Work[torch.Tensor] | Work[None]] = []
         self._summary: Work[torch.Tensor] | None = None
         self._failure = ""
-        self._tally = Tally(counts_steps=not self._leaves_gradients)
+        self._tally = StepCounts(counts_steps=not self._leaves_gradients)
         self._weights = SampleWeights(self.group) if average == "samples" and not self._leaves_gradients else None
         self.plan(parameters)
 
@@ -106,7 +226,7 @@ class GradientReducer:
             UnsupportedOp: there is no memory that ranks share.
         """
         dtype = None if self._hook is None else self._hook.dtype
-        self._homes = Homes(list(parameters), self.group, self._bucket_mb, dtype, self._learns_order)
+        self._homes = BucketSet(list(parameters), self.group, self._bucket_mb, dtype, self._learns_order)
         if self.is_needed:
             self._homes.allocate()
 
@@ -256,7 +376,7 @@ class GradientReducer:
 
     def reduce(self) -> None:
         """Reduces all gradients: `start`, then `finish`. Asked for, so it may take part without a forward."""
-        self._tally.excuse()
+        self._tally.exempt()
         with normal_mode():  # what hooks keep from one reduction to the next is used outside of inference mode as well
             self.finish()
 
@@ -325,13 +445,13 @@ class GradientReducer:
 
     def _own_summary(self) -> torch.Tensor:
         arrived = self._homes.arrived if self.group.rank == 0 else None
-        beside = has_time_beside(self.group)
+        beside = can_overlap(self.group)
         summary = self._tally.summary(self._homes.has_gradients(), arrived or [], beside=beside)
         return torch.tensor(summary.numbers(), dtype=torch.int64, device="cpu")
 
     def _give(self, summary: Summary) -> None:
         if self._weights is not None:
-            self._weights.put_right((memory.flat for memory in self._homes.memories), summary)
+            self._weights.rescale((memory.flat for memory in self._homes.memories), summary)
         gets = self._homes.has_gradients() if self._leaves_gradients else summary.num_having
         for index, any_has in enumerate(gets):
             if any_has:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from echelon.backends.admission import check_values
 from echelon.errors import SizeMismatch
-from echelon.group import ProcessGroup, check_group
+from echelon.group.group import ProcessGroup, check_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

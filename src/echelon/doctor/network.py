@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echelon.backends.tcp.interfaces import Interface, is_loopback
+from echelon.backends.connect.interfaces import Interface, is_loopback
 from echelon.doctor.finding import Finding, error, ok, warning
 from echelon.launch.interface import TORCH_VARIABLES, VARIABLE
-from echelon.launch.translation import PORTS
+from echelon.launch.variables import PORTS
 
 MIN_MTU = 1280
 """Bytes: what IPv6 asks of every link."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from echelon.backends.tcp.interfaces import family_of
+from echelon.backends.connect.interfaces import family_of
 from echelon.errors import LaunchError
 from echelon.launch.secret_file import SecretFile
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from echelon._torch_private import backend_config
 from echelon.backends.admission import check_values
 from echelon.errors import UnsupportedOp
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 
 P = ParamSpec("P")
 

@@ -11,11 +11,10 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from echelon.backends.work import Received, Work
-from echelon.calls.patience import wait_for
 from echelon.errors import Timeout
-from echelon.group import ProcessGroup
-from echelon.interop.futures import Outcome
-from echelon.interop.works import UNSET, seconds
+from echelon.group.group import ProcessGroup
+from echelon.group.message_wait import wait_for
+from echelon.interop.works import UNSET, Outcome, seconds
 
 T = TypeVar("T")
 

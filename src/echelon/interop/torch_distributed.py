@@ -6,12 +6,56 @@ TCP between hosts; `ECHELON_BACKEND` chooses. "cpu:echelon,cuda:nccl" leaves CUD
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from collections.abc import Sequence
 
-from echelon._torch_private import DistributedBackendOptions
-from echelon.interop.functional import carry_functional_collectives
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon._torch_private import DistributedBackendOptions, all_gather_into, register_work, resolve_process_group
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.interop.world import connect, subgroup
+
+# Carries the functional collectives that torch's C++ takes past Python.
+#
+# Functional collectives (`torch.ops._c10d_functional`, below DTensor and torch.compile) are C++ that calls methods of
+# the group. A group written in Python receives all of them but those that two operators call. So these get kernels in
+# Python, which do the same for any group, whoever made it.
+
+_library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call] # its kernels are gone when it is
+
+
+def carry_functional_collectives() -> None:
+    """Has the two operators call the group's methods through Python; to be called once."""
+    _library.impl("batch_p2p_ops", _batch, "CPU")  # type: ignore[no-untyped-call]
+    for device in ("CPU", "CUDA"):
+        _library.impl("all_gather_into_tensor_out", _all_gather_out, device)  # type: ignore[no-untyped-call]
+
+
+def _all_gather_out(
+    input: Tensor,
+    group_size: int,  # noqa: ARG001
+    group_name: str | dist.ProcessGroup,
+    *,
+    out: Tensor,
+) -> Tensor:
+    register_work(out, all_gather_into(resolve_process_group(group_name), out, input))
+    return out
+
+
+def _batch(
+    op_list: Sequence[str],
+    peer_list: Sequence[int],
+    tag_list: Sequence[int],
+    tensors: Sequence[Tensor],
+    group_name: str,
+) -> list[Tensor]:
+    """Starts sends and receives one by one. What has to start at once, NCCL's on a GPU, does not come here."""
+    operators = torch.ops._c10d_functional
+    starts = {"isend": operators.isend, "irecv": operators.irecv}
+    messages = zip(op_list, tensors, peer_list, tag_list, strict=True)
+    return [starts[kind](tensor, peer, tag, group_name) for kind, tensor, peer, tag in messages]
+
 
 __all__ = ["NAME", "EchelonProcessGroup"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.errors import LaunchError
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.launch import environment
 from echelon.launch.init import carry, end_with_program
 from echelon.launch.torch_store import connect_ranks

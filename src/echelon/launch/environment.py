@@ -9,19 +9,68 @@ or mpiexec, then srun.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from echelon.arguments import choices
-from echelon.backends.tcp.members import join_address
-from echelon.backends.torch_distributed.names import ENGINES
+from echelon.arguments import MAX_LOCAL_WORLD_SIZE, choices
+from echelon.backends.connect.members import join_address
+from echelon.backends.torch_distributed.engine import ENGINES
 from echelon.errors import LaunchError
-from echelon.launch.mpi import from_open_mpi, from_pmi
-from echelon.launch.resources import loopback
 from echelon.launch.slurm import check_alone, from_slurm
-from echelon.launch.translation import Translation
-from echelon.launch.variables import Variables
-from echelon.world_size import MAX_LOCAL_WORLD_SIZE
+from echelon.launch.variables import Translation, Variables, loopback, renamed
+
+# What mpirun tells a rank: Open MPI's, and the MPICH family's (Intel MPI too), which speaks PMI.
+
+_OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_PMI = {
+    "RANK": "PMI_RANK",
+    "WORLD_SIZE": "PMI_SIZE",
+    "LOCAL_RANK": "MPI_LOCALRANKID",
+    "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
+}
+
+
+def from_open_mpi(environ: Mapping[str, str]) -> Translation | None:
+    """Returns what Open MPI's mpirun said; None if it did not start this rank."""
+    if not environ.get("OMPI_COMM_WORLD_RANK"):
+        return None
+    namespace = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    return _mpi_translation("mpirun", environ, _OPEN_MPI, f"openmpi-{namespace}" if namespace else "")
+
+
+def from_pmi(environ: Mapping[str, str]) -> Translation | None:
+    """Returns what MPICH's or Intel MPI's mpiexec said; None if it did not start this rank.
+
+    It gives a job no name. On one host the number of the process that started all the ranks serves as one.
+    """
+    if not environ.get("PMI_RANK"):
+        return None
+    translation = _mpi_translation("mpiexec", environ, _PMI, f"pmi-{_starter()}")
+    return translation if translation.is_one_host else replace(translation, job="")
+
+
+def _starter() -> int:
+    """Returns the number of the nearest process above this one that is not part of a rank, as a wrapping script is."""
+    pid = os.getppid()
+    with suppress(OSError):  # not ours to read: not part of a rank
+        while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def _mpi_translation(launcher: str, environ: Mapping[str, str], names: Mapping[str, str], job: str) -> Translation:
+    variables = renamed(environ, names)
+    local = variables.text("LOCAL_WORLD_SIZE")
+    return Translation(launcher, variables, job, bool(local) and local == variables.text("WORLD_SIZE"))
+
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """All four or none, unless a launcher has its own: without them a program is a world of one."""

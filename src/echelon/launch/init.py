@@ -26,14 +26,13 @@ from echelon.backends.base import Backend
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.backend import engage
-from echelon.backends.torch_distributed.names import ENGINES
+from echelon.backends.torch_distributed.engine import ENGINES
+from echelon.backends.torch_distributed.engines import check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import ConnectError, LaunchError
 from echelon.exits import describe_exit_of, status_of
-from echelon.flights import FlightRecord, FlightRecorder
-from echelon.group import ProcessGroup, check_group
+from echelon.group.group import ProcessGroup, check_group
 from echelon.launch import environment
-from echelon.launch.device import choose_device
 from echelon.launch.environment import Environment
 from echelon.launch.exit_watch import ExitWatch, watch_exit
 from echelon.launch.interface import with_local_address
@@ -41,6 +40,43 @@ from echelon.launch.report import report_uncaught, reported_start
 from echelon.launch.secret_file import SecretFile
 from echelon.launch.torch_store import connect_default_group, shared_secret
 from echelon.launch.tuned import agreed_table
+from echelon.operation_records import FlightRecord, FlightRecorder
+
+# On which device a rank is to have its tensors.
+
+
+def choose_device(name: str, backend: str, local_rank: int) -> torch.device:
+    """Returns the device of a rank.
+
+    Args:
+        name: "auto": a GPU of its own where the backend's collectives take tensors of GPUs, else the CPU; or "cpu",
+            "cuda" (the GPU with the number of the rank on its host), "cuda:1".
+        backend: its name.
+        local_rank: this rank's number on its host.
+
+    Raises:
+        LaunchError: there is no such device, or no such backend here.
+    """
+    if backend in ENGINES:
+        check_available(backend)
+    if name == "auto":
+        name = "cuda" if "cuda" in ENGINES.get(backend, ()) else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise LaunchError(f"device={name!r} is unknown: use 'auto', 'cpu', 'cuda' or 'cuda:0'") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise LaunchError(f"device={name!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:0'")
+    count, index = torch.cuda.device_count(), local_rank if device.index is None else device.index
+    if index >= count:
+        raise LaunchError(
+            f"device={name!r}: rank {local_rank} of this host would have GPU {index}, but torch sees {count}: start at "
+            "most as many ranks as there are GPUs, or name one by device='cuda:0'"
+        )
+    return torch.device("cuda", index)
+
 
 CONNECT_TIMEOUT = 60.0
 """Seconds in which all ranks have to find each other."""

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
-from echelon.backends.tcp.interfaces import default_address, family_of, interfaces, is_loopback
+from echelon.backends.connect.interfaces import default_address, family_of, interfaces, is_loopback
 from echelon.errors import LaunchError
 from echelon.launch.environment import Environment
 

@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from echelon.errors import LaunchError, PeerFailed, Timeout
-from echelon.launch.failure import first_cause
-from echelon.launch.resources import ReservedPort, threads_per_rank
+from echelon.launch.report import first_cause
+from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker
 from echelon.wording import listed
 

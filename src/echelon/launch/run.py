@@ -18,7 +18,7 @@ from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.environment import without_launcher
 from echelon.launch.launcher import Console, Launcher
 from echelon.launch.report import ERROR_FILE
-from echelon.launch.resources import ReservedPort, threads_per_rank
+from echelon.launch.variables import ReservedPort, threads_per_rank
 
 MAX_RANKS = 1024
 """More ranks than this on one host are a slip of the keyboard."""

@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from echelon.arguments import check_default_timeout
+from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size
+from echelon.backends.torch_distributed.engine import ENGINES
 from echelon.backends.torch_distributed.engines import check_available
-from echelon.backends.torch_distributed.names import ENGINES
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError
 from echelon.launch import environment
 from echelon.launch.job import pickle_call, run_job
 from echelon.launch.worker import Worker, leave_if_imported
-from echelon.world_size import MAX_LOCAL_WORLD_SIZE, check_world_size
 
 _PATIENCE = 2.0
 """Seconds that a worker gets to leave by itself after its work."""

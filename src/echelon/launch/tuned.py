@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from echelon.backends.base import Backend
-from echelon.collectives.select import STATIC, Table
-from echelon.collectives.tuning import from_text
+from echelon.collectives.plans.select import STATIC, Table
+from echelon.collectives.plans.tuning import from_text
 from echelon.errors import LaunchError
-from echelon.flights import TUNED_TABLE
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
+from echelon.operation_records import TUNED_TABLE
 
 VARIABLE = "ECHELON_TUNED"
 """A file to read, or "off"; not set: `default_path`, if it exists."""

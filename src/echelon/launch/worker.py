@@ -26,10 +26,10 @@ import torch
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import LaunchError
 from echelon.exits import fails
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.launch import report
-from echelon.launch.failure import RankFailure, describe_exit, exit_status
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
+from echelon.launch.report import RankFailure, describe_exit, exit_status
 from echelon.launch.tuned import agreed_table
 
 _FAREWELL = b""

@@ -9,21 +9,21 @@ import importlib
 from typing import TYPE_CHECKING
 
 from echelon.pipeline import schedules
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
 
 if TYPE_CHECKING:
-    from echelon.pipeline.cut import Parts, split
-    from echelon.pipeline.outcome import StepOutput
-    from echelon.pipeline.pipeline import Pipeline
-    from echelon.pipeline.randomness import keyed
+    from echelon.pipeline.cut.cut import Parts, split
+    from echelon.pipeline.run.pipeline import Pipeline
+    from echelon.pipeline.run.step import StepOutput
+    from echelon.pipeline.stage.replay import keyed
 
 _NEED_TORCH = {
-    "Parts": "echelon.pipeline.cut",
-    "Pipeline": "echelon.pipeline.pipeline",
-    "StepOutput": "echelon.pipeline.outcome",
-    "keyed": "echelon.pipeline.randomness",
-    "split": "echelon.pipeline.cut",
+    "Parts": "echelon.pipeline.cut.cut",
+    "Pipeline": "echelon.pipeline.run.pipeline",
+    "StepOutput": "echelon.pipeline.run.step",
+    "keyed": "echelon.pipeline.stage.replay",
+    "split": "echelon.pipeline.cut.cut",
 }
 
 __all__ = ["Costs", "Parts", "Pipeline", "Schedule", "StepOutput", "keyed", "schedules", "split"]

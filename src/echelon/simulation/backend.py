@@ -9,28 +9,234 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from echelon.backends.base import Backend
 from echelon.backends.delivery import ANY, Receive
+from echelon.backends.formats.wire import Tag, readable
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.tag import Tag
-from echelon.backends.work import Received, Work
-from echelon.errors import Failure, PeerFailed, Timeout
-from echelon.flights import FlightRecorder
-from echelon.places import calling_place, source_of
-from echelon.simulation.boundary import Boundary
-from echelon.simulation.task import Ended, Task
-from echelon.simulation.work import FromAny, Passage, VirtualWork
+from echelon.backends.work import Driver, Received, Work
+from echelon.call_site import calling_place, source_of
+from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
+from echelon.operation_records import FlightRecorder
+from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 
+# One operation of a simulated rank, and what errors say of it.
+
 T = TypeVar("T")
+
+
+class Rank(Driver, Protocol):
+    """What makes an operation progress: its backend."""
+
+    timeout: float
+
+    def poll(self, work: Work[object]) -> bool:
+        """Lets the others go on with what can happen now; says whether `work` is completed then."""
+        ...
+
+    def took(self, src: int, tag: Tag) -> None:
+        """Says that the program has what a message brought."""
+        ...
+
+
+class Passage(NamedTuple):
+    """What a send or receive does: made for each message, put into words for few."""
+
+    doing: str
+    peer: int
+    tag: Tag
+
+    def __str__(self) -> str:
+        tag = str(self.tag) if self.tag.sequence else f"tag {self.tag.step}"
+        peer = "any rank" if self.peer == ANY else f"rank {self.peer}"
+        return f"{self.doing} {peer}, {tag}"
+
+
+class VirtualWork(Work[T]):
+    """An operation of a simulated rank. To look whether it is done lets the others go on first."""
+
+    __slots__ = ("backend", "operation", "peer", "tag")
+
+    def __init__(self, backend: Rank, description: object, peer: int, operation: str, tag: Tag | None) -> None:
+        super().__init__(backend, description, backend.timeout)
+        self.backend = backend
+        self.peer = peer
+        """The rank that this waits for, or ANY."""
+        self.operation = operation
+        """What the program calls it; empty for a plain send or receive."""
+        self.tag = tag
+        """Of a receive that is no part of a collective."""
+
+    def is_completed(self) -> bool:
+        """Says whether the operation has ended, after all that could happen before has happened."""
+        return self._completed or self.backend.poll(self)  # type: ignore[arg-type]
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the operation ends and returns its result; see `Work.wait`."""
+        result = super().wait(timeout)
+        if self.tag is not None:
+            self.backend.took(self.source_of(result), self.tag)
+            self.tag = None
+        return result
+
+    def source_of(self, result: T) -> int:  # noqa: ARG002
+        """Returns the rank that a message came from."""
+        return self.peer
+
+
+class FromAny(VirtualWork[Received]):
+    """A receive from whoever sends first."""
+
+    __slots__ = ("_sources",)
+
+    def __init__(self, backend: Rank, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
+        plain = tag if is_plain(tag) else None
+        super().__init__(backend, Passage("receive from", ANY, tag), ANY, operation, plain)
+        self._sources = sources
+
+    def source_of(self, result: Received) -> int:  # noqa: D102
+        return next(src for src, number in self._sources.items() if number == result.src)
+
+
+# Where a simulated rank's program and the library meet.
+#
+# Every call into the library begins and ends here. At its beginning the time passes that the program has computed
+# since its last call; in between others may have turns; at its end the process is the program's again, with the random
+# numbers of its rank.
+
+_LOOKS = 1_000_000
+"""How often a program may look at the time and do nothing else, while nothing can make it pass."""
+
+
+class Boundary:
+    """The boundary of one rank. Called by whichever of its tasks runs."""
+
+    def __init__(self, rank: int, world: World) -> None:
+        self._rank = rank
+        self._world = world
+        self._scheduler = world.scheduler
+        self._meter = world.meter
+        self._random_states = world.random_states
+        self._is_computing = False
+        self._num_looks = 0
+
+    def enter(self) -> Task:
+        """Begins a call: the calling task may go on, and the time passes that it has computed since its last call.
+
+        Raises:
+            Ended: its rank was killed, or the simulation is over.
+            UnsupportedOp: the calling thread is none of the simulation's.
+        """
+        task = self._scheduler.current()
+        if task.is_doomed:
+            raise Ended
+        self._num_looks = 0
+        if self._meter is not None:
+            self._spend(self._meter.stop((self._rank, task.number)))
+        return task
+
+    def leave(self, task: Task) -> None:
+        """Ends a call: gives the process back to the program of this rank, with its random numbers."""
+        if task.depth == 0:
+            self._random_states.install(self._rank)
+        if self._meter is not None:
+            self._meter.start((self._rank, task.number))
+
+    def will_wait(self) -> NestedCall:
+        """Marks a call that makes others in between."""
+        return NestedCall(self, self._scheduler.current())
+
+    def enter_library(self, task: Task) -> None:
+        """Begins such a call."""
+        if task.depth == 0:
+            self.enter()
+            task.entered_at = self._scheduler.now
+            task.operation = ""
+        task.depth += 1
+        self.leave(task)
+
+    def leave_library(self, task: Task) -> None:
+        """Ends it. A collective becomes a span of the timeline, unless it is part of a step."""
+        if task.depth > 1:
+            task.depth -= 1
+            return
+        try:
+            self.enter()
+        finally:
+            task.depth = 0
+        if task.operation:
+            recorder, began, now = self._world.recorder, task.entered_at, self._scheduler.now
+            operation = readable(task.operation)
+            if task.number:
+                recorder.span_beside(self._rank, task.number, operation, began, now)
+            elif not self._is_computing:
+                recorder.span(self._rank, operation, began, now)
+        self.leave(task)
+
+    def now(self) -> float:
+        """Returns the virtual time.
+
+        Raises:
+            DeadlockError: costs are not measured, and the program has looked a million times and done nothing else.
+        """
+        if self._meter is None:
+            self._num_looks += 1
+            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
+                raise DeadlockError(
+                    f"rank {self._rank} has looked at the time {_LOOKS:,} times at {self._scheduler.now:g} s, and done "
+                    "nothing else: no virtual time passes meanwhile, so it would look for ever: wait for a message "
+                    'with a timeout, or use costs="measured"'
+                )
+        elif self._scheduler.is_running_here():
+            self.leave(self.enter())
+        return self._scheduler.now
+
+    @contextmanager
+    def compute(self, step: object) -> Iterator[None]:
+        """Lets the time pass that `step` costs, and adds it to the timeline; steps inside of others are not counted."""
+        if self._is_computing:
+            yield
+            return
+        self._num_looks = 0
+        began = self.now()
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
+        if self._world.cost is not None:
+            self._spend(self._world.cost(self._rank, step))
+        self._world.recorder.span(self._rank, step, began, self.now())
+
+    def _spend(self, seconds: float) -> None:
+        if self._world.faults.faults:
+            seconds = self._world.faults.duration(self._rank, self._scheduler.now, seconds)
+        self._world.traffic.compute(self._rank, seconds)
+
+
+class NestedCall:
+    """A call that makes others in between, none of which gives the process back to the program."""
+
+    __slots__ = ("_boundary", "_task")
+
+    def __init__(self, boundary: Boundary, task: Task) -> None:
+        self._boundary = boundary
+        self._task = task
+
+    def __enter__(self) -> None:
+        self._boundary.enter_library(self._task)
+
+    def __exit__(self, *_: object) -> None:
+        self._boundary.leave_library(self._task)
+
 
 _NEARLY = 1 - 1e-9
 """A time limit counts as the default if rounding alone makes it shorter."""
@@ -48,7 +254,7 @@ class _Lane:
 class VirtualBackend(Backend):
     """One rank of a simulated world."""
 
-    doubts_after = math.inf  # when no rank can go on, that is noticed at once
+    query_peers_after = math.inf  # when no rank can go on, that is noticed at once
 
     def __init__(self, rank: int, world_size: int, world: World, timeout: float) -> None:
         super().__init__(rank, world_size, timeout)
@@ -142,8 +348,8 @@ class VirtualBackend(Backend):
         self._boundary.leave(task)
         return done
 
-    def attend(self) -> AbstractContextManager[object]:  # noqa: D102
-        return self._boundary.attend()
+    def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102
+        return self._boundary.will_wait()
 
     def now(self) -> float:
         """Returns the virtual time; see `Boundary.now`."""
@@ -202,7 +408,7 @@ class VirtualBackend(Backend):
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
         if not self._closed and not self._has_ended():
             self.drain(timeout)
-            self._part(self.farewell())
+            self._part(self.close_reason())
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         if not self._closed and not self._has_ended():

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
+from echelon.arguments import is_amount, is_factor
 from echelon.errors import LaunchError
-from echelon.pipeline.action import Action, Overlapped, actions_of
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.simulate import Need, play
-from echelon.simulation.arguments import is_amount, is_factor
+from echelon.pipeline.plan.action import Action, Overlapped, actions_of
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.simulate import Need, play
 
 StepCost: TypeAlias = Callable[[int, object], float]
 """The seconds that a step costs a rank."""

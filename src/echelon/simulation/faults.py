@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from echelon.arguments import is_amount, is_count, is_factor
 from echelon.errors import InvalidRank, LaunchError
-from echelon.simulation.arguments import is_amount, is_count, is_factor
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from echelon.backends.tag import Tag
-from echelon.trace import Span, Timeline, Transfer
+from echelon.backends.formats.wire import Tag
+from echelon.timeline.timeline import Span, Timeline, Transfer
 
 
 class Event(NamedTuple):

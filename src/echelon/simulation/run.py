@@ -5,35 +5,181 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from echelon.arguments import check_default_timeout
+from echelon.arguments import check_default_timeout, check_world_size, is_count
+from echelon.backends.delivery import ANY
+from echelon.backends.formats.wire import Tag, readable
 from echelon.backends.work import DEFAULT_TIMEOUT
-from echelon.collectives.watch import Watch
+from echelon.call_site import place_of_thread, source_of
+from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
 from echelon.errors import DeadlockError, LaunchError, PeerFailed
 from echelon.exits import fails
-from echelon.group import ProcessGroup
-from echelon.launch.failure import RankFailure, first_cause
+from echelon.group.group import ProcessGroup
 from echelon.launch.init import provide
 from echelon.launch.job import check_call
-from echelon.launch.report import describe
-from echelon.simulation.arguments import is_count
-from echelon.simulation.backend import VirtualBackend
+from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.operation_records import FlightRecorder
+from echelon.pipeline.run.transfer import what_passes
+from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
-from echelon.simulation.explain import explain
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import NetworkLike, host_numbers, link_function
-from echelon.simulation.one_core import on_one_core
+from echelon.simulation.random_state import on_one_core
 from echelon.simulation.record import text_of
-from echelon.simulation.task import Ended, Task
-from echelon.simulation.world import World
-from echelon.trace import Timeline
-from echelon.world_size import check_world_size
+from echelon.simulation.scheduler import Ended, Task
+from echelon.simulation.world import World, is_plain
+from echelon.timeline.timeline import Timeline
+
+# Collects what there is to say when no rank can go on: who waits where, who has gone, and what nobody asked for.
+
+# Explains why no rank can go on: who waits for whom, in which operation and at which line.
+
+_MOST_UNCLAIMED = 8
+"""How many messages that nobody has asked for are named."""
+
+
+class Waiting(NamedTuple):
+    """One task that waits."""
+
+    rank: int
+    peer: int
+    """The rank that it waits for; its own if it waits for what it started beside; ANY if any rank will do."""
+    doing: str
+    place: str
+    """The line of the program; empty if it has none, because its function has returned."""
+    is_beside: bool
+    """Whether it was started beside the rank's own task; `place` is then where."""
+
+    def __str__(self) -> str:
+        whom = "any rank" if self.peer == ANY else f"rank {self.peer}"
+        if self.is_beside:
+            return f"rank {self.rank}, in {self.doing}, waits for {whom}; begun at {self.place}"
+        whom = whom if self.peer != self.rank else "what it began beside"
+        where = f", at {self.place}" if self.place else ", at the end of its function"
+        return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
+
+
+def deadlock(
+    waiting: Iterable[Waiting],
+    returned: Mapping[int, str],
+    killed: Collection[int],
+    unclaimed: Sequence[str],
+    now: float,
+) -> DeadlockError:
+    """Makes the error for ranks that wait for ever.
+
+    Args:
+        waiting: all that wait.
+        returned: ranks whose function has returned, with what each called last, and where; empty for nothing.
+        killed: ranks that a fault ended.
+        unclaimed: what was sent and not asked for, in words.
+        now: virtual seconds.
+    """
+    tasks = sorted(waiting)
+    lines = [str(task) for task in tasks]
+    lines += [f"rank {rank} has returned, after {last or 'no call'}" for rank, last in sorted(returned.items())]
+    lines += [f"rank {rank} was killed" for rank in sorted(killed)]
+    lines += unclaimed[:_MOST_UNCLAIMED]
+    if len(unclaimed) > _MOST_UNCLAIMED:
+        lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more that nobody has asked for")
+    return DeadlockError("\n  ".join([f"no rank can go on at {now:g} s: {_reason(tasks, returned)}", *lines]))
+
+
+def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
+    for task in tasks:
+        if task.peer in returned:
+            return (
+                f"rank {task.rank} waits for rank {task.peer}, which has returned: make both call the same operations"
+            )
+    edges: dict[int, list[int]] = {}
+    for task in tasks:
+        if task.peer not in (task.rank, ANY):
+            edges.setdefault(task.rank, []).append(task.peer)
+    cycle = find_cycle(edges)
+    if not cycle:
+        return "what they wait for was never sent: let every receive have its send"
+    path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
+    return f"they wait for each other, {path}: let one of them send what the other waits for before it waits itself"
+
+
+def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
+    """Returns the nodes of one cycle in order, from its smallest; empty if there is none."""
+    done: set[int] = set()
+    for start in sorted(edges):
+        path: list[int] = []
+        rank: int | None = start
+        while rank is not None and rank not in done and rank not in path:
+            path.append(rank)
+            rank = next((peer for peer in edges.get(rank, ()) if peer not in done), None)
+        if rank in path:
+            cycle = path[path.index(rank) :]
+            first = cycle.index(min(cycle))
+            return cycle[first:] + cycle[:first]
+        done.update(path)
+    return []
+
+
+def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
+    """Makes the error for tasks of a world that wait for ever."""
+    idle = world.returned - {task.rank for task in tasks if task.number == 0}
+    return deadlock(
+        waiting=[_waiting(world, task) for task in tasks],
+        returned={rank: _last_call(world.flight_recorders[rank]) for rank in idle},
+        killed=world.killed,
+        unclaimed=sorted(_unclaimed(world)),
+        now=world.scheduler.now,
+    )
+
+
+def _waiting(world: World, task: Task) -> Waiting:
+    work = task.awaits
+    assert isinstance(work, VirtualWork)
+    return Waiting(
+        rank=task.rank,
+        peer=work.peer,
+        doing=_doing(work, world.flight_recorders[task.rank]),
+        place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
+        is_beside=task.number > 0,
+    )
+
+
+def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
+    passage = work.description
+    if not isinstance(passage, Passage):
+        return str(passage)
+    if value := what_passes(passage.tag):
+        return f"{passage.doing} rank {passage.peer}, {value}"
+    flight = work.flight or recorder.find(passage.tag.context, passage.tag.sequence)
+    group = "" if flight is None or flight.group == "world" else f", of group {flight.group!r}"
+    return (readable(work.operation) or str(passage)) + group
+
+
+def _last_call(recorder: FlightRecorder) -> str:
+    """Returns what a rank called last, and where; empty if it called nothing."""
+    records = recorder.records()
+    if not records:
+        return ""
+    last = records[-1]
+    number = f", #{last.sequence}" if last.sequence else ""
+    return f"{last.operation}{number} at {last.place}"
+
+
+def _unclaimed(world: World) -> Iterator[str]:
+    for rank, mailbox in enumerate(world.mailboxes):
+        for src, tag in mailbox.unclaimed():
+            if is_plain(tag):
+                yield f"rank {rank} has not asked for what rank {src} has sent it, {_name_of(tag)}"
+
+
+def _name_of(tag: Tag) -> str:
+    return what_passes(tag) or f"tag {tag.step}"
+
 
 _ALLOCATIONS = 100_000
 """How many objects are made before the garbage collector looks at them; 700 is the default."""
@@ -224,7 +370,7 @@ class _Run:
         self._num_left -= 1
         if self._num_left == 0:
             self._scheduler.is_ending = True
-            self._scheduler.doom()
+            self._scheduler.cancel()
 
     def _explain(self, tasks: Sequence[Task]) -> DeadlockError | None:
         """Returns the error; with faults there is none as long as ranks wait for one that left because of them."""
@@ -240,7 +386,7 @@ class _Run:
         for backend in self._backends:
             for flight in backend.flight_recorder.under_way():
                 if flight.sequence and flight.context not in self._disputed:
-                    watch = Watch(backend, range(backend.world_size), flight, self._scheduler.now)
+                    watch = HangDiagnosis(backend, range(backend.world_size), flight, self._scheduler.now)
                     if mismatch := watch.mismatch():
                         self._disputed.add(flight.context)
                         for mailbox in self._world.mailboxes:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from echelon.backends.base import Backend
-from echelon.backends.tag import Tag
+from echelon.backends.formats.wire import Tag
 from echelon.errors import (
     Closed,
     CollectiveMismatch,
@@ -20,14 +20,17 @@ from echelon.errors import (
     Timeout,
     UnsupportedOp,
 )
-from echelon.group import ProcessGroup
-from echelon.testing.contract_any import (
+from echelon.group.group import ProcessGroup
+from echelon.testing.clauses import (
+    SECONDS,
+    ContractError,
     each_death_is_told_to_one_receive_from_any,
+    expect,
+    expect_error,
+    inference_mode_stays_with_its_caller,
     receives_from_any,
     receives_keep_their_order,
 )
-from echelon.testing.contract_modes import inference_mode_stays_with_its_caller
-from echelon.testing.expect import SECONDS, ContractError, expect, expect_error
 from echelon.testing.ranks import RunRanks
 
 __all__ = ["ContractError", "check_backend", "clause_names"]

@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from echelon.arguments import check_default_timeout
+from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size
 from echelon.errors import LaunchError
 from echelon.launch import environment
 from echelon.launch.job import pickle_call, run_job
 from echelon.launch.worker import Worker
-from echelon.world_size import MAX_LOCAL_WORLD_SIZE, check_world_size
 
 _STARTUP = 60.0
 """Seconds that new workers get in addition, until they have imported torch."""

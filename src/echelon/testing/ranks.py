@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from echelon.backends.base import Backend
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from echelon.simulation import simulate
 from echelon.simulation.network import NetworkLike
 

@@ -7,8 +7,9 @@ import os
 import torch
 
 import echelon
-from echelon.backends.shared import exchange, layout, moving, reducing
-from echelon.backends.shared.streaming import stream
+from echelon.backends.formats import memory_layout
+from echelon.backends.shared.collectives import exchange, moving, reducing
+from echelon.backends.shared.collectives.streaming import stream
 
 KIB = 1 << 10
 SIZES = (0, 1, 64 * KIB, 64 * KIB + 1, 256 * KIB, 256 * KIB + 1, 300 * KIB + 7, 1600 * KIB)
@@ -96,7 +97,7 @@ def refuse(*_):
 def check_what_stands_beside_the_announcement(group):
     """Tensors of up to 1 MiB a rank do, but for symmetric ones in an all-reduce, and a reduce-scatter of many ranks."""
     rank, count, size = group.rank, group.world_size, 256 * KIB
-    exchange.stream = reducing.stream = exchange.part_together = refuse
+    exchange.stream = reducing.stream = exchange.exit_barrier = refuse
     symmetric = group.empty(size)
     check_moves_of_1_mib(group, symmetric.copy_(values(rank, size)))
     check_moves_of_1_mib(group, values(rank, size))
@@ -156,7 +157,7 @@ def check_own_blocks_stay(group):
 
     for module in (exchange, reducing):
         module.stream = count_pieces
-    size = 3 * layout.slot_bytes(count) // 4  # of float32: three slots full
+    size = 3 * memory_layout.slot_bytes(count) // 4  # of float32: three slots full
     whole = values(rank, count * size)
     all_values = [values(peer, count * size) for peer in range(count)]
     expected = torch.cat([each.tensor_split(count)[rank] for each in all_values])

@@ -314,9 +314,9 @@ def glances_beside(host, backends, seed):
         compute_until(host, backends[1], [message])
         check(message.result(), seed, 1)
 
-    def glance():
+    def poll_once():
         for _ in range(4):
-            backends[1].glance()
+            backends[1].poll_once()
 
     def write():
         host.compute()
@@ -324,7 +324,7 @@ def glances_beside(host, backends, seed):
 
     host.add(0, write)
     host.add(1, read)
-    host.add(1, glance, 1)
+    host.add(1, poll_once, 1)
 
 
 def glances(host, backends, seed):
@@ -341,13 +341,13 @@ def glances(host, backends, seed):
         for number, length in enumerate(lengths):
             check(receive(backends[1], tag()), number, length)
 
-    def glance():
+    def poll_once():
         for _ in range(4):
-            backends[1].glance()
+            backends[1].poll_once()
 
     host.add(0, write)
     host.add(1, read)
-    host.add(1, glance, 1)
+    host.add(1, poll_once, 1)
 
 
 def one_message(host, backends, seed):

@@ -21,21 +21,21 @@ import types
 import torch
 
 from echelon.backends.base import Backend
-from echelon.backends.shared import inlet, mail, post
-from echelon.backends.shared.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
-from echelon.backends.shared.line import SharedLine
-from echelon.backends.shared.segment import Segment
-from echelon.backends.tag import Tag
+from echelon.backends.connect.members import Member
+from echelon.backends.connect.rendezvous import World
+from echelon.backends.formats import message_layout
+from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
+from echelon.backends.formats.wire import Tag
+from echelon.backends.shared.memory.segment import Segment
+from echelon.backends.shared.messages import message_region, receiver
+from echelon.backends.shared.messages.ring_link import SharedLine
 from echelon.backends.tcp import backend as tcp_backend
-from echelon.backends.tcp import lines, poller, progress
-from echelon.backends.tcp.members import Member
-from echelon.backends.tcp.rendezvous import World
+from echelon.backends.tcp import link_table, poller, progress
 from echelon.backends.work import Work
-from echelon.simulation.one_core import on_one_core
-from echelon.simulation.scheduler import Scheduler
-from echelon.simulation.task import Ended
+from echelon.simulation.random_state import on_one_core
+from echelon.simulation.scheduler import Ended, Scheduler
 
-SIZES = mail.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)
+SIZES = message_layout.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)
 ONE_SLOT = SIZES._replace(circle_bytes=SIZES.piece_bytes)
 """With room for one piece of a message that goes round in a circle."""
 NUM_PARTS = 3
@@ -314,7 +314,7 @@ class Memory(Words):
     def __getitem__(self, index):
         self._point()
         size = index.stop - index.start
-        if size > mail.WORDS_BYTES:
+        if size > message_layout.WORDS_BYTES:
             return self._words[index]
         return b"".join(self._word(at) for at in range(index.start, index.stop, 8))[:size]
 
@@ -322,7 +322,7 @@ class Memory(Words):
         return self._words[at : at + 8]
 
 
-class SimulatedPost(post.Post):
+class SimulatedPost(message_region.MessageRegion):
     """The real one, with a point at each word."""
 
     def __init__(self, segment, number, doorbells, sizes, host):
@@ -335,7 +335,7 @@ class SimulatedPost(post.Post):
 
     def map_arena(self, writer, reader):
         window, words = super().map_arena(writer, reader)
-        return post.ArenaWindow(window, Words(words, self._host.point))
+        return message_region.ArenaWindow(window, Words(words, self._host.point))
 
 
 class _Stub:
@@ -373,7 +373,7 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYT
         (poller, "time", clock),
         (poller, "select", _Stub(select, epoll=lambda: Epoll(host))),
         (poller, "_LOOKS", 2),
-        (lines, "_MOST_AT_ONCE", MOST_AT_ONCE),
+        (link_table, "_MOST_AT_ONCE", MOST_AT_ONCE),
         (progress, "time", clock),
         (
             progress,
@@ -385,9 +385,9 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYT
                 Thread=lambda target, name, daemon: _Thread(host, target),  # noqa: ARG005
             ),
         ),
-        (post, "os", system),
-        (post, "threading", _Stub(threading, Lock=_NoLock, RLock=lambda: Lock(host))),
-        (inlet, "_MAX_LENT_BYTES", max_lent_bytes),
+        (message_region, "os", system),
+        (message_region, "threading", _Stub(threading, Lock=_NoLock, RLock=lambda: Lock(host))),
+        (receiver, "_MAX_LENT_BYTES", max_lent_bytes),
     ]
     logging.getLogger("echelon").addFilter(_nothing_said)
     before = [(module, name, getattr(module, name)) for module, name, _ in names]

@@ -15,7 +15,7 @@ import torch
 import echelon
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.forked import run_forked
 from tests.backends.worlds import SECRET, free_address
 

@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import echelon
-from echelon.backends.shared import mapping
 from echelon.backends.shared.backend import share
+from echelon.backends.shared.memory import mapping
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.group import ProcessGroup
+from echelon.group.group import ProcessGroup
 from tests.backends.worlds import SECRET, free_address
 
 LARGE = 100_000

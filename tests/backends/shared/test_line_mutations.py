@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from echelon.backends.shared.inlet import Inlet, _Parts
-from echelon.backends.shared.outlet import Outlet
-from echelon.backends.shared.post import Post
-from echelon.backends.tcp.lines import Lines
+from echelon.backends.shared.messages.message_region import MessageRegion
+from echelon.backends.shared.messages.receiver import RingReceiver, _Parts
+from echelon.backends.shared.messages.sender import RingSender
+from echelon.backends.tcp.link_table import LinkTable
 from echelon.backends.tcp.peers import Peers
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Progress
@@ -43,91 +43,91 @@ MUTATIONS = [
     # the writer's records
     Mutation(
         "a record counted before it is there",
-        (Outlet, "_put"),
+        (RingSender, "_put"),
         "begin = self._ring + at\n",
-        "begin = self._ring + at\n    self._words[self._news + mail.RECORDS] = self._records + size\n",
+        "begin = self._ring + at\n    self._words[self._news + message_layout.RECORDS] = self._records + size\n",
         "stream",
     ),
-    Mutation("no bell for a record", (Outlet, "_put"), "self._post.knock(self._reader)\n", "pass\n", "stream"),
+    Mutation("no bell for a record", (RingSender, "_put"), "self._post.wake(self._reader)\n", "pass\n", "stream"),
     Mutation(
         "the bell for a record rung before it is counted",
-        (Outlet, "_put"),
-        "self._words[self._news + mail.RECORDS] = self._records\n    self._post.knock(self._reader)\n",
-        "self._post.knock(self._reader)\n    self._words[self._news + mail.RECORDS] = self._records\n",
+        (RingSender, "_put"),
+        "self._words[self._news + message_layout.RECORDS] = self._records\n    self._post.wake(self._reader)\n",
+        "self._post.wake(self._reader)\n    self._words[self._news + message_layout.RECORDS] = self._records\n",
         "one message",
         1,
     ),
     Mutation(
         "a record where others are that were not taken",
-        (Outlet, "_room"),
-        "self._words[self._answers + mail.TAKEN]",
-        "self._words[self._answers + mail.TAKEN] + 256",
+        (RingSender, "_room"),
+        "self._words[self._answers + message_layout.TAKEN]",
+        "self._words[self._answers + message_layout.TAKEN] + 256",
         "flood",
     ),
     Mutation(
         "a large message's record counted before it is there",
-        (Outlet, "_begin"),
+        (RingSender, "_begin"),
         "begin = self._ring + at\n",
-        "begin = self._ring + at\n    self._words[self._news + mail.RECORDS] = self._records + size\n",
+        "begin = self._ring + at\n    self._words[self._news + message_layout.RECORDS] = self._records + size\n",
         "both ways",
     ),
     # its pieces
     Mutation(
         "a piece counted before it is there",
-        (Outlet, "_write"),
+        (RingSender, "_write"),
         "self._copy_piece(outgoing, slot)\n",
-        "words[self._news + mail.PIECES] = self._pieces + 1\n        self._copy_piece(outgoing, slot)\n",
+        "words[self._news + message_layout.PIECES] = self._pieces + 1\n        self._copy_piece(outgoing, slot)\n",
         "both ways",
     ),
-    Mutation("no bell for a piece", (Outlet, "_write"), "self._post.knock(self._reader)\n", "pass\n", "both ways"),
+    Mutation("no bell for a piece", (RingSender, "_write"), "self._post.wake(self._reader)\n", "pass\n", "both ways"),
     Mutation(
         "the bell for a piece rung before it is counted",
-        (Outlet, "_write"),
-        "words[self._news + mail.PIECES] = self._pieces\n        self._post.knock(self._reader)\n",
-        "self._post.knock(self._reader)\n        words[self._news + mail.PIECES] = self._pieces\n",
+        (RingSender, "_write"),
+        "words[self._news + message_layout.PIECES] = self._pieces\n        self._post.wake(self._reader)\n",
+        "self._post.wake(self._reader)\n        words[self._news + message_layout.PIECES] = self._pieces\n",
         "kept parts",
     ),
     Mutation(
         "a piece where one is that was not drained",
-        (Outlet, "_write"),
-        "words[self._answers + mail.DRAINED] - outgoing.first",
-        "min(words[self._answers + mail.DRAINED] - outgoing.first + 1, outgoing.num_written)",
+        (RingSender, "_write"),
+        "words[self._answers + message_layout.DRAINED] - outgoing.first",
+        "min(words[self._answers + message_layout.DRAINED] - outgoing.first + 1, outgoing.num_written)",
         "both ways",
     ),
     # waiting for room
     Mutation(
         "a writer that does not say that it waits",
-        (Outlet, "_say_whether_it_waits"),
-        "self._words[self._news + mail.WAITING] = self._waits\n",
+        (RingSender, "_say_whether_it_waits"),
+        "self._words[self._news + message_layout.WAITING] = self._waits\n",
         "pass\n",
         "both ways",
     ),
     Mutation(
         "a writer that does not look again after it said that it waits",
-        (Outlet, "flush"),
-        "post.fence()\n        self._write_all()",
-        "post.fence()",
+        (RingSender, "flush"),
+        "message_region.fence()\n        self._write_all()",
+        "message_region.fence()",
         "one message",
         6,
     ),
     Mutation(
         "a writer that looks again before it says that it waits",
-        (Outlet, "flush"),
-        "self._say_whether_it_waits()\n        post.fence()\n        self._write_all()",
-        "post.fence()\n        self._write_all()\n        self._say_whether_it_waits()",
+        (RingSender, "flush"),
+        "self._say_whether_it_waits()\n        message_region.fence()\n        self._write_all()",
+        "message_region.fence()\n        self._write_all()\n        self._say_whether_it_waits()",
         "one message",
         6,
     ),
     Mutation(
         "a rank that does not look at answers before it sleeps",
-        (Post, "has_news"),
+        (MessageRegion, "has_news"),
         "self.num_waiting > 0",
         "False",
         "both ways",
     ),
     Mutation(
         "a rank that writes nothing when there is room",
-        (Lines, "_go_on"),
+        (LinkTable, "_go_on"),
         "line.flush()",
         "pass",
         "both ways",
@@ -135,61 +135,65 @@ MUTATIONS = [
     # the reader
     Mutation(
         "a record taken out of the ring before it was read",
-        (Inlet, "take_in"),
+        (RingReceiver, "take_in"),
         "if prefix.head_bytes:\n",
-        "self._words[self._answers + mail.TAKEN] = self._taken + prefix.record_bytes\n    if prefix.head_bytes:\n",
+        "self._words[self._answers + message_layout.TAKEN] = self._taken + prefix.record_bytes\n    if prefix.head_bytes:\n",
         "flood",
     ),
     Mutation(
         "a record taken out of the ring before it was received at once",
-        (Inlet, "take"),
+        (RingReceiver, "take"),
         "copy_from(self._address",
-        "self._words[self._answers + mail.TAKEN] = self._taken + size\n    copy_from(self._address",
+        "self._words[self._answers + message_layout.TAKEN] = self._taken + size\n    copy_from(self._address",
         "flood",
         2,
     ),
     Mutation(
-        "no bell for room in the ring", (Inlet, "_take_out"), "self._post.answer(self._writer)", "pass", "long notes"
+        "no bell for room in the ring",
+        (RingReceiver, "_take_out"),
+        "self._post.answer(self._writer)",
+        "pass",
+        "long notes",
     ),
     Mutation(
         "the bell for room in the ring rung before it is told",
-        (Inlet, "_take_out"),
-        "self._told_taken = self._words[self._answers + mail.TAKEN] = self._taken\n"
+        (RingReceiver, "_take_out"),
+        "self._told_taken = self._words[self._answers + message_layout.TAKEN] = self._taken\n"
         "        self._post.answer(self._writer)",
         "self._told_taken = self._taken\n        self._post.answer(self._writer)\n"
-        "        self._words[self._answers + mail.TAKEN] = self._taken",
+        "        self._words[self._answers + message_layout.TAKEN] = self._taken",
         "long notes",
     ),
     Mutation(
         "more pieces copied than were counted",
-        (Inlet, "_go_on"),
-        "self._words[self._news + mail.PIECES] - arrival.first",
-        "self._words[self._news + mail.PIECES] + 1 - arrival.first",
+        (RingReceiver, "_go_on"),
+        "self._words[self._news + message_layout.PIECES] - arrival.first",
+        "self._words[self._news + message_layout.PIECES] + 1 - arrival.first",
         "both ways",
     ),
     Mutation(
         "a piece told as drained before it is copied",
-        (Inlet, "_go_on"),
+        (RingReceiver, "_go_on"),
         "arrival.copy(written)\n",
-        "self._words[self._answers + mail.DRAINED] = arrival.num_drained + (written > 0)\n"
+        "self._words[self._answers + message_layout.DRAINED] = arrival.num_drained + (written > 0)\n"
         "        arrival.copy(written)\n",
         "both ways",
     ),
     Mutation(
         "no bell for a piece that was drained",
-        (Inlet, "_go_on"),
+        (RingReceiver, "_go_on"),
         "self._post.answer(self._writer)",
         "pass",
         "both ways",
     ),
     Mutation(
         "the bell for a piece rung before it is told as drained",
-        (Inlet, "_go_on"),
-        "drained = self._words[self._answers + mail.DRAINED] = arrival.num_drained\n"
+        (RingReceiver, "_go_on"),
+        "drained = self._words[self._answers + message_layout.DRAINED] = arrival.num_drained\n"
         "        self._post.answer(self._writer)",
         "drained = arrival.num_drained\n"
         "        self._post.answer(self._writer)\n"
-        "        self._words[self._answers + mail.DRAINED] = drained",
+        "        self._words[self._answers + message_layout.DRAINED] = drained",
         "one slot",
         6,
     ),
@@ -244,18 +248,22 @@ MUTATIONS = [
     ),
     Mutation(
         "parts taken back in an order that they were not freed in",
-        (Outlet, "_collect"),
+        (RingSender, "_collect"),
         "self._num_freed = number + 1",
         "self._num_freed = number + 2",
         "kept parts",
     ),
     # bells and sleep
     Mutation(
-        "a rank that sleeps without having looked", (Post, "fall_asleep"), "not self.has_news()", "True", "stream"
+        "a rank that sleeps without having looked",
+        (MessageRegion, "fall_asleep"),
+        "not self.has_news()",
+        "True",
+        "stream",
     ),
     Mutation(
         "a rank that looks before it says that it sleeps",
-        (Post, "fall_asleep"),
+        (MessageRegion, "fall_asleep"),
         "self.words[self._own_asleep] = (self.words[self._own_asleep] + 1) | 1\n"
         "    fence()\n"
         "    return not self.has_news()\n",
@@ -266,14 +274,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that does not say that it sleeps",
-        (Post, "fall_asleep"),
+        (MessageRegion, "fall_asleep"),
         "self.words[self._own_asleep] = (self.words[self._own_asleep] + 1) | 1\n",
         "pass\n",
         "stream",
     ),
     Mutation(
         "sleeps that look like the one before",
-        (Post, "wake_up"),
+        (MessageRegion, "wake_up"),
         "(self.words[self._own_asleep] | 1) + 1",
         "self.words[self._own_asleep] & ~1 and self.words[self._own_asleep] - 1",
         "stream",
@@ -287,7 +295,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that takes in no more than so much at once",
-        (Lines, "_go_on"),
+        (LinkTable, "_go_on"),
         "self._memory.look_again()",
         "pass",
         "stream",
@@ -316,7 +324,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a thread in the background that is kept out for good",
-        (Progress, "glance"),
+        (Progress, "poll_once"),
         "self._background_wanted.notify()",
         "pass",
         "glances beside",

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from echelon.backends.shared import post
-from echelon.backends.shared.segment import Segment
+from echelon.backends.shared.memory.segment import Segment
+from echelon.backends.shared.messages import message_region
 from tests.backends.shared import scenarios
 from tests.backends.shared.simulated import Chance, Interruptions, Stuck, two_ranks
 
@@ -72,8 +72,8 @@ def test_no_doorbell_is_closed_while_it_rings(monkeypatch):
     """Its number may be another file's a moment later."""
     segment = Segment.create(2)
     doorbells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
-    own = post.Post(segment, 0, doorbells)
-    other = post.Post(Segment(os.dup(segment.fd), 2, 1), 1, doorbells)
+    own = message_region.MessageRegion(segment, 0, doorbells)
+    other = message_region.MessageRegion(Segment(os.dup(segment.fd), 2, 1), 1, doorbells)
     assert other.fall_asleep()
     closing = threading.Thread(target=own.close)
     rung = []
@@ -85,9 +85,9 @@ def test_no_doorbell_is_closed_while_it_rings(monkeypatch):
         rung.append((closing.is_alive(), value))
 
     monkeypatch.setattr(os, "eventfd_write", ring)
-    own.knock(1)
+    own.wake(1)
     closing.join()
-    own.knock(1)
+    own.wake(1)
     assert rung == [(True, 1)]
     for each in (segment, other._segment):
         each.close()

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.backends.pieces import PIECE_BYTES
-from echelon.backends.shared import mail
-from echelon.backends.shared.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
+from echelon.backends.delivery import PIECE_BYTES
+from echelon.backends.formats import message_layout
+from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.errors import ProtocolError
 
 RING = 1024
-SIZES = st.integers(1, RING // mail.ALIGNMENT // 2).map(lambda units: units * mail.ALIGNMENT)
+SIZES = st.integers(1, RING // message_layout.ALIGNMENT // 2).map(lambda units: units * message_layout.ALIGNMENT)
 
 
 @given(st.lists(st.one_of(SIZES, st.none())))
@@ -26,10 +26,12 @@ def test_records_lie_one_behind_the_other_and_never_on_what_is_not_taken(steps):
                 start, length, skip = there.popleft()
                 at = taken % RING
                 assert start == (0 if skip else at)
-                assert mail.read_prefix(mail.Prefix(length, 1).encode(), records - taken - skip, start, RING)
+                assert message_layout.read_prefix(
+                    message_layout.Prefix(length, 1).encode(), records - taken - skip, start, RING
+                )
                 taken += skip + length
             continue
-        place = mail.place_for(size, records, taken, RING)
+        place = message_layout.place_for(size, records, taken, RING)
         used = sum(length + skip for _, length, skip in there)
         if place is None:
             at = records % RING
@@ -43,35 +45,35 @@ def test_records_lie_one_behind_the_other_and_never_on_what_is_not_taken(steps):
 
 
 def test_every_size_fits_an_empty_ring_wherever_that_begins():
-    for at in range(0, RING, mail.ALIGNMENT):
-        assert mail.place_for(RING // 2, at, at, RING) is not None
+    for at in range(0, RING, message_layout.ALIGNMENT):
+        assert message_layout.place_for(RING // 2, at, at, RING) is not None
 
 
 @pytest.mark.parametrize(
     ("prefix", "available", "at"),
     [
-        (mail.Prefix(0, 0), 128, 0),
-        (mail.Prefix(100, 40), 128, 0),
-        (mail.Prefix(192, 40), 128, 0),
-        (mail.Prefix(128, 40), 128, RING - 64),
-        (mail.Prefix(128, 120), 128, 0),
-        (mail.Prefix(8192, 5000), 8192, 0),
-        (mail.Prefix(128, 40), RING + 64, 0),
+        (message_layout.Prefix(0, 0), 128, 0),
+        (message_layout.Prefix(100, 40), 128, 0),
+        (message_layout.Prefix(192, 40), 128, 0),
+        (message_layout.Prefix(128, 40), 128, RING - 64),
+        (message_layout.Prefix(128, 120), 128, 0),
+        (message_layout.Prefix(8192, 5000), 8192, 0),
+        (message_layout.Prefix(128, 40), RING + 64, 0),
     ],
 )
 def test_what_cannot_be_a_record_is_refused(prefix, available, at):
     with pytest.raises(ProtocolError, match="the peer does not speak this protocol"):
-        mail.read_prefix(prefix.encode(), available, at, RING)
+        message_layout.read_prefix(prefix.encode(), available, at, RING)
 
 
 def test_pieces_go_where_others_were_drained_and_else_one_behind_the_other():
-    slots = mail.Slots(3)
+    slots = message_layout.Slots(3)
     assert [slots.next(drained) for drained in (-2, 0, 1, 1, 1, 2, 2, 4)] == [0, 1, 0, 2, None, 1, None, 0]
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 3), max_size=40))
 def test_no_piece_is_written_over_one_that_is_not_drained(num_slots, drains):
-    slots, there, drained = mail.Slots(num_slots), [], 0
+    slots, there, drained = message_layout.Slots(num_slots), [], 0
     for count in drains:
         while (slot := slots.next(drained)) is not None:
             assert slot not in there[drained:]
@@ -81,19 +83,19 @@ def test_no_piece_is_written_over_one_that_is_not_drained(num_slots, drains):
 
 
 def test_more_pieces_drained_than_written_are_refused():
-    slots = mail.Slots(3)
+    slots = message_layout.Slots(3)
     slots.next(-1)
     with pytest.raises(ProtocolError, match="2 of 1 pieces drained"):
         slots.next(2)
 
 
 def test_sizes_keep_pieces_whole():
-    sizes = mail.SIZES
+    sizes = message_layout.SIZES
     assert PIECE_BYTES % sizes.piece_bytes == 0
     assert sizes.circle_bytes % sizes.piece_bytes == 0
     assert sizes.piece_bytes % 16 == 0
     assert sizes.whole_bytes <= MAX_PART_BYTES
-    assert mail.record_bytes(2000, sizes.inline_bytes) <= sizes.ring_bytes // 2
+    assert message_layout.record_bytes(2000, sizes.inline_bytes) <= sizes.ring_bytes // 2
 
 
 @given(st.lists(st.one_of(st.integers(1, MAX_PART_BYTES), st.integers(-20, -1)), max_size=60))

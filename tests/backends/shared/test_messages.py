@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import echelon
-from echelon.backends.shared import inlet, mail
-from echelon.backends.tag import Tag
+from echelon.backends.formats import message_layout
+from echelon.backends.formats.wire import Tag
+from echelon.backends.shared.messages import receiver
 from echelon.backends.tcp.backend import TcpBackend
 from tests.backends.forked import run_forked
 from tests.backends.shared.ranks import shared_kib, values
@@ -118,7 +119,7 @@ def receive_in_turn(group):
     wait_until(line.has_written)
     early = backend.recv_at_once(0, tag)
     found += [group.recv(0, 5).item(), group.recv(0, 5).item()]
-    with backend.attend():  # the thread in the background does not look
+    with backend.will_wait():  # the thread in the background does not look
         work = group.irecv(0, 5)
         group.send(torch.ones(1), 0, 6)
         wait_until(lambda: line.has_written() or work.is_completed())
@@ -167,7 +168,7 @@ def send_more_than_is_kept_and_leave(group):
     with pytest.raises(echelon.PeerFailed, match="closed its group"):
         group.recv(0, tag=99)
     while group.backend._tcp._peers._connections:
-        group.backend._tcp.glance()
+        group.backend._tcp.poll_once()
     return [group.recv(0)[0].item() for _ in range(count)]
 
 
@@ -331,7 +332,7 @@ def receive_more_than_is_lent(group):
 
 
 def test_beyond_a_limit_received_tensors_are_copies(monkeypatch):
-    monkeypatch.setattr(inlet, "_MAX_LENT_BYTES", 9 * MIB)
+    monkeypatch.setattr(receiver, "_MAX_LENT_BYTES", 9 * MIB)
     assert run_forked(receive_more_than_is_lent, 2, backend="shm") == {0: 1.0, 1: [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
 
 
@@ -362,9 +363,9 @@ def write_nonsense(group):
     if group.rank == 0:
         post = group.backend._post
         ring = post.ring(0, 1)
-        post.region.memory[ring : ring + mail.PREFIX_BYTES] = mail.Prefix(640, 600).encode()
-        post.words[post.news(0, 1) + mail.RECORDS] = 128
-        post.knock(1)
+        post.region.memory[ring : ring + message_layout.PREFIX_BYTES] = message_layout.Prefix(640, 600).encode()
+        post.words[post.news(0, 1) + message_layout.RECORDS] = 128
+        post.wake(1)
         with pytest.raises(echelon.PeerFailed):
             group.recv(1)
         return None
@@ -382,7 +383,7 @@ def say_that_more_was_read_than_is_written(group):
     """What the reader of a message says of it is nonsense: the sender takes it for dead, and goes on."""
     if group.rank == 1:
         post = group.backend._post
-        post.words[post.answers(0, 1) + mail.DRAINED] = 1000
+        post.words[post.answers(0, 1) + message_layout.DRAINED] = 1000
         group.send(torch.ones(1), 0)
         with pytest.raises(echelon.PeerFailed):
             group.recv(0, tag=99)

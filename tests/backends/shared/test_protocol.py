@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from echelon.backends.shared.protocol import pipeline
+from echelon.backends.formats.slot_order import pipeline
 from echelon.errors import PlanError
 
 

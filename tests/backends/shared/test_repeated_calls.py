@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import echelon
-from echelon.calls import collectives
-from echelon.calls.point_to_point import PointToPoint
+from echelon.group import collectives
+from echelon.group.messages import PointToPoint
 from tests.backends.forked import run_forked
 
 

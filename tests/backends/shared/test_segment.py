@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import echelon
+from echelon.backends.formats import memory_layout
+from echelon.backends.lanes import InOrder
 from echelon.backends.native import Call
-from echelon.backends.shared import backend, layout, passing, support
-from echelon.backends.shared.board import Board
-from echelon.backends.shared.segment import Segment
-from echelon.backends.shared.waiting import Waiter
-from echelon.backends.turnstile import Turnstile
+from echelon.backends.shared import backend
+from echelon.backends.shared.collectives.sync_block import SyncBlock
+from echelon.backends.shared.memory import fd_passing, support
+from echelon.backends.shared.memory.segment import Segment
+from echelon.backends.shared.memory.waiting import SpinThenSleep
 from tests.backends.worlds import tcp_world
 
 SECONDS = 20.0
@@ -64,22 +66,22 @@ def test_another_file_is_refused_and_closed(kind, tmp_path):
 
 
 def test_the_file_goes_only_to_who_is_expected_and_knows_the_token(segment):
-    giver = passing.Giver([segment.fd], 1)
-    impostor = passing.dial(giver.name, bytes(passing.TOKEN_BYTES), os.getpid(), SECONDS)
-    friend = passing.dial(giver.name, giver.token, os.getpid(), SECONDS)
+    giver = fd_passing.FdServer([segment.fd], 1)
+    impostor = fd_passing.dial(giver.name, bytes(fd_passing.TOKEN_BYTES), os.getpid(), SECONDS)
+    friend = fd_passing.dial(giver.name, giver.token, os.getpid(), SECONDS)
     giver.give([os.getpid()], SECONDS)
     giver.close()
     with pytest.raises(echelon.ConnectError, match="it was closed"):
-        passing.take(impostor, 1)
-    (fd,) = passing.take(friend, 1)
+        fd_passing.take(impostor, 1)
+    (fd,) = fd_passing.take(friend, 1)
     assert os.path.sameopenfile(fd, segment.fd)
     os.close(fd)
 
 
 def test_another_process_than_the_giver_is_not_trusted(segment):
-    giver = passing.Giver([segment.fd], 1)
+    giver = fd_passing.FdServer([segment.fd], 1)
     with pytest.raises(echelon.AuthenticationError, match="another process than 1 listens"):
-        passing.dial(giver.name, giver.token, 1, SECONDS)
+        fd_passing.dial(giver.name, giver.token, 1, SECONDS)
     with pytest.raises(echelon.ConnectError, match="did not come"):
         giver.give([os.getpid()], 0.05)
     giver.close()
@@ -102,9 +104,9 @@ def test_where_one_rank_cannot_share_memory_none_does(monkeypatch, caplog, faili
     if failing == 0:
         monkeypatch.setattr(support, "obstacle", lambda: "it rains")
     elif failing == 1:
-        monkeypatch.setattr(passing.Giver, "give", lambda *_: (_ for _ in ()).throw(OSError("it rains")))
+        monkeypatch.setattr(fd_passing.FdServer, "give", lambda *_: (_ for _ in ()).throw(OSError("it rains")))
     else:
-        monkeypatch.setattr(passing, "take", refuse_to_take)
+        monkeypatch.setattr(fd_passing, "take", refuse_to_take)
     with tcp_world(3) as world, caplog.at_level(logging.WARNING, "echelon"):
         assert share_all(world, required=False) == world
         assert caplog.text.count("no shared memory, so all goes over TCP: rank") == 3
@@ -128,13 +130,13 @@ def test_processors_with_a_weak_memory_order_are_refused(monkeypatch):
 
 def test_ticks_pass_what_a_futex_compares(segment):
     """The words that ranks sleep on are the low 32 bits of their ticks."""
-    window = segment.map(segment.allocate(2 * layout.ROOM_BYTES), 2 * layout.ROOM_BYTES)
+    window = segment.map(segment.allocate(2 * memory_layout.ROOM_BYTES), 2 * memory_layout.ROOM_BYTES)
     words = memoryview(window.memory).cast("Q")
     for rank in range(2):
-        words[(rank * layout.ROOM_BYTES + layout.TICK) // 8] = (1 << 32) - 20
+        words[(rank * memory_layout.ROOM_BYTES + memory_layout.TICK) // 8] = (1 << 32) - 20
 
     def run(rank):
-        board = Board(window, (0, 1), rank, Waiter(1000), lambda *_: None)
+        board = SyncBlock(window, (0, 1), rank, SpinThenSleep(1000), lambda *_: None)
         for number in range(1, 60):
             call = Call(number, f"operation {number}", 7, 0.0, None)
             board.announce(call, [number * 10 + rank])
@@ -150,11 +152,11 @@ def test_ticks_pass_what_a_futex_compares(segment):
 
 def test_a_result_is_that_of_the_operation_that_all_are_in(segment):
     """What one rank has combined for the others is found in that operation, and in none after it."""
-    window = segment.map(segment.allocate(2 * layout.ROOM_BYTES), 2 * layout.ROOM_BYTES)
+    window = segment.map(segment.allocate(2 * memory_layout.ROOM_BYTES), 2 * memory_layout.ROOM_BYTES)
     data = torch.tensor([7.0, 8.0])
 
     def run(rank):
-        board = Board(window, (0, 1), rank, Waiter(1000), lambda *_: None)
+        board = SyncBlock(window, (0, 1), rank, SpinThenSleep(1000), lambda *_: None)
         found = []
         for number in range(1, 6):
             call = Call(number, "operation", 7, 0.0, None)
@@ -191,12 +193,12 @@ class WithdrawnAfter:
 @pytest.mark.parametrize("theirs", ["all_reduce", "barrier"])
 def test_a_peer_that_gives_up_whenever_it_does_so_disagrees_in_nothing_else(segment, theirs):
     """Whoever looks finds what the peer announced or that it gave up, and nothing between them."""
-    window = segment.map(segment.allocate(2 * layout.ROOM_BYTES), 2 * layout.ROOM_BYTES)
-    boards = [Board(window, (0, 1), rank, Waiter(1000), lambda *_: None) for rank in range(2)]
+    window = segment.map(segment.allocate(2 * memory_layout.ROOM_BYTES), 2 * memory_layout.ROOM_BYTES)
+    boards = [SyncBlock(window, (0, 1), rank, SpinThenSleep(1000), lambda *_: None) for rank in range(2)]
     for board, operation in zip(boards, ["all_reduce", theirs], strict=True):
         board.announce(Call(6, operation, 7, 0.0, None))
     boards[1].tick()
-    words, mark = boards[0]._words, (layout.ROOM_BYTES + layout.words_at(6)) // layout.WORD_BYTES
+    words, mark = boards[0]._words, (memory_layout.ROOM_BYTES + memory_layout.words_at(6)) // memory_layout.WORD_BYTES
     for looks in range(5):
         boards[0]._words = WithdrawnAfter(words, mark, looks)
         found = boards[0].disagreement()
@@ -208,7 +210,7 @@ def test_a_peer_that_gives_up_whenever_it_does_so_disagrees_in_nothing_else(segm
 
 
 def test_operations_pass_in_their_order():
-    turnstile, passed = Turnstile(), []
+    turnstile, passed = InOrder(), []
 
     def go(number):
         turnstile.enter(number, lambda: None)

@@ -15,18 +15,18 @@ import torch
 
 from echelon.backends.base import Backend
 from echelon.backends.carried import Carried
+from echelon.backends.connect.members import machine_id
+from echelon.backends.formats import memory_layout
+from echelon.backends.formats.wire import Tag
 from echelon.backends.native import Call, NativeCollectives
-from echelon.backends.shared import layout
-from echelon.backends.shared.board import Board
-from echelon.backends.shared.collectives import SharedCollectives
-from echelon.backends.shared.line import SharedLine
-from echelon.backends.shared.meeting import Common, Unshared, meet
-from echelon.backends.shared.post import Post
-from echelon.backends.shared.segment import Window
-from echelon.backends.shared.waiting import Waiter
-from echelon.backends.tag import Tag
+from echelon.backends.shared.collectives.executor import SharedCollectives
+from echelon.backends.shared.collectives.sync_block import SyncBlock
+from echelon.backends.shared.memory.segment import Window
+from echelon.backends.shared.memory.setup import Common, Unshared, meet
+from echelon.backends.shared.memory.waiting import SpinThenSleep
+from echelon.backends.shared.messages.message_region import MessageRegion
+from echelon.backends.shared.messages.ring_link import SharedLine
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.members import machine_id
 from echelon.errors import LaunchError, Timeout
 from echelon.wording import listed
 
@@ -47,9 +47,9 @@ class SharedMemoryBackend(Carried):
         self._local_ranks = frozenset(local_ranks)
         self.segment = common.segment
         """What the ranks of this host share."""
-        self.waiter = Waiter(len(local_ranks))
+        self.waiter = SpinThenSleep(len(local_ranks))
         """How this rank waits."""
-        self._post = Post(common.segment, list(local_ranks).index(tcp.rank), common.doorbells)
+        self._post = MessageRegion(common.segment, list(local_ranks).index(tcp.rank), common.doorbells)
         lines = {
             rank: SharedLine(self._post, number, tcp.max_message_bytes)
             for number, rank in enumerate(local_ranks)
@@ -86,9 +86,9 @@ class SharedMemoryBackend(Carried):
         if error := self._tcp.revoked(context):
             raise error
 
-    def look_around(self, call: Call, context: int, rank: int | None, board: Board | None) -> None:
+    def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises why this rank need not wait longer: what it was told, a rank's end, or that its time is up."""
-        self._tcp.glance()
+        self._tcp.poll_once()
         if board is not None and (disagreement := board.disagreement()):
             raise disagreement
         if error := self._tcp.failure(self.rank if rank is None else rank, context):
@@ -99,7 +99,7 @@ class SharedMemoryBackend(Carried):
 
     def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
         """Returns the region of a group, which its first rank gives out and tells the others about."""
-        size = len(ranks) * layout.ROOM_BYTES
+        size = len(ranks) * memory_layout.ROOM_BYTES
         tag = Tag(context, _REGION_SEQUENCE)
         first, *others = ranks
         if self.rank == first:

@@ -17,23 +17,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from echelon.backends import wire
 from echelon.backends.base import Backend
+from echelon.backends.connect.members import Job, Member, machine_id
+from echelon.backends.connect.rendezvous import Store, World, meet, meet_through_store
 from echelon.backends.delivery import ANY, Receive
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
 from echelon.backends.lanes import Lanes
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import dtype_code
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.tag import Tag
-from echelon.backends.tcp.inquiries import Inquiry
-from echelon.backends.tcp.line import Line, Memory
-from echelon.backends.tcp.members import Job, Member, machine_id
+from echelon.backends.tcp.link import Link, Memory
 from echelon.backends.tcp.parting import Parting
-from echelon.backends.tcp.peers import MAX_UNCLAIMED_BYTES, Peers
+from echelon.backends.tcp.peers import MAX_UNCLAIMED_BYTES, Peers, StatusQuery
 from echelon.backends.tcp.poller import Poller
-from echelon.backends.tcp.progress import Attendance, Progress
-from echelon.backends.tcp.rendezvous import Store, World, meet, meet_through_store
+from echelon.backends.tcp.progress import Progress, WaitScope
 from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
 from echelon.errors import (
     AuthenticationError,
@@ -190,7 +189,7 @@ class TcpBackend(Backend):
         """Says whether the calling thread, which waits, takes a core from nobody else's work by not sleeping."""
         return self._has_cores and not self._lanes.runs_beside()
 
-    def use_lines(self, lines: Mapping[int, Line], memory: Memory) -> None:
+    def use_lines(self, lines: Mapping[int, Link], memory: Memory) -> None:
         """Has messages to and from these ranks take lines from now on, which write to this memory."""
         with self._progress.lock:
             self._peers.use_lines(lines, memory)
@@ -284,8 +283,8 @@ class TcpBackend(Backend):
             raise self.closed_error()
         return self._lanes.start(function, description, lane)
 
-    def attend(self) -> Attendance:  # noqa: D102
-        return self._progress.attend()
+    def will_wait(self) -> WaitScope:  # noqa: D102
+        return self._progress.will_wait()
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks until `work` is completed; returns False if `timeout` seconds (None: for ever) pass first."""
@@ -302,10 +301,10 @@ class TcpBackend(Backend):
             complete()
             self._progress.wake()
 
-    def glance(self) -> None:
+    def poll_once(self) -> None:
         """Takes in what has arrived, for a thread that waits for something else; waits for nothing."""
         with self._progress.lock:
-            self._progress.glance()
+            self._progress.poll_once()
 
     def revoked(self, context: int) -> EchelonError | None:
         """Returns why the collectives of that context have ended on all ranks, as far as was heard."""
@@ -319,7 +318,7 @@ class TcpBackend(Backend):
 
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: D102
         work: Work[None] = Work(self, "answers", self.timeout)
-        inquiry = Inquiry(question, set(ranks) - {self.rank}, work)
+        inquiry = StatusQuery(question, set(ranks) - {self.rank}, work)
         with self._progress.lock:
             self._peers.ask(inquiry)
         with suppress(Closed):
@@ -357,9 +356,9 @@ class TcpBackend(Backend):
         Raises:
             Timeout: not everything could be sent in time, because a rank does not receive it.
         """
-        farewell = self.farewell()
-        kind = wire.FrameKind.GOODBYE if farewell.has_closed else wire.FrameKind.FAILED
-        frame = wire.Frame(kind, step=self.rank, note=farewell.reason)
+        close_reason = self.close_reason()
+        kind = wire.FrameKind.CLOSE if close_reason.has_closed else wire.FrameKind.FAILED
+        frame = wire.Frame(kind, step=self.rank, note=close_reason.reason)
         unsent = self._leave(frame, self.timeout if timeout is None else timeout)
         if unsent:
             raise Timeout(f"close of rank {self.rank}: {listed(unsent)} did not take all that was sent there in time")
@@ -375,9 +374,9 @@ class TcpBackend(Backend):
     def difference(self) -> CollectiveMismatch | None:  # noqa: D102
         return self._difference
 
-    def _leave(self, farewell: wire.Frame, timeout: float) -> list[int]:
+    def _leave(self, close_reason: wire.Frame, timeout: float) -> list[int]:
         """Says farewell, frees everything, and returns the ranks to which not all could be sent within `timeout`."""
-        in_good_order = farewell.kind == wire.FrameKind.GOODBYE
+        in_good_order = close_reason.kind == wire.FrameKind.CLOSE
         with self._progress.lock:
             if self._progress.is_closed:
                 return []
@@ -388,10 +387,10 @@ class TcpBackend(Backend):
                 for rank in self._peers.ranks():
                     for word in self._parting.words_for(rank):
                         self._peers.tell(word, [rank])
-            self._peers.tell(farewell)
+            self._peers.tell(close_reason)
             self._linger(timeout)
             if not self._progress.is_closed and in_good_order:
-                self._progress.glance()  # at what the peers have said that closed before
+                self._progress.poll_once()  # at what the peers have said that closed before
                 self._peers.take_in_lines()
             if self._progress.is_closed:  # another thread was faster
                 return []

@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from echelon.backends import wire
-from echelon.backends.delivery import Delivery
-from echelon.backends.pieces import PIECE_BYTES
-from echelon.backends.tag import Tag
+from echelon.backends.delivery import PIECE_BYTES, IncomingMessage
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
 from echelon.backends.work import Work
 from echelon.errors import EchelonError
 
@@ -52,7 +51,7 @@ class Connection:
         """
         self.rank = rank
         self.sock = sock
-        self.delivery: Delivery | None = None
+        self.delivery: IncomingMessage | None = None
         """The message whose payload is arriving."""
         self.num_unsent_words = 0
         """How many frames without payload are queued, or being written."""
@@ -143,7 +142,7 @@ class Connection:
             self.delivery = None
         self.sock.close()
 
-    def pump(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> bool:
+    def pump(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> bool:
         """Reads what has arrived, up to a message that has no place; returns False at the end of the stream.
 
         The socket counts as readable again when as much of a payload has come as is worth a call, or its last byte, or
@@ -163,7 +162,7 @@ class Connection:
             self._mark = mark
         return is_open
 
-    def _read(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> bool:
+    def _read(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> bool:
         for _ in range(_READS_AT_ONCE):
             self._parse(on_frame)
             if self.is_held:
@@ -197,7 +196,7 @@ class Connection:
             self._start, self._end = 0, left
         return self._view[self._end :]
 
-    def _parse(self, on_frame: Callable[[wire.Frame], Delivery | None]) -> None:
+    def _parse(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> None:
         """Takes every complete frame out of the buffer, and of the payload what the buffer has."""
         while not self.is_held:
             if self._payload_left:

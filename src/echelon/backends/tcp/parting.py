@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from echelon.backends import wire
+from echelon.backends.formats import wire
 from echelon.backends.matching import Mailbox
 from echelon.errors import CollectiveMismatch, ProtocolError
-from echelon.flights import FlightRecorder
+from echelon.operation_records import FlightRecorder
 from echelon.wording import counted
 
 MAX_TALLIES = 256

@@ -28,27 +28,74 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from echelon.backends import wire
-from echelon.backends.delivery import Delivery, Receive
+from echelon.backends.connect.members import Member
+from echelon.backends.connect.sockets import is_loopback
+from echelon.backends.delivery import PIECE_BYTES, IncomingMessage, Receive
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of
-from echelon.backends.pieces import PIECE_BYTES
 from echelon.backends.status import Question, Standing, Status, status_of
-from echelon.backends.tag import Tag
-from echelon.backends.tcp.arrivals import MailboxArrivals
 from echelon.backends.tcp.connection import LINK_WAKING_BYTES, Connection
-from echelon.backends.tcp.inquiries import Inquiry
-from echelon.backends.tcp.limit import Limit
-from echelon.backends.tcp.line import Head, Line, Memory
-from echelon.backends.tcp.lines import Lines
-from echelon.backends.tcp.members import Member
+from echelon.backends.tcp.link import Arrivals, Head, Link, Memory
+from echelon.backends.tcp.link_table import LinkTable, UnclaimedLimit
 from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Progress
-from echelon.backends.tcp.sockets import is_loopback
 from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, EchelonError, Failure, PeerFailed, ProtocolError
-from echelon.flights import FlightRecorder
+from echelon.operation_records import FlightRecorder
+
+# Questions to other ranks that are on their way, and the answers that have come.
+
+
+class StatusQuery:
+    """One question to several ranks. Its Work is completed when nobody is left who could answer."""
+
+    def __init__(self, question: Question, ranks: Iterable[int], work: Work[None]) -> None:
+        self.question = question
+        self.answers: dict[int, Status] = {}
+        self.work = work
+        self.awaited = frozenset(ranks)
+        self._look()
+
+    def take(self, rank: int, status: Status) -> None:
+        """Takes an answer in."""
+        self.answers[rank] = status
+        self.drop(rank)
+
+    def drop(self, rank: int) -> None:
+        """Says that a rank will not answer any more."""
+        self.awaited -= {rank}
+        self._look()
+
+    def _look(self) -> None:
+        if not self.awaited:
+            self.work.complete()
+
+
+# What becomes of the messages of one rank: each finds its receive, or is kept until one is posted for it.
+
+
+class MailboxArrivals(Arrivals):
+    """Has the messages of one rank find their receives."""
+
+    def __init__(self, rank: int, mailbox: Mailbox, last_notes: dict[int, str]) -> None:
+        """Hands the messages of `rank` to a mailbox, and writes down the note of its last collective."""
+        self._rank = rank
+        self._mailbox = mailbox
+        self._last_notes = last_notes
+
+    def take_small(self, head: Head, address: int) -> None:  # noqa: D102
+        if head.is_signed:
+            self._last_notes[self._rank] = head.note
+        self._mailbox.take_bytes(self._rank, head.tag, head.shape, head.dtype, head.note, address)
+
+    def open(self, head: Head, *, comes_whole: bool) -> IncomingMessage:  # noqa: D102
+        if head.is_signed:
+            self._last_notes[self._rank] = head.note
+        return self._mailbox.arrive(self._rank, head.tag, head.shape, head.dtype, head.note, comes_whole)
+
 
 MAX_UNCLAIMED_BYTES = 1 << 30
 """How much of a peer's messages is kept before they are asked for, beyond one message of any size."""
@@ -82,7 +129,7 @@ class Peers:
         parting: Parting,
         max_unclaimed_bytes: int,
     ) -> None:
-        self._limit = Limit(mailbox, max_unclaimed_bytes)
+        self._limit = UnclaimedLimit(mailbox, max_unclaimed_bytes)
         self._held: dict[int, int] = {}
         """Ranks from which nothing is read, because their next message has no place, and the number of that hold."""
         self._num_holds = 0
@@ -90,12 +137,12 @@ class Peers:
         self._progress = progress
         self._mailbox = mailbox
         self._recorder = recorder
-        self._inquiries: list[Inquiry] = []
+        self._inquiries: list[StatusQuery] = []
         self.last_notes: dict[int, str] = {}
         """Of each rank, the note of its last message of a collective."""
         self._connections: dict[int, Connection] = {}
         self._arrivals: dict[int, MailboxArrivals] = {}
-        self._lines = Lines(self._arrivals, self._limit, self.fail)
+        self._lines = LinkTable(self._arrivals, self._limit, self.fail)
         """What messages take instead of a connection, where they do."""
         self._writing: set[int] = set()
         """Ranks whose socket is full: the epoll watches for room."""
@@ -109,7 +156,7 @@ class Peers:
         self._pidfds: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
         self._words: dict[wire.FrameKind, Callable[[int, wire.Frame], None]] = {
-            wire.FrameKind.GOODBYE: self._on_goodbye,
+            wire.FrameKind.CLOSE: self._on_goodbye,
             wire.FrameKind.FAILED: self._on_failed,
             wire.FrameKind.MISMATCH: self._on_mismatch,
             wire.FrameKind.QUESTION: self._on_question,
@@ -144,7 +191,7 @@ class Peers:
         self._pidfds[member.rank] = pidfd
         self._poller.watch(pidfd, lambda _: self._on_process_end(member))
 
-    def use_lines(self, lines: Mapping[int, Line], memory: Memory) -> None:
+    def use_lines(self, lines: Mapping[int, Link], memory: Memory) -> None:
         """Has messages to and from these ranks take lines from now on, which write to this memory.
 
         A rank that came to this earlier may have sent, and left, already: what it wrote comes before its goodbye.
@@ -170,7 +217,7 @@ class Peers:
         if rank not in self._writing:
             self._flush(connection)
 
-    def line(self, rank: int) -> Line | None:
+    def line(self, rank: int) -> Link | None:
         """Returns what messages to and from a rank take instead of a connection, if they do."""
         return self._lines.of(rank)
 
@@ -181,7 +228,7 @@ class Peers:
                 connection.enqueue_word(frame.encode())
                 self._flush(connection)
 
-    def ask(self, inquiry: Inquiry) -> None:
+    def ask(self, inquiry: StatusQuery) -> None:
         """Sends a question; ranks that have gone are not waited for."""
         question = inquiry.question
         self._inquiries.append(inquiry)
@@ -192,7 +239,7 @@ class Peers:
             if rank not in self._connections:
                 inquiry.drop(rank)
 
-    def forget(self, inquiry: Inquiry) -> None:
+    def forget(self, inquiry: StatusQuery) -> None:
         """Says that answers are no longer waited for."""
         self._inquiries.remove(inquiry)
 
@@ -221,9 +268,9 @@ class Peers:
 
     # Receiving
 
-    def deliveries(self) -> list[Delivery]:
+    def deliveries(self) -> list[IncomingMessage]:
         """Returns the messages whose payload is arriving, or is held."""
-        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.all()]
+        ends: list[Connection | Link] = [*self._connections.values(), *self._lines.all()]
         return [end.delivery for end in ends if end.delivery is not None]
 
     def on_post(self, receive: Receive) -> None:
@@ -302,17 +349,17 @@ class Peers:
         """Finds a place for the message that is held, unless the limit is reached."""
         delivery = self._connections[rank].delivery
         assert delivery is not None
-        if not self._limit.keeps_out(rank, delivery.memory_bytes):
+        if not self._limit.exceeded_by(rank, delivery.memory_bytes):
             delivery.place()
 
-    def _on_frame(self, rank: int, frame: wire.Frame) -> Delivery | None:
+    def _on_frame(self, rank: int, frame: wire.Frame) -> IncomingMessage | None:
         if frame.kind == wire.FrameKind.DATA:
             delivery = self._arrivals[rank].open(Head.of(frame), comes_whole=False)
             is_small = frame.payload_bytes <= _HOLD_BYTES
             if (
                 not delivery.is_placed
                 and (is_small or self._mailbox.awaits(rank))
-                and not self._limit.keeps_out(rank, delivery.memory_bytes)
+                and not self._limit.exceeded_by(rank, delivery.memory_bytes)
             ):
                 delivery.place()
             return delivery
@@ -394,7 +441,7 @@ class Peers:
     def revoke(self, context: int, failure: Failure) -> Failure:
         """Ends what is under way for the collectives of a context; returns the first cause ever given."""
         first = self._mailbox.fail_context(context, failure, self.deliveries())
-        ends: list[Connection | Line] = [*self._connections.values(), *self._lines.all()]
+        ends: list[Connection | Link] = [*self._connections.values(), *self._lines.all()]
         for end in ends:
             end.abandon(context, first)
         self._lines.take_in()  # what was dropped may have kept others out

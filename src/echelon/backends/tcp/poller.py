@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from echelon.backends.tcp.line import Line, Memory
+from echelon.backends.tcp.link import Link, Memory
 
 Handler: TypeAlias = Callable[[int], None]
 """Called with the events of a file descriptor, with the lock held."""
@@ -128,7 +128,7 @@ class Poller:
         finally:
             memory.wake_up()
 
-    def look_for(self, line: Line) -> bool:
+    def look_for(self, line: Link) -> bool:
         """Looks again and again whether a peer has written something; returns whether it did before one would sleep.
 
         In the end it is `wait` that looks at all there is, so nothing else is looked at here: not while something of

@@ -62,7 +62,7 @@ class Progress:
         self._background_was_kept_out = False
         """Whether the background thread sleeps because another one polled, which waits for nothing."""
         self._background: threading.Thread | None = None
-        self._attendance = Attendance(self._on_leave)
+        self._attendance = WaitScope(self._on_leave)
 
     # Waiting
 
@@ -102,7 +102,7 @@ class Progress:
             self._poller.wake()
         self._changed.wait(seconds)
 
-    def glance(self) -> None:
+    def poll_once(self) -> None:
         """Polls without waiting, unless another thread polls; gives up the lock meanwhile."""
         if self.is_closed:
             raise self._closed_error()
@@ -122,7 +122,7 @@ class Progress:
         if self._num_waiters:
             self.wake()
 
-    def attend(self) -> Attendance:
+    def will_wait(self) -> WaitScope:
         """Returns a context in which the calling thread waits for all that it starts. Needs no lock."""
         return self._attendance
 
@@ -208,7 +208,7 @@ class Progress:
         self._poller.close()
 
 
-class Attendance:
+class WaitScope:
     """The threads that wait for all that they start. Needs no lock: a thread changes only its own entry."""
 
     __slots__ = ("_counts", "_on_leave")

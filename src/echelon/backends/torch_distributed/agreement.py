@@ -17,9 +17,9 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from echelon.backends.base import Backend
+from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import new_tensor
 from echelon.backends.native import Call, NativeCollectives
-from echelon.backends.tag import Tag
 from echelon.backends.work import Work
 from echelon.errors import Timeout
 
@@ -71,7 +71,7 @@ def exchange(
     while distance < size:
         tag = Tag(context, call.sequence, step)
         after, before = ranks[(rank + distance) % size], ranks[(rank - distance) % size]
-        with backend.attend():
+        with backend.will_wait():
             coming = backend.irecv(before, tag, note=note)
             sent = backend.isend(_pack(known[: size - distance]), after, tag, note=note)
             known += _unpack(_wait(backend, coming, before, call))
@@ -84,7 +84,7 @@ def _wait(backend: Backend, work: Work[T], peer: int, call: Call) -> T:
     """Waits for a message; has the operation looked into when that takes long."""
     while True:
         try:
-            return work.wait(max(0.0, min(call.deadline, call.lookout.looks_at) - backend.now()))
+            return work.wait(max(0.0, min(call.deadline, call.lookout.next_check_at) - backend.now()))
         except Timeout:
             if backend.now() >= call.deadline:
                 raise

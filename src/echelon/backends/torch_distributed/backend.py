@@ -25,21 +25,20 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon._torch_private import make_process_group
-from echelon.backends.aside import Aside, StreamAside
 from echelon.backends.base import Backend
 from echelon.backends.carried import Carried
+from echelon.backends.formats.wire import Tag
+from echelon.backends.host_copies import AcceleratorStreamScope, StreamScope
 from echelon.backends.native import Call, NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.backends.shared.backend import share
-from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
 from echelon.backends.torch_distributed.channels import Route
 from echelon.backends.torch_distributed.collectives import TorchCollectives
-from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look, greet
+from echelon.backends.torch_distributed.engine import ENGINES, MESSAGES, Engine, EngineFailed, Look, greet
 from echelon.backends.torch_distributed.engines import is_timed
 from echelon.backends.torch_distributed.messages import EngineMessages
-from echelon.backends.torch_distributed.names import ENGINES, MESSAGES
 from echelon.backends.work import Message, Received, Work
 from echelon.errors import ConnectError, EchelonError, PeerFailed, Timeout
 
@@ -136,12 +135,12 @@ class TorchBackend(Carried):
         self._collectives.add(collectives)
         return collectives
 
-    def aside(self, context: int) -> Aside | None:  # noqa: D102
+    def aside(self, context: int) -> StreamScope | None:  # noqa: D102
         if self.device.type == "cpu":
             return None
         if context not in self._streams:
             self._streams[context] = torch.Stream(self.device)
-        return StreamAside(self._streams[context])
+        return AcceleratorStreamScope(self._streams[context])
 
     def finish_queued(self) -> None:
         """Returns when this rank's device has done what the calling thread's stream holds."""
@@ -155,9 +154,9 @@ class TorchBackend(Carried):
         if error := self._tcp.revoked(context):
             raise error
 
-    def look_around(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
+    def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
         """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
-        self._tcp.glance()
+        self._tcp.poll_once()
         self.check(context)
         for rank in ranks:
             error = self._tcp.failure(rank, context)
@@ -170,7 +169,7 @@ class TorchBackend(Carried):
     def explain(self, failure: EngineFailed, call: Call, context: int, ranks: Sequence[int]) -> NoReturn:
         """Raises the failure of a rank that an engine's failure follows from, else what the engine says."""
         raise self._cause(
-            failure, partial(self.look_around, call.deadline, context, ranks), context, ranks
+            failure, partial(self.check_liveness, call.deadline, context, ranks), context, ranks
         ) from failure
 
     def fail_channel(self, failure: EngineFailed, look: Look, route: Route) -> EchelonError:
@@ -190,7 +189,7 @@ class TorchBackend(Carried):
 
     def open(self, context: int, ranks: Sequence[int], call: Call) -> Engine:
         """Returns a new engine for a group; all its ranks call it, when they have agreed on their first operation."""
-        seconds, look = call.deadline - self.now(), partial(self.look_around, call.deadline, context, ranks)
+        seconds, look = call.deadline - self.now(), partial(self.check_liveness, call.deadline, context, ranks)
         return self._open(f"{context:x}", ENGINES[self._name], ranks, seconds, look, lambda _: None)
 
     def open_channel(self, route: Route, look: Look) -> Engine:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from echelon.backends.aside import Aside
+from echelon.backends.host_copies import StreamScope
 from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look
 from echelon.errors import EchelonError
 
@@ -39,11 +39,11 @@ class Opener(Protocol):
         """Returns a new engine for two ranks, the sender first; both call it."""
         ...
 
-    def aside(self, context: int) -> Aside | None:
+    def aside(self, context: int) -> StreamScope | None:
         """Returns the caller's place among the streams of a device; None: there are none."""
         ...
 
-    def look_around(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
+    def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
         """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
         ...
 
@@ -84,7 +84,7 @@ class Channel:
             self._num_begun += 1
             act()
 
-    def aside(self) -> Aside | None:
+    def aside(self) -> StreamScope | None:
         """Returns the caller's place among the streams of a device."""
         return self._opener.aside(self.lane)
 

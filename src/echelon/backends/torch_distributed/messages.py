@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from echelon.backends import wire
-from echelon.backends.aside import Aside
-from echelon.backends.delivery import ANY, Delivery, Receive
+from echelon.backends.delivery import ANY, IncomingMessage, Receive
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
+from echelon.backends.host_copies import StreamScope
 from echelon.backends.memory import as_bytes, bytes_of, dtype_of, new_tensor
 from echelon.backends.operators import Combine
-from echelon.backends.tag import Tag
 from echelon.backends.tcp.backend import Passage, TcpBackend, message_head
 from echelon.backends.torch_distributed.channels import Channel, Opener, Route
 from echelon.backends.torch_distributed.engine import Look
@@ -146,13 +146,13 @@ class EngineMessages:
                 self._channels[route] = Channel(self._opener, route, _ANY_LANE - 1 - len(self._channels))
             return self._channels[route]
 
-    def _expect(self, receive: Receive, coming: Work[Any], aside: Aside | None) -> None:
+    def _expect(self, receive: Receive, coming: Work[Any], aside: StreamScope | None) -> None:
         if aside is not None:
             receive.work.when_taken(aside.join)
         self._expected[receive.work] = coming
         self._tcp.when_ended(coming, lambda: self._came(receive, coming, aside))
 
-    def _came(self, receive: Receive, coming: Work[Any], aside: Aside | None) -> None:
+    def _came(self, receive: Receive, coming: Work[Any], aside: StreamScope | None) -> None:
         """Takes in what came over TCP: a message, or the announcement of one."""
         del self._expected[receive.work]
         if error := coming.exception():
@@ -163,7 +163,9 @@ class EngineMessages:
         if coming.note != _ANNOUNCED:
             error = _elsewhere(receive, tensor.device)
             if error is None:
-                Delivery(src, receive.tag, tuple(tensor.shape), tensor.dtype, coming.note, receive, tensor).finish()
+                IncomingMessage(
+                    src, receive.tag, tuple(tensor.shape), tensor.dtype, coming.note, receive, tensor
+                ).finish()
             else:
                 receive.work.complete(error=error)
             return
@@ -175,7 +177,9 @@ class EngineMessages:
 
         self._in_lane(channel, partial(self._take, receive, src, tensor, channel, aside), end, receive.work)
 
-    def _take(self, receive: Receive, src: int, head: torch.Tensor, channel: Channel, aside: Aside | None) -> None:
+    def _take(
+        self, receive: Receive, src: int, head: torch.Tensor, channel: Channel, aside: StreamScope | None
+    ) -> None:
         """Answers an announcement, and receives; in the lane of the channel."""
         data = bytes_of(head)
         frame = wire.decode(data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :], self._tcp.max_message_bytes)
@@ -230,10 +234,10 @@ class EngineMessages:
         """Returns what raises why a message need not be waited for any longer."""
         context = tag.context if tag.sequence else 0  # messages of users outlive the collectives of their group
         deadline = self._tcp.now() + self._tcp.timeout
-        return lambda: self._opener.look_around(deadline, context, [peer])
+        return lambda: self._opener.check_liveness(deadline, context, [peer])
 
 
-def _queue(aside: Aside | None, act: Callable[[], T]) -> T:
+def _queue(aside: StreamScope | None, act: Callable[[], T]) -> T:
     return act() if aside is None else aside.queued(act)
 
 

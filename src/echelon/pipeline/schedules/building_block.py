@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from echelon.pipeline.action import Action, Kind
+from echelon.pipeline.plan.action import Action, Kind
 
 _INTERVAL = 6
 

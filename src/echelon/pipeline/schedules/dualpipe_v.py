@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import deque
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.action import Action, Kind, Overlapped, Step
-from echelon.pipeline.placement import vee
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, Kind, Overlapped, Step, vee
+from echelon.pipeline.plan.schedule import Schedule
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from echelon.pipeline.action import Action
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action
+from echelon.pipeline.plan.schedule import Schedule
 
 
 def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:

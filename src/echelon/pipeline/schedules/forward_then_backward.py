@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echelon.pipeline.action import Action, actions_of
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, actions_of
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.forward_only import forward_only
 
 

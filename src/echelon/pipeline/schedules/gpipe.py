@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-from echelon.pipeline.action import Action
-from echelon.pipeline.placement import loop
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, loop
+from echelon.pipeline.plan.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:

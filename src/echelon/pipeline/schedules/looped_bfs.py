@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from echelon.pipeline.action import Action
-from echelon.pipeline.placement import loop
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, loop
+from echelon.pipeline.plan.schedule import Schedule
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from echelon.pipeline.action import Action
-from echelon.pipeline.placement import loop
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, loop
+from echelon.pipeline.plan.schedule import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -8,13 +8,13 @@ from fractions import Fraction
 from itertools import pairwise
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.cost import Amount, Costs
-from echelon.pipeline.placement import loop
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import loop
+from echelon.pipeline.plan.cost import Amount, Costs
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.registry import build, names
 from echelon.pipeline.search.engine import search as search_schedule
 from echelon.pipeline.search.problem import rank_limits
-from echelon.trace import Time, Timeline
+from echelon.timeline.timeline import Time, Timeline
 
 _CHUNKS = 2
 """Stages per rank, for schedules that have a choice."""

@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeAlias
 
 from echelon.arguments import choices
 from echelon.errors import ScheduleError
-from echelon.pipeline.placement import loop
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import loop
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.dualpipe_v import dualpipe_v
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.pipeline.schedules.gpipe import gpipe

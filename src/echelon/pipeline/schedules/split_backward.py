@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from echelon.pipeline.action import Action
-from echelon.pipeline.placement import loop
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, loop
+from echelon.pipeline.plan.schedule import Schedule
 
 
 def split_backward(name: str, num_ranks: int, num_microbatches: int, per_hop: int) -> Schedule:

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.placement import vee
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import vee
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.building_block import Block
-from echelon.pipeline.search.filling import fill, skeleton_of, to_actions
+from echelon.pipeline.search.list_scheduler import pull_forward
 from echelon.pipeline.search.problem import problem
-from echelon.pipeline.search.pulling import pull_forward
+from echelon.pipeline.search.weight_placement import fill, skeleton_of, to_actions
 
 _WINDOW = 4
 

@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from echelon.pipeline.placement import vee
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import vee
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.building_block import Block
 
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.split_backward import split_backward
 
 

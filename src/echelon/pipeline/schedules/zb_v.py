@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
-from echelon.pipeline.action import Action
-from echelon.pipeline.placement import vee
-from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.plan.action import Action, vee
+from echelon.pipeline.plan.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -6,15 +6,15 @@ from contextlib import suppress
 from numbers import Real
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.check import over_limit
-from echelon.pipeline.cost import Costs
-from echelon.pipeline.placement import loop, vee
-from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.search.filling import skeleton_of, to_actions
+from echelon.pipeline.plan.action import loop, vee
+from echelon.pipeline.plan.check import over_limit
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.plan.simulate import play
 from echelon.pipeline.search.problem import problem, rank_limits
-from echelon.pipeline.search.trying import find
-from echelon.pipeline.simulate import play
-from echelon.trace import Time
+from echelon.pipeline.search.search_placement import find
+from echelon.pipeline.search.weight_placement import skeleton_of, to_actions
+from echelon.timeline.timeline import Time
 
 
 def search(

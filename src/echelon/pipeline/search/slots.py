@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from echelon.pipeline.action import Kind
-from echelon.pipeline.search.filling import Filled, Filler
+from echelon.pipeline.plan.action import Kind
 from echelon.pipeline.search.problem import Problem
+from echelon.pipeline.search.weight_placement import Filled, Filler
 
 
 def fill_slots(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeAlias
 
-from echelon.pipeline.placement import loop, vee
+from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.search.problem import Problem
 
 Shape: TypeAlias = tuple[tuple[int, ...], ...]

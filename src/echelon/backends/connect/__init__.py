@@ -1,0 +1,1 @@
+"""Connections between processes: rendezvous, handshake and sockets."""

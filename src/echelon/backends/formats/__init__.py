@@ -1,0 +1,1 @@
+"""Formats of frames, records and shared memory, as data. Pure."""

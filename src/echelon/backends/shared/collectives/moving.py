@@ -1,0 +1,118 @@
+"""The collectives that move what the ranks have, without looking at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from echelon.backends.formats import memory_layout
+from echelon.backends.memory import dtype_code, dtype_of
+from echelon.backends.native import Allocate, AllocateAny, Call, Gathered
+from echelon.backends.shared.collectives.exchange import Exchange
+from echelon.backends.shared.collectives.rank_region import Shared
+
+_CPU = torch.device("cpu")
+
+
+def barrier(shared: Shared, call: Call) -> None:
+    """Returns when all ranks have come."""
+    shared.board.announce(call)
+    shared.board.meet(call)
+
+
+def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> None:
+    """Overwrites `tensor` with that of rank `src`, in place."""
+    is_source = shared.rank == src
+    if tensor.nbytes > memory_layout.SMALL_BYTES:
+        flat = tensor.contiguous()
+        exchange = Exchange.meet(shared, call, flat, (flat.nbytes,) if is_source else ())
+        exchange.collect(None if is_source else flat, (src,))
+        if not is_source and flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat)
+        return
+    small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
+    shared.board.announce(call)
+    if is_source:
+        small.write(tensor)
+    shared.board.meet(call)
+    if not is_source:
+        small.read(src, tensor)
+
+
+def all_gather(shared: Shared, call: Call, rows: torch.Tensor, place: Allocate) -> torch.Tensor:
+    """Returns the rows of all ranks, of which each may have another number."""
+    return _collect(_show_rows(shared, call, rows, None), rows, place)
+
+
+def gather(shared: Shared, call: Call, rows: torch.Tensor, dst: int, place: Allocate) -> torch.Tensor | None:
+    """Returns the rows of all ranks on rank `dst`, None on others."""
+    if shared.rank == dst:
+        return _collect(_show_rows(shared, call, rows, 0), rows, place)
+    _show_rows(shared, call, rows, None).collect(None, ())
+    return None
+
+
+def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, place: AllocateAny) -> torch.Tensor:
+    """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
+    rank, count = shared.rank, shared.num_ranks
+    if tensor is not None and rank == src:
+        whole = tensor.contiguous()
+        facts = (dtype_code(whole.dtype), *whole.shape)
+        exchange = Exchange.meet(shared, call, whole, _even(len(whole), count, _row_bytes(whole)).sizes, facts, src)
+    else:
+        exchange = Exchange.meet(shared, call, None, ())
+    code, num_rows, *rest = exchange.heads[src].facts
+    part = place((_even(num_rows, count, 0).counts[rank], *rest), dtype_of(code), _CPU)
+    exchange.collect(part, (src,), rank)
+    return part
+
+
+def all_to_all(
+    shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate
+) -> Gathered:
+    """Sends so many rows to each rank, and returns those that came."""
+    rank, count, rows = shared.rank, shared.num_ranks, rows.contiguous()
+    row_bytes = _row_bytes(rows)
+    parts = _even(len(rows), count, row_bytes) if splits is None else _Parts.of(tuple(splits), row_bytes)
+    exchange = Exchange.meet(shared, call, rows, parts.sizes, parts.counts, rank)
+    counts = [head.facts[rank] for head in exchange.heads]
+    result = place((sum(counts), *rows.shape[1:]))
+    exchange.collect(result, range(count), rank)
+    return Gathered(result, counts)
+
+
+def _show_rows(shared: Shared, call: Call, rows: torch.Tensor, unread: int | None) -> Exchange:
+    whole = rows.contiguous()
+    return Exchange.meet(shared, call, whole, (whole.nbytes,), (len(whole),), unread)
+
+
+def _collect(exchange: Exchange, rows: torch.Tensor, place: Allocate) -> torch.Tensor:
+    """Returns the rows of all."""
+    result = place((sum([head.facts[0] for head in exchange.heads]), *rows.shape[1:]))
+    exchange.collect(result, range(exchange.shared.num_ranks))
+    return result
+
+
+class _Parts(NamedTuple):
+    """Rows for each rank."""
+
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """In bytes."""
+
+    @classmethod
+    def of(cls, counts: tuple[int, ...], row_bytes: int) -> _Parts:
+        return cls(counts, tuple(count * row_bytes for count in counts))
+
+
+@lru_cache(1024)
+def _even(num_rows: int, num_ranks: int, row_bytes: int) -> _Parts:
+    """Returns parts as torch.tensor_split makes them: the first have one row more if it does not divide."""
+    return _Parts.of(tuple(len(range(rank, num_rows, num_ranks)) for rank in range(num_ranks)), row_bytes)
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.nbytes // max(len(rows), 1)

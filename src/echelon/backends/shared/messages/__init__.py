@@ -1,0 +1,1 @@
+"""Messages between two ranks through rings in shared memory."""

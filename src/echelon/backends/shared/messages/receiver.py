@@ -1,0 +1,342 @@
+"""The receiving end of a line: what one rank has written for this one.
+
+Not locked: the backend calls it under its own lock, but for what happens when a tensor dies. A small payload is taken
+out of the ring at once. A large one stays where its sender writes it: it is copied from there when somebody receives it
+into a tensor of his own, piece by piece while it is still being written; else the tensor that is received is that
+memory itself, which is free again when nothing refers to the tensor any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from echelon.backends.delivery import IncomingMessage
+from echelon.backends.formats import message_layout, wire
+from echelon.backends.formats.arena import ARENA_BYTES, MIN_PART_BYTES
+from echelon.backends.formats.wire import Tag
+from echelon.backends.memory import as_bytes, copy_from, new_tensor
+from echelon.backends.modes import normal_mode
+from echelon.backends.shared.memory.mapping import add_lender
+from echelon.backends.shared.messages import message_region
+from echelon.backends.shared.messages.message_region import MessageRegion
+from echelon.backends.tcp.link import Arrivals, Head
+from echelon.backends.work import Message
+from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
+
+_MAX_LENT_BYTES = 256 << 20
+"""How much of an arena may be tensors that were received; beyond that they are copied, so that the sender can go on."""
+_MAX_CACHED = 1024
+
+
+class _Known(NamedTuple):
+    """A small message as it stood in the ring."""
+
+    head: Head
+    start: bytes
+    """Of its record, up to the payload."""
+    record_bytes: int
+    payload_at: int
+
+
+class _Arrival:
+    """A large message that is being written, or was and waits to be taken in."""
+
+    def __init__(
+        self, head: Head, delivery: IncomingMessage, prefix: message_layout.Prefix, parts: _Parts, first: int
+    ) -> None:
+        self.head = head
+        self.delivery = delivery
+        self.prefix = prefix
+        self.first = first
+        """How many pieces were written before its own."""
+        self.num_pieces = parts.sizes.num_pieces(head.num_bytes)
+        self.is_whole = prefix.part_bytes == head.num_bytes
+        """Whether its part is as long as it is; else its pieces take turns there."""
+        self._parts = parts
+        self._source = parts.memory(prefix.part, prefix.part_bytes)
+        self._piece_bytes = parts.sizes.piece_bytes
+        self._done = 0
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether nothing of it is needed any more where it was written."""
+        return self._done == self.head.num_bytes
+
+    @property
+    def num_drained(self) -> int:
+        """How many pieces this rank is done with, of this message and those before."""
+        return self.first + (self.num_pieces if self.is_copied else self._done // self._piece_bytes)
+
+    def copy(self, num_written: int) -> None:
+        """Copies a piece, or what is left of one, if there is one and a place for it.
+
+        Raises:
+            ProtocolError: the piece is not where one can be.
+        """
+        delivery, done = self.delivery, self._done
+        number, begun = divmod(done, self._piece_bytes)
+        if self.is_copied or number >= num_written or not delivery.is_placed:
+            return
+        room = delivery.room(done)
+        if room is None and self.is_whole:
+            return  # it will be taken as it is, or dropped
+        size = min(self._piece_bytes - begun, self.head.num_bytes - done)
+        if room is not None:
+            size = min(size, room.nbytes)
+            begin = self._parts.slot(self.first + number) * self._piece_bytes + begun
+            if begin + size > self.prefix.part_bytes:
+                raise ProtocolError(f"piece at {begin} of a part of {self.prefix.part_bytes} bytes")
+            room[:size] = self._source[begin : begin + size]
+        self._done += size
+        delivery.wrote(self._done)
+
+
+class RingReceiver:
+    """What one other rank has written for this one."""
+
+    def __init__(self, at: MessageRegion, writer: int, max_message_bytes: int) -> None:
+        """Maps the arena when it is needed.
+
+        Args:
+            at: where everything is.
+            writer: the other rank's number on this host.
+            max_message_bytes: a longer message is a ProtocolError.
+        """
+        self._post = at
+        self._writer = writer
+        self._words = at.words
+        self._sizes = at.sizes
+        self._news = at.news(writer, at.number)
+        self._answers = at.answers(writer, at.number)
+        self._memory = at.region.memory
+        self._address = at.region.address
+        self._ring = at.ring(writer, at.number)
+        self._max_message_bytes = max_message_bytes
+        self._taken = self._told_taken = 0
+        self._pieces = 0
+        self._arrival: _Arrival | None = None
+        self.delivery: IncomingMessage | None = None
+        """The message that is being written."""
+        self._parts: _Parts | None = None
+        self._heads: dict[bytes, Head] = {}
+        self._latest: dict[Tag, _Known] = {}
+        """Of small messages between two ranks, the last one with each tag."""
+
+    def take_in(self, arrivals: Arrivals) -> bool:
+        """Takes in the next message, or what there is of it; returns whether another may follow.
+
+        Raises:
+            ProtocolError: the peer wrote what cannot be a message.
+        """
+        if self._arrival is not None:
+            return self._go_on(self._arrival)
+        ring_bytes = self._sizes.ring_bytes
+        available = self._words[self._news + message_layout.RECORDS] - self._taken
+        if not available:
+            return False
+        at = self._taken % ring_bytes
+        begin = self._ring + at
+        prefix = message_layout.read_prefix(
+            self._memory[begin : begin + message_layout.PREFIX_BYTES], available, at, ring_bytes
+        )
+        if prefix.head_bytes:
+            self._open(prefix, begin, arrivals)
+        self._take_out(prefix.record_bytes)
+        return self._arrival is not None or available != prefix.record_bytes
+
+    def has_record(self) -> bool:
+        """Says whether a record was written that was not taken in."""
+        return self._words[self._news + message_layout.RECORDS] != self._taken
+
+    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Takes in the next message if it is a small one like the last with its tag; None, having done nothing, if not.
+
+        Most messages are like one before to the last byte of their head, so nothing of it need be read again.
+
+        Args:
+            tag: of the message.
+            out: where it is to go; None: in a new tensor.
+            note: of the message; None: whatever it is.
+        """
+        known = self._latest.get(tag)
+        if known is None or self._arrival is not None:
+            return None
+        head, start, size, payload_at = known
+        at = self._taken % self._sizes.ring_bytes
+        begin = self._ring + at
+        available = self._words[self._news + message_layout.RECORDS] - self._taken
+        if not size <= available <= self._sizes.ring_bytes // 2 or at + size > self._sizes.ring_bytes:
+            return None  # when much is waiting, all of it is to be taken in, so that the writer can go on
+        if self._memory[begin : begin + len(start)] != start or not (note is None or note == head.note):
+            return None
+        if out is None:
+            out = new_tensor(head.shape, head.dtype)
+        elif out.shape != head.shape or out.dtype != head.dtype:
+            return None
+        copy_from(self._address + begin + payload_at, out)
+        self._take_out(size)
+        return Message(out, head.note)
+
+    def _take_out(self, size: int) -> None:
+        """Leaves the place of a record to others."""
+        self._taken += size
+        if self._taken - self._told_taken >= self._sizes.ring_bytes // 4:
+            self._told_taken = self._words[self._answers + message_layout.TAKEN] = self._taken
+            self._post.answer(self._writer)
+
+    def fail(self, error: EchelonError) -> None:
+        """Ends the message that is being written."""
+        if self._arrival is not None:
+            self._arrival.delivery.fail(error)
+            self._arrival = self.delivery = None
+
+    def _open(self, prefix: message_layout.Prefix, begin: int, arrivals: Arrivals) -> None:
+        start = begin + message_layout.PREFIX_BYTES
+        data = self._memory[start : start + prefix.head_bytes]
+        head = self._head(data)
+        if head.num_bytes > self._sizes.inline_bytes:
+            self._open_part(head, prefix, arrivals)
+            return
+        payload = message_layout.payload_at(prefix.head_bytes)
+        if payload + head.num_bytes > prefix.record_bytes:
+            raise ProtocolError(f"record of {prefix.record_bytes} bytes for a payload of {head.num_bytes}")
+        if not head.is_signed:
+            if len(self._latest) >= _MAX_CACHED:
+                self._latest.clear()
+            self._latest[head.tag] = _Known(head, prefix.encode() + data, prefix.record_bytes, payload)
+        arrivals.take_small(head, self._address + begin + payload)
+
+    def _head(self, data: bytes) -> Head:
+        """Reads a message's head. Most are those of messages before."""
+        head = self._heads.get(data)
+        if head is None:
+            header, extra = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
+            if len(header) < wire.HEADER_BYTES or wire.extra_bytes(header) != len(extra):
+                raise ProtocolError(f"head of {len(data)} bytes: the peer does not speak this protocol")
+            head = Head.of(wire.decode(header, extra, self._max_message_bytes))
+            if len(self._heads) >= _MAX_CACHED:
+                self._heads.clear()
+            self._heads[data] = head
+        return head
+
+    def _open_part(self, head: Head, prefix: message_layout.Prefix, arrivals: Arrivals) -> None:
+        size = head.num_bytes
+        expected = self._sizes.part_bytes(size)
+        if prefix.part_bytes != expected or prefix.part % MIN_PART_BYTES or prefix.part + expected > ARENA_BYTES:
+            raise ProtocolError(f"part of {prefix.part_bytes} bytes at {prefix.part} for a payload of {size}")
+        if self._parts is None:
+            self._parts = _Parts(self._post, self._writer)
+        self.delivery = arrivals.open(head, comes_whole=expected == size)
+        self._arrival = _Arrival(head, self.delivery, prefix, self._parts, self._pieces)
+
+    def _go_on(self, arrival: _Arrival) -> bool:
+        drained = arrival.num_drained
+        while True:
+            written = min(self._words[self._news + message_layout.PIECES] - arrival.first, arrival.num_pieces)
+            arrival.copy(written)
+            if arrival.num_drained == drained:
+                break
+            drained = self._words[self._answers + message_layout.DRAINED] = arrival.num_drained
+            self._post.answer(self._writer)
+        if written < arrival.num_pieces or not (arrival.is_whole or arrival.is_copied):
+            return False
+        self._end(arrival)
+        return True
+
+    def _end(self, arrival: _Arrival) -> None:
+        self._arrival = self.delivery = None
+        self._pieces += arrival.num_pieces
+        assert self._parts is not None
+        delivery, prefix = arrival.delivery, arrival.prefix
+        if arrival.is_copied or delivery.is_dropped:
+            self._parts.free(prefix.part)
+            delivery.finish()
+            return
+        try:
+            whole = self._parts.lend(prefix, arrival.head.shape, arrival.head.dtype)
+        except UnsupportedOp as error:
+            delivery.fail(error)
+        else:
+            delivery.finish(whole)
+
+
+class _Parts:
+    """The arena that one rank writes for this one."""
+
+    def __init__(self, at: MessageRegion, writer: int) -> None:
+        self.sizes = at.sizes
+        self._window, self._words = at.map_arena(writer, at.number)
+        self._line_words = at.words
+        self._freed = at.answers(writer, at.number) + message_layout.FREED
+        self._numbers = itertools.count()
+        """Of parts that are freed. To take one is a single step, whatever thread does so, in whatever it interrupts."""
+        self._post = at
+        self._writer = writer
+        self._process = os.getpid()
+        self._lent: dict[int, weakref.ref[Any]] = {}
+        add_lender(self)
+        self._lent_bytes = 0
+        self._returned: deque[message_layout.Prefix] = deque()
+        """Parts whose tensors have died since, in whatever thread; only `lend` counts, under the backend's lock."""
+
+    def slot(self, piece: int) -> int:
+        """Returns in which slot of its part a piece is."""
+        return self._words[message_region.SLOT_WORDS + piece % message_region.NUM_SLOT_WORDS]
+
+    def memory(self, start: int, num_bytes: int) -> memoryview:
+        """Returns the bytes of a part."""
+        begin = message_region.PARTS + start
+        return memoryview(self._window.memory)[begin : begin + num_bytes]
+
+    def lend(self, prefix: message_layout.Prefix, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a part as a tensor, or a copy if too much is lent; the part is freed when the tensor dies.
+
+        Raises:
+            UnsupportedOp: there is no memory for the copy; the part is free.
+        """
+        self._count_returned()
+        memory = self.memory(prefix.part, prefix.part_bytes)
+        with normal_mode():
+            tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        if self._lent_bytes + prefix.part_bytes > _MAX_LENT_BYTES:
+            try:
+                copy = new_tensor(shape, dtype)
+                as_bytes(copy).copy_(as_bytes(tensor))
+            finally:
+                self.free(prefix.part)
+            return copy
+        self._lent_bytes += prefix.part_bytes
+        self._lent[prefix.part] = weakref.ref(memory, lambda _: self._return(prefix))
+        return tensor
+
+    def loans(self) -> list[memoryview]:
+        """Returns the parts that are tensors now, of which a forked child is to have copies."""
+        return [memory for part in tuple(self._lent.values()) if (memory := part()) is not None]
+
+    def free(self, start: int) -> None:
+        """Gives a part back to its writer."""
+        number = next(self._numbers)
+        self._words[number % message_region.NUM_FREED_WORDS] = message_layout.freed_word(
+            number, start // MIN_PART_BYTES
+        )
+        self._line_words[self._freed] = number + 1
+        self._post.answer(self._writer)
+
+    def _return(self, prefix: message_layout.Prefix) -> None:
+        """Called when nothing refers to a tensor any more, in whatever thread."""
+        if os.getpid() != self._process:
+            return  # a forked child lets go of its copy, not the parent of its memory
+        self._returned.append(prefix)
+        self.free(prefix.part)
+
+    def _count_returned(self) -> None:
+        while self._returned:
+            prefix = self._returned.popleft()
+            self._lent_bytes -= prefix.part_bytes
+            self._lent.pop(prefix.part, None)

@@ -1,0 +1,246 @@
+"""The sending end of a line: what is queued for one rank, and how it is written where that rank reads it.
+
+Not locked: the backend calls it under its own lock. A payload is written as soon as it is sent, so a message is done
+when it was started, unless ring or arena are full, or it goes round in a circle. No call waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import deque
+
+import torch
+
+from echelon.backends.formats import message_layout
+from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
+from echelon.backends.formats.wire import Tag
+from echelon.backends.shared.memory.segment import Window
+from echelon.backends.shared.messages import message_region
+from echelon.backends.shared.messages.message_region import MessageRegion
+from echelon.backends.work import Work
+from echelon.errors import EchelonError, ProtocolError
+
+_KEPT_BYTES = 64 << 20
+"""How much of an arena keeps its memory while it is free; the rest is given back to the system."""
+
+
+class _Outgoing:
+    """A message that is queued."""
+
+    __slots__ = ("first", "head", "num_pieces", "num_written", "part", "slots", "tag", "tensor", "work")
+
+    def __init__(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None], num_pieces: int) -> None:
+        self.head = head
+        self.tensor = tensor
+        self.tag = tag
+        self.work: Work[None] | None = work
+        """None: nobody waits for it."""
+        self.part = -1
+        self.num_pieces = num_pieces
+        self.num_written = 0
+        self.first = 0
+        """How many pieces were written before its own."""
+        self.slots = message_layout.Slots(0)
+
+
+class RingSender:
+    """What this rank writes for one other."""
+
+    def __init__(self, at: MessageRegion, reader: int) -> None:
+        """Maps the arena when it is needed.
+
+        Args:
+            at: where everything is.
+            reader: the other rank's number on this host.
+        """
+        self._post = at
+        self._reader = reader
+        self._words = at.words
+        self._sizes = at.sizes
+        self._inline_bytes = at.sizes.inline_bytes
+        self._news = at.news(at.number, reader)
+        self._answers = at.answers(at.number, reader)
+        self._memory = at.region.memory
+        self._ring = at.ring(at.number, reader)
+        self._ring_address = at.region.address + self._ring
+        self.queue: deque[_Outgoing] = deque()
+        """What is not written yet."""
+        self._waits = False
+        self._records = self._pieces = 0
+        self._arena = Arena()
+        self._window: Window | None = None
+        self._arena_words = memoryview(bytearray()).cast("B")
+        self._lent: dict[int, int] = {}
+        """Of each part that the reader has not freed yet, by where it is: its size."""
+        self._num_freed = 0
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is queued that somebody waits for."""
+        return any(outgoing.work is not None for outgoing in self.queue)
+
+    def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
+        """Writes a message, or queues it; `work` is completed when all of it is written.
+
+        Args:
+            head: the frame, without payload.
+            tensor: contiguous; it must not change before the work is done.
+            tag: of the message.
+            work: see above.
+        """
+        if self.put(head, tensor):
+            work.complete()
+            return
+        self.queue.append(_Outgoing(head, tensor, tag, work, self._sizes.num_pieces(tensor.nbytes)))
+        self.flush()
+
+    def put(self, head: bytes, tensor: torch.Tensor) -> bool:
+        """Writes a small message if there is room and nothing before it; returns whether it did."""
+        return not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor)
+
+    def flush(self) -> None:
+        """Writes of what is queued as much as there is room for."""
+        self._write_all()
+        if self.queue and not self._waits:
+            self._say_whether_it_waits()
+            message_region.fence()
+            self._write_all()  # who answered before that rang for nobody, and a thread of this rank may sleep already
+        if self._waits and not self.queue:
+            self._say_whether_it_waits()
+
+    def _say_whether_it_waits(self) -> None:
+        self._waits = bool(self.queue)
+        self._post.num_waiting += 1 if self._waits else -1
+        self._words[self._news + message_layout.WAITING] = self._waits
+
+    def _write_all(self) -> None:
+        while self.queue and self._write(self.queue[0]):
+            outgoing = self.queue.popleft()
+            if outgoing.work is not None:
+                outgoing.work.complete()
+
+    def abandon(self, context: int, error: EchelonError) -> None:
+        """Ends the messages of a context's collectives that are queued; one that has begun goes on, but for nobody."""
+        kept: deque[_Outgoing] = deque()
+        for outgoing in self.queue:
+            if not outgoing.tag.is_collective_of(context):
+                kept.append(outgoing)
+                continue
+            if outgoing.work is not None:
+                outgoing.work.complete(error=error)
+                outgoing.work = None
+            if outgoing.part >= 0:
+                kept.append(outgoing)
+        self.queue = kept
+
+    def fail(self, error: EchelonError) -> None:
+        """Ends everything that is queued."""
+        for outgoing in self.queue:
+            if outgoing.work is not None:
+                outgoing.work.complete(error=error)
+        self.queue.clear()
+        self._post.num_waiting -= self._waits
+        self._waits = False
+
+    def _write(self, outgoing: _Outgoing) -> bool:
+        """Writes as much of a message as there is room for; returns whether that is all of it."""
+        tensor = outgoing.tensor
+        if tensor.nbytes <= self._inline_bytes:
+            return self._put(outgoing.head, tensor)
+        if outgoing.part < 0 and not self._begin(outgoing):
+            return False
+        words = self._words
+        while outgoing.num_written < outgoing.num_pieces:
+            slot = outgoing.slots.next(words[self._answers + message_layout.DRAINED] - outgoing.first)
+            if slot is None:
+                return False
+            self._copy_piece(outgoing, slot)
+            outgoing.num_written += 1
+            self._pieces += 1
+            words[self._news + message_layout.PIECES] = self._pieces
+            self._post.wake(self._reader)
+        return True
+
+    def _put(self, head: bytes, tensor: torch.Tensor) -> bool:
+        """Puts a small message into the ring; returns False if there is no room."""
+        num_bytes = tensor.nbytes
+        size, payload_at, start = message_layout.small_record(head, num_bytes)
+        at = self._room(size)
+        if at is None:
+            return False
+        begin = self._ring + at
+        self._memory[begin : begin + len(start)] = start
+        if num_bytes:
+            ctypes.memmove(self._ring_address + at + payload_at, tensor.data_ptr(), num_bytes)
+        self._records += size
+        self._words[self._news + message_layout.RECORDS] = self._records
+        self._post.wake(self._reader)
+        return True
+
+    def _begin(self, outgoing: _Outgoing) -> bool:
+        """Finds a part for a large message and puts its record into the ring; returns False if there is no room."""
+        size = message_layout.record_bytes(len(outgoing.head), 0)
+        num_bytes = outgoing.tensor.nbytes
+        part_bytes = self._sizes.part_bytes(num_bytes)
+        self._collect()
+        part = self._arena.take(part_bytes)
+        if part is None:
+            return False
+        at = self._room(size)
+        if at is None:
+            self._give_back(*part)
+            return False
+        outgoing.part = part[0]
+        outgoing.first = self._pieces
+        outgoing.slots = message_layout.Slots(self._sizes.num_pieces(part_bytes))
+        self._lent[part[0]] = part[1]
+        prefix = message_layout.Prefix(size, len(outgoing.head), part[0], part_bytes).encode()
+        begin = self._ring + at
+        self._memory[begin : begin + len(prefix) + len(outgoing.head)] = prefix + outgoing.head
+        self._records += size
+        self._words[self._news + message_layout.RECORDS] = self._records  # the first piece follows at once, and knocks
+        return True
+
+    def _room(self, size: int) -> int | None:
+        """Returns where in the ring a record goes; passes the end of the ring over, where that is too short."""
+        place = message_layout.place_for(
+            size, self._records, self._words[self._answers + message_layout.TAKEN], self._sizes.ring_bytes
+        )
+        if place is None:
+            return None
+        if place.skip:
+            at = self._ring + self._sizes.ring_bytes - place.skip
+            self._memory[at : at + message_layout.PREFIX_BYTES] = message_layout.Prefix(place.skip, 0).encode()
+            self._records += place.skip
+        return place.start
+
+    def _copy_piece(self, outgoing: _Outgoing, slot: int) -> None:
+        num_bytes, piece_bytes = outgoing.tensor.nbytes, self._sizes.piece_bytes
+        done = outgoing.num_written * piece_bytes
+        at = self._mapped().address + message_region.PARTS + outgoing.part + slot * piece_bytes
+        self._arena_words[message_region.SLOT_WORDS + self._pieces % message_region.NUM_SLOT_WORDS] = slot
+        ctypes.memmove(at, outgoing.tensor.data_ptr() + done, min(piece_bytes, num_bytes - done))
+
+    def _collect(self) -> None:
+        """Takes back the parts that the reader has freed."""
+        while self._lent:
+            number = self._num_freed
+            part = message_layout.freed_part(self._arena_words[number % message_region.NUM_FREED_WORDS], number)
+            if part is None:
+                return
+            size = self._lent.pop(part * MIN_PART_BYTES, None)
+            if size is None:
+                raise ProtocolError(f"part {part} freed, which it does not have: the peer does not speak this protocol")
+            self._num_freed = number + 1
+            self._give_back(part * MIN_PART_BYTES, size)
+
+    def _give_back(self, start: int, size: int) -> None:
+        whole = self._arena.give_back(start, size)
+        if whole is not None and whole >= _KEPT_BYTES:
+            self._mapped().memory.madvise(mmap.MADV_REMOVE, message_region.PARTS + whole, MAX_PART_BYTES)
+
+    def _mapped(self) -> Window:
+        if self._window is None:
+            self._window, self._arena_words = self._post.map_arena(self._post.number, self._reader)
+        return self._window

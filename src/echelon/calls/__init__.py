@@ -1,1 +1,0 @@
-"""The calls that a group takes, a file for each kind; `echelon.group` puts them together."""

@@ -1,0 +1,1 @@
+"""Collectives as calls: arguments to chunks, chunks to messages."""

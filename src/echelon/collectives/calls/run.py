@@ -1,0 +1,149 @@
+"""The interpreter: runs one rank's rounds of a plan over point-to-point messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from echelon.backends.base import Backend
+from echelon.backends.formats.wire import Tag
+from echelon.backends.operators import Combine
+from echelon.backends.work import Work
+from echelon.collectives.calls.chunks import Chunks
+from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
+from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Round, Send
+from echelon.collectives.plans.select import Selector
+from echelon.errors import Timeout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """How one collective of one group talks: over which backend, between whom, under which tag and note."""
+
+    backend: Backend
+    ranks: Sequence[int]
+    """The backend's rank of each rank of the plan."""
+    rank: int
+    context: int
+    sequence: int
+    note: str
+    deadline: float
+    """In the backend's time."""
+    selector: Selector
+    """What chooses the algorithm."""
+    watch: HangDiagnosis
+    """What looks into it when it takes long."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the plan."""
+        return len(self.ranks)
+
+    def by(self, algorithm: str) -> Channel:
+        """Returns this channel with the algorithm in its note, so that ranks compare that as well."""
+        note = f"{self.note} by {algorithm}"
+        return Channel(
+            self.backend,
+            self.ranks,
+            self.rank,
+            self.context,
+            self.sequence,
+            note,
+            self.deadline,
+            self.selector,
+            self.watch,
+        )
+
+    def wait(self, work: Work[T], peer: int) -> T:
+        """Waits for a message from or to rank `peer` of the backend; has it looked into when that takes long.
+
+        Raises:
+            Timeout: it is past the deadline.
+            CollectiveMismatch: the peer makes other calls than this rank.
+            EchelonError: the message failed.
+        """
+        if work.has_ended:
+            return work.result()
+        while True:
+            try:
+                return work.wait(max(0.0, min(self.deadline, self.watch.next_check_at) - self.backend.now()))
+            except Timeout:
+                if self.backend.now() >= self.deadline:
+                    raise
+                self.watch.look(peer, work.is_completed)
+
+
+_COMING = (Recv, Reduce)
+
+
+def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = None) -> None:
+    """Runs this rank's part of a plan. Blocks until it is done.
+
+    Args:
+        plan: what to do.
+        channel: whom to talk to.
+        chunks: what to move; changed.
+        combine: what Reduce does.
+
+    Raises:
+        Timeout, PeerFailed, CollectiveMismatch, SizeMismatch: the plan could not be finished.
+    """
+    tag = Tag(channel.context, channel.sequence)
+    with channel.backend.will_wait():
+        for steps in plan.rounds[channel.rank]:
+            _run_round(steps, channel, tag, chunks, combine)
+
+
+def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine: Combine | None) -> None:
+    backend, ranks, note, must_fit = channel.backend, channel.ranks, channel.note, chunks.sizes_are_known
+    leaving = [step for step in steps if isinstance(step, Send)]
+    coming = [step for step in steps if isinstance(step, _COMING)]
+    busy = {chunk for step in leaving for chunk in step.chunks}
+    hows = [_in_order(step, combine) if chunks.combines_in_place else None for step in coming]
+    receives = [
+        [
+            backend.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how)
+            for place in chunks.places(step, busy)
+        ]
+        for step, how in zip(coming, hows, strict=True)
+    ]
+    sends = [
+        (backend.isend(part, ranks[step.peer], tag, note=note), ranks[step.peer])
+        for step in leaving
+        for part in chunks.outgoing(step)
+    ]
+    for step in steps:
+        if isinstance(step, Copy):
+            chunks.copy(step)
+    for step, works in zip(coming, receives, strict=True):
+        came = [channel.wait(work, ranks[step.peer]) for work in works]
+        if not busy.isdisjoint(step.chunks):
+            _finish(sends, channel)
+        chunks.keep(step, came, combine)
+    _finish(sends, channel)
+
+
+def _in_order(step: Recv | Reduce, combine: Combine | None) -> Combine | None:
+    """Returns how to combine own values with those that come, in the order that a step demands; None: not at all."""
+    if isinstance(step, Recv):
+        return None
+    assert combine is not None, "a plan with Reduce steps needs an operator"
+    if not step.received_first:
+        return combine
+
+    def received_first(own: torch.Tensor, other: torch.Tensor) -> None:
+        combine(other, own)
+        own.copy_(other)
+
+    return received_first
+
+
+def _finish(sends: list[tuple[Work[None], int]], channel: Channel) -> None:
+    for work, dst in sends:
+        channel.wait(work, dst)
+    sends.clear()

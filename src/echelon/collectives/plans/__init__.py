@@ -1,0 +1,1 @@
+"""Collective algorithms as values: checked, timed, drawn and selected. Pure."""

@@ -1,0 +1,179 @@
+"""All-reduce and barrier over several hosts: inside each host first, so that little goes over the network.
+
+h is the number of hosts and k that of the ranks of each. Where hosts have different numbers of ranks, the first rank of
+each speaks for it, and k is that of the largest.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from echelon.collectives.plans.algorithms.binomial import (
+    binomial_broadcast,
+    binomial_gather,
+    binomial_reduce,
+    binomial_scatter,
+)
+from echelon.collectives.plans.algorithms.compose import Part, assembled, mirrored
+from echelon.collectives.plans.algorithms.dissemination import dissemination_barrier
+from echelon.collectives.plans.algorithms.hosts import Hosts, is_even, members_of
+from echelon.collectives.plans.algorithms.recursive_doubling import recursive_doubling_all_reduce
+from echelon.collectives.plans.algorithms.recursive_halving import (
+    rabenseifner_all_reduce,
+    recursive_doubling_all_gather,
+    recursive_halving_reduce_scatter,
+)
+from echelon.collectives.plans.plan import Numbers, Plan
+
+# All-gather and reduce-scatter over several hosts, in as many messages over the network as there are hosts to tell.
+#
+# h is the number of hosts and k that of the ranks of each. Where hosts have different numbers of ranks, the first rank
+# of each speaks for it, and k is that of the largest.
+
+
+@lru_cache(maxsize=64)
+def hierarchical_all_gather(hosts: Hosts) -> Plan:
+    """Brings chunk r of every rank r to all ranks: ceil(log2 h) + ceil(log2 k) rounds.
+
+    All-gathers between the i-th ranks of all hosts, (h - 1) n / p bytes from each rank over the network, then inside
+    each host, n (k - 1) / k bytes. With hosts of different sizes: a binomial gather, an all-gather between the first
+    ranks, a binomial broadcast of all n bytes.
+    """
+    members = members_of(hosts)
+    between = recursive_doubling_all_gather(len(members))
+    if is_even(members):
+        columns = tuple(zip(*members, strict=True))
+        parts = [Part(between, column, _single(column)) for column in columns]
+        parts += [Part(recursive_doubling_all_gather(len(ranks)), ranks, columns) for ranks in members]
+    else:
+        parts = [Part(binomial_gather(len(ranks), 0), ranks, _single(ranks)) for ranks in members]
+        parts.append(Part(between, tuple(ranks[0] for ranks in members), members))
+        everything = tuple(range(len(hosts)))
+        parts += [Part(binomial_broadcast(len(ranks), 0), ranks, [everything]) for ranks in members]
+    return assembled("hierarchical all-gather", len(hosts), len(hosts), parts)
+
+
+@lru_cache(maxsize=64)
+def hierarchical_reduce_scatter(hosts: Hosts) -> Plan:
+    """Leaves chunk r, combined over all ranks, on rank r: ceil(log2 k) + ceil(log2 h) rounds.
+
+    Reduce-scatters inside each host, n (k - 1) / k bytes from each rank, then between the i-th ranks of all hosts,
+    (h - 1) n / p bytes over the network. With hosts of different sizes: a binomial reduce of all n bytes, a
+    reduce-scatter between the first ranks, a binomial scatter.
+    """
+    members = members_of(hosts)
+    between = recursive_halving_reduce_scatter(len(members))
+    if is_even(members):
+        columns = tuple(zip(*members, strict=True))
+        parts = [Part(recursive_halving_reduce_scatter(len(ranks)), ranks, columns) for ranks in members]
+        parts += [Part(between, column, _single(column)) for column in columns]
+    else:
+        everything = tuple(range(len(hosts)))
+        parts = [Part(binomial_reduce(len(ranks), 0), ranks, [everything]) for ranks in members]
+        parts.append(Part(between, tuple(ranks[0] for ranks in members), members))
+        parts += [Part(binomial_scatter(len(ranks), 0), ranks, _single(ranks)) for ranks in members]
+    return assembled("hierarchical reduce-scatter", len(hosts), len(hosts), parts)
+
+
+def _single(ranks: Numbers) -> list[Numbers]:
+    """Returns the chunks of ranks that have one each."""
+    return [(rank,) for rank in ranks]
+
+
+# Broadcast and reduce over several hosts: each host's bytes cross the network once.
+#
+# h is the number of hosts and k that of the ranks of the largest.
+
+_ALL = ((0,),)
+
+
+@lru_cache(maxsize=256)
+def hierarchical_broadcast(hosts: Hosts, src: int) -> Plan:
+    """Brings the one chunk of rank `src` to all ranks: ceil(log2 h) + ceil(log2 k) rounds.
+
+    n (h - 1) bytes over the network: a binomial broadcast between one rank of each host, of its own host `src` itself,
+    then one inside each host.
+    """
+    members = members_of(hosts)
+    speakers = tuple(src if src in ranks else ranks[0] for ranks in members)
+    parts = [Part(binomial_broadcast(len(members), hosts[src]), speakers, _ALL)]
+    for ranks, speaker in zip(members, speakers, strict=True):
+        parts.append(Part(binomial_broadcast(len(ranks), ranks.index(speaker)), ranks, _ALL))
+    return assembled("hierarchical broadcast", len(hosts), 1, parts)
+
+
+@lru_cache(maxsize=256)
+def hierarchical_reduce(hosts: Hosts, dst: int) -> Plan:
+    """Combines the one chunk of all ranks on rank `dst`: ceil(log2 k) + ceil(log2 h) rounds.
+
+    n (h - 1) bytes over the network: the broadcast's trees, walked from the leaves to the root.
+    """
+    return mirrored("hierarchical reduce", hierarchical_broadcast(hosts, dst), reduces=True)
+
+
+@lru_cache(maxsize=64)
+def hierarchical_all_reduce(hosts: Hosts) -> Plan:
+    """Leaves all chunks combined on all ranks: 2 ceil(log2 k) + 2 ceil(log2 h) rounds.
+
+    A reduce-scatter inside each host, then all-reduces of n / k bytes between the i-th ranks of all hosts, then an
+    all-gather inside each host: each rank sends 2 n (k - 1) / k bytes inside its host, and 2 (n / k) (h - 1) / h over
+    the network.
+
+    With hosts of different sizes: a binomial reduce, an all-reduce between the first ranks, a binomial broadcast; n
+    bytes in each of the 2 ceil(log2 k) rounds inside.
+    """
+    members = members_of(hosts)
+    num_hosts, num_speakers = len(members), len(members[0]) if is_even(members) else 1
+    # One share per speaker of a host, each of one chunk per host.
+    shares = [tuple(range(first, first + num_hosts)) for first in range(0, num_speakers * num_hosts, num_hosts)]
+    scatter, gather = (
+        (recursive_halving_reduce_scatter, recursive_doubling_all_gather)
+        if is_even(members)
+        else (lambda size: binomial_reduce(size, 0), lambda size: binomial_broadcast(size, 0))
+    )
+    parts = [Part(scatter(len(ranks)), ranks, shares) for ranks in members]
+    for speaker, share in enumerate(shares):
+        column = tuple(ranks[speaker] for ranks in members)
+        parts.append(Part(rabenseifner_all_reduce(num_hosts), column, [(chunk,) for chunk in share]))
+    parts += [Part(gather(len(ranks)), ranks, shares) for ranks in members]
+    return assembled("hierarchical all-reduce", len(hosts), num_speakers * num_hosts, parts)
+
+
+@lru_cache(maxsize=64)
+def hierarchical_doubling_all_reduce(hosts: Hosts) -> Plan:
+    """Leaves the one chunk combined on all ranks: floor(log2 k) + floor(log2 h) rounds of n bytes. For small tensors.
+
+    Recursive doubling inside each host, then between the i-th ranks of all hosts; 2 more rounds each for a k or h that
+    is no power of two.
+
+    With hosts of different sizes: a binomial reduce, recursive doubling between the first ranks, a binomial broadcast.
+    """
+    members = members_of(hosts)
+    between = recursive_doubling_all_reduce(len(members))
+    if is_even(members):
+        parts = [Part(recursive_doubling_all_reduce(len(ranks)), ranks, _ALL) for ranks in members]
+        parts += [Part(between, column, _ALL) for column in zip(*members, strict=True)]
+    else:
+        parts = [Part(binomial_reduce(len(ranks), 0), ranks, _ALL) for ranks in members]
+        parts.append(Part(between, tuple(ranks[0] for ranks in members), _ALL))
+        parts += [Part(binomial_broadcast(len(ranks), 0), ranks, _ALL) for ranks in members]
+    return assembled("hierarchical doubling all-reduce", len(hosts), 1, parts)
+
+
+@lru_cache(maxsize=64)
+def hierarchical_barrier(hosts: Hosts) -> Plan:
+    """Lets no rank go on before all have come: ceil(log2 k) + ceil(log2 h) rounds of empty messages.
+
+    Dissemination inside each host, then between the i-th ranks of all hosts. With hosts of different sizes: a binomial
+    gather, dissemination between the first ranks, a binomial broadcast.
+    """
+    members = members_of(hosts)
+    between = dissemination_barrier(len(members))
+    if is_even(members):
+        parts = [Part(dissemination_barrier(len(ranks)), ranks, ()) for ranks in members]
+        parts += [Part(between, column, ()) for column in zip(*members, strict=True)]
+    else:
+        parts = [Part(binomial_gather(len(ranks), 0), ranks, [()] * len(ranks)) for ranks in members]
+        parts.append(Part(between, tuple(ranks[0] for ranks in members), ()))
+        parts += [Part(binomial_broadcast(len(ranks), 0), ranks, [()]) for ranks in members]
+    return assembled("hierarchical barrier", len(hosts), 0, parts)

@@ -1,0 +1,50 @@
+"""Reduce-scatter by recursive halving, its mirror, and the all-reduce of the two. Any number of ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from echelon.collectives.plans.algorithms.compose import joined, mirrored
+from echelon.collectives.plans.plan import Plan, Reduce, Round, Send
+
+
+@lru_cache(maxsize=64)
+def recursive_halving_reduce_scatter(num_ranks: int) -> Plan:
+    """Leaves chunk r, combined over all ranks, on rank r: ceil(log2 p) rounds, n (p - 1) / p bytes sent by each rank.
+
+    Before a round, rank r holds part of the sums of the `reach` chunks from r on. It sends the farther half of them,
+    rounded down, to the rank at which that half begins, and gets the same from as far behind. With p a power of two
+    the bytes and rounds are those of the textbook's exchange of halves; with any p they are the least possible
+    (Träff, Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms, 2024).
+    """
+    rounds: list[list[Round]] = [[] for _ in range(num_ranks)]
+    reach = num_ranks
+    while reach > 1:
+        distance = (reach + 1) // 2
+        for rank in range(num_ranks):
+            given = tuple((rank + offset) % num_ranks for offset in range(distance, reach))
+            kept = tuple((rank + offset) % num_ranks for offset in range(reach - distance))
+            source = (rank - distance) % num_ranks
+            rounds[rank].append((Send((rank + distance) % num_ranks, given), Reduce(source, kept)))
+        reach = distance
+    return Plan("recursive halving reduce-scatter", num_ranks, tuple(map(tuple, rounds)))
+
+
+@lru_cache(maxsize=64)
+def recursive_doubling_all_gather(num_ranks: int) -> Plan:
+    """Brings chunk r of every rank r to all ranks: ceil(log2 p) rounds, n (p - 1) / p bytes sent by each rank.
+
+    The reduce-scatter above, walked backwards; the rounds are those of Bruck and others (1997).
+    """
+    return mirrored("recursive doubling all-gather", recursive_halving_reduce_scatter(num_ranks))
+
+
+@lru_cache(maxsize=64)
+def rabenseifner_all_reduce(num_ranks: int) -> Plan:
+    """Leaves all chunks combined on all ranks: 2 ceil(log2 p) rounds, 2 n (p - 1) / p bytes sent by each rank.
+
+    The ring's bytes in few rounds (Rabenseifner, 2004, here for any p without a fold). Each chunk is combined on one
+    rank only, so the results are bit-identical on all.
+    """
+    scatter, gather = recursive_halving_reduce_scatter(num_ranks), recursive_doubling_all_gather(num_ranks)
+    return joined("Rabenseifner all-reduce", scatter, gather)

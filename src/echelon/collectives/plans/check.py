@@ -1,0 +1,424 @@
+"""Finds the mistakes in a plan: plays it with symbols instead of numbers, and compares the end with the goal.
+
+A symbol knows which pieces of which ranks were combined into it, which of them twice, and in what order. So a plan
+that passes is proven for every tensor and every operator that is commutative and associative; and where ranks end with
+the same sum, it was added up in the same order, so that floats are bit-identical.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from echelon.collectives.plans.plan import Copy, Numbers, Plan, Recv, Reduce, Round, Send, Step
+from echelon.errors import PlanError
+
+# What a collective has to achieve: who has which chunks at the start, and what must be where at the end.
+
+Piece: TypeAlias = tuple[int, int]
+"""What a rank has at the start: the rank and the number of the chunk."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The start and the end of a collective.
+
+    Args:
+        start: for each rank, the chunks that it has.
+        end: for each rank and chunk that it must have, the pieces that must be in it, each once.
+        keeps_numbers: a chunk has one number on its sender and its receiver.
+        meets: every rank must have heard of every other, directly or not.
+    """
+
+    start: tuple[frozenset[int], ...]
+    end: tuple[dict[int, frozenset[Piece]], ...]
+    keeps_numbers: bool = True
+    meets: bool = False
+
+
+def goal_of(operation: str, plan: Plan, root: int = 0) -> Goal:
+    """Returns what a plan must achieve to be one for `operation`, one of `algorithms.OPERATIONS`."""
+    return _GOALS[operation](plan.num_ranks, plan.num_chunks, root)
+
+
+def _all_reduce(num_ranks: int, num_chunks: int, _: int) -> Goal:
+    chunks = range(num_chunks)
+    return Goal(_everything(num_ranks, chunks), ({chunk: _sum(num_ranks, chunk) for chunk in chunks},) * num_ranks)
+
+
+def _reduce(num_ranks: int, num_chunks: int, dst: int) -> Goal:
+    chunks = range(num_chunks)
+    end: list[dict[int, frozenset[Piece]]] = [{} for _ in range(num_ranks)]
+    end[dst] = {chunk: _sum(num_ranks, chunk) for chunk in chunks}
+    return Goal(_everything(num_ranks, chunks), tuple(end))
+
+
+def _broadcast(num_ranks: int, num_chunks: int, src: int) -> Goal:
+    chunks = range(num_chunks)
+    return Goal(_only(src, num_ranks, chunks), ({chunk: frozenset({(src, chunk)}) for chunk in chunks},) * num_ranks)
+
+
+def _all_gather(num_ranks: int, _: int, __: int) -> Goal:
+    return Goal(_own(num_ranks), ({rank: frozenset({(rank, rank)}) for rank in range(num_ranks)},) * num_ranks)
+
+
+def _reduce_scatter(num_ranks: int, _: int, __: int) -> Goal:
+    end = tuple({rank: _sum(num_ranks, rank)} for rank in range(num_ranks))
+    return Goal(_everything(num_ranks, range(num_ranks)), end)
+
+
+def _gather(num_ranks: int, _: int, dst: int) -> Goal:
+    end: list[dict[int, frozenset[Piece]]] = [{} for _ in range(num_ranks)]
+    end[dst] = {rank: frozenset({(rank, rank)}) for rank in range(num_ranks)}
+    return Goal(_own(num_ranks), tuple(end))
+
+
+def _scatter(num_ranks: int, _: int, src: int) -> Goal:
+    end = tuple({rank: frozenset({(src, rank)})} for rank in range(num_ranks))
+    return Goal(_only(src, num_ranks, range(num_ranks)), end)
+
+
+def _all_to_all(num_ranks: int, _: int, __: int) -> Goal:
+    ranks = range(num_ranks)
+    end = tuple({num_ranks + src: frozenset({(src, rank)}) for src in ranks} for rank in ranks)
+    return Goal(_everything(num_ranks, ranks), end, keeps_numbers=False)
+
+
+def _barrier(num_ranks: int, _: int, __: int) -> Goal:
+    return Goal(_everything(num_ranks, range(0)), ({},) * num_ranks, meets=True)
+
+
+_GOALS = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}
+
+
+def _sum(num_ranks: int, chunk: int) -> frozenset[Piece]:
+    return frozenset((rank, chunk) for rank in range(num_ranks))
+
+
+def _everything(num_ranks: int, chunks: range) -> tuple[frozenset[int], ...]:
+    return (frozenset(chunks),) * num_ranks
+
+
+def _only(root: int, num_ranks: int, chunks: range) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset(chunks if rank == root else ()) for rank in range(num_ranks))
+
+
+def _own(num_ranks: int) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset({rank}) for rank in range(num_ranks))
+
+
+# Plays a plan with symbols, which know what they were made of, instead of numbers.
+
+
+def why_impossible(step: Step, rank: int, plan: Plan) -> str:
+    """Says what is wrong with a step by itself; "" if nothing."""
+    chunks = (step.source, step.chunk) if isinstance(step, Copy) else step.chunks
+    if any(not 0 <= chunk < plan.num_chunks for chunk in chunks):
+        return f"names a chunk that does not exist: there are {plan.num_chunks}"
+    if isinstance(step, Copy):
+        return ""
+    if len(set(chunks)) != len(chunks):
+        return "names a chunk twice"
+    if not 0 <= step.peer < plan.num_ranks:
+        return f"names a rank that does not exist: there are {plan.num_ranks}"
+    return "is a message of the rank to itself" if step.peer == rank else ""
+
+
+class Value(NamedTuple):
+    """What a chunk holds: sets of pieces as the bits of a number, and the expression that made it by its number."""
+
+    pieces: int
+    twice: int
+    expression: int
+
+
+class _Message(NamedTuple):
+    values: tuple[Value | None, ...]
+    numbers: Numbers
+    number: int
+    """Of the sender's round."""
+    heard: int
+    """The ranks that the sender knows to have come, as bits."""
+
+
+class Standing(NamedTuple):
+    """A rank that cannot finish a round, and the rank whose message it lacks."""
+
+    rank: int
+    number: int
+    peer: int
+
+
+class Play:
+    """A plan under way. A message is received in the order it was sent in; a send never waits."""
+
+    def __init__(self, plan: Plan, goal: Goal) -> None:
+        self.plan = plan
+        self.keeps_numbers = goal.keeps_numbers
+        self.problems: list[str] = []
+        self.heard = [1 << rank for rank in range(plan.num_ranks)]
+        self._expressions: dict[tuple[int, int], int] = {}
+        self.values = [{chunk: self._piece(rank, chunk) for chunk in chunks} for rank, chunks in enumerate(goal.start)]
+        self.seen = [sum(value.pieces for value in held.values()) for held in self.values]
+        """For each rank, all pieces that it ever had."""
+        self._position = [0] * plan.num_ranks
+        self._entered = [False] * plan.num_ranks
+        self._sent: dict[tuple[int, int], deque[_Message]] = {}
+        self._crossed: set[tuple[int, int]] = set()
+
+    def bit(self, piece: Piece) -> int:
+        """Returns the one bit that stands for a piece in a value."""
+        return 1 << (piece[0] * self.plan.num_chunks + piece[1])
+
+    def _piece(self, rank: int, chunk: int) -> Value:
+        return Value(self.bit((rank, chunk)), 0, -(rank * self.plan.num_chunks + chunk) - 1)
+
+    def _combined(self, left: Value, right: Value) -> Value:
+        twice = left.twice | right.twice | (left.pieces & right.pieces)
+        key = (left.expression, right.expression)
+        return Value(left.pieces | right.pieces, twice, self._expressions.setdefault(key, len(self._expressions)))
+
+    def run(self) -> None:
+        """Lets every rank go as far as it gets, and writes down what goes wrong."""
+        ready = deque(range(self.plan.num_ranks))
+        while ready:
+            rank = ready.popleft()
+            program = self.plan.rounds[rank]
+            while (number := self._position[rank]) < len(program):
+                steps = program[number]
+                if not self._entered[rank]:
+                    self._entered[rank] = True
+                    ready.extend(self._enter(rank, number, steps))
+                if self._lacking(rank, steps) is not None:
+                    break
+                self._finish(rank, number, steps)
+                self._position[rank], self._entered[rank] = number + 1, False
+
+    def _possible(self, rank: int, steps: Round) -> Iterator[Step]:
+        return (step for step in steps if not why_impossible(step, rank, self.plan))
+
+    def _enter(self, rank: int, number: int, steps: Round) -> list[int]:
+        """Sends, then copies. Returns the ranks that are sent to."""
+        held, peers = self.values[rank], []
+        for step in self._possible(rank, steps):
+            if isinstance(step, Send):
+                lacking = [chunk for chunk in step.chunks if chunk not in held]
+                if lacking:
+                    self._complain(rank, number, step, f"sends chunk {lacking[0]}, which the rank does not have")
+                values = tuple(held.get(chunk) for chunk in step.chunks)
+                message = _Message(values, step.chunks, number, self.heard[rank])
+                self._sent.setdefault((rank, step.peer), deque()).append(message)
+                peers.append(step.peer)
+        copied: dict[int, Value] = {}
+        for step in self._possible(rank, steps):
+            if isinstance(step, Copy):
+                if step.source not in held:
+                    self._complain(rank, number, step, f"copies chunk {step.source}, which the rank does not have")
+                elif held[step.source] in (held.get(step.chunk), copied.get(step.chunk)):
+                    self._complain(rank, number, step, "copies what is there already")
+                else:
+                    copied[step.chunk] = held[step.source]
+        held.update(copied)
+        return peers
+
+    def _lacking(self, rank: int, steps: Round) -> int | None:
+        """Returns a rank whose message a round waits for; None: all are there."""
+        wanted: dict[int, int] = {}
+        for step in self._possible(rank, steps):
+            if isinstance(step, Recv | Reduce):
+                wanted[step.peer] = wanted.get(step.peer, 0) + 1
+        for peer, count in wanted.items():
+            if len(self._sent.get((peer, rank), ())) < count:
+                return peer
+        return None
+
+    def _finish(self, rank: int, number: int, steps: Round) -> None:
+        written: set[int] = set()
+        for step in self._possible(rank, steps):
+            if isinstance(step, Recv | Reduce):
+                message = self._sent[step.peer, rank].popleft()
+                self.heard[rank] |= message.heard
+                self._compare(rank, number, step, message)
+                for chunk, value in zip(step.chunks, message.values, strict=False):
+                    if isinstance(step, Recv) and chunk in written:
+                        self._complain(rank, number, step, f"overwrites chunk {chunk}, which came in the same round")
+                    self._receive(rank, number, step, chunk, value)
+                written.update(step.chunks)
+
+    def _compare(self, rank: int, number: int, step: Recv | Reduce, message: _Message) -> None:
+        """Says where a receive meets a message of other chunks; for two ranks once, for the rest follows from it."""
+        same = step.chunks == message.numbers
+        if not self.keeps_numbers:
+            same = len(step.chunks) == len(message.numbers)
+        if not same and (step.peer, rank) not in self._crossed:
+            self._crossed.add((step.peer, rank))
+            sent = Send(rank, message.numbers)
+            self._complain(rank, number, step, f"meets {sent} of rank {step.peer}, round {message.number}")
+
+    def _receive(self, rank: int, number: int, step: Recv | Reduce, chunk: int, value: Value | None) -> None:
+        held = self.values[rank]
+        self.seen[rank] |= 0 if value is None else value.pieces
+        if isinstance(step, Reduce):
+            own = held.get(chunk)
+            if own is None:
+                self._complain(rank, number, step, f"combines chunk {chunk}, which the rank does not have")
+            elif value is not None:
+                held[chunk] = self._combined(value, own) if step.received_first else self._combined(own, value)
+        elif value is not None:
+            held[chunk] = value
+
+    def _complain(self, rank: int, number: int, step: Step, text: str) -> None:
+        self.problems.append(f"{place_of(rank, number)}: {step} {text}")
+
+    def standing(self) -> dict[int, Standing]:
+        """Returns those that cannot go on, by rank."""
+        found = {}
+        for rank, number in enumerate(self._position):
+            if number < len(self.plan.rounds[rank]):
+                peer = self._lacking(rank, self.plan.rounds[rank][number])
+                assert peer is not None, "a rank that lacks nothing goes on"
+                found[rank] = Standing(rank, number, peer)
+        return found
+
+    def unreceived(self, standing: Iterable[int]) -> Iterator[str]:
+        """Yields a problem for each two ranks with messages left, unless the receiver stands still: that is why."""
+        for (src, dst), messages in self._sent.items():
+            if messages and dst not in set(standing):
+                first = messages[0]
+                text = f"{place_of(src, first.number)}: {Send(dst, first.numbers)} is never received"
+                yield text if len(messages) == 1 else f"{text}, nor are {len(messages) - 1} more to rank {dst}"
+
+
+def place_of(rank: int, number: int) -> str:
+    """Writes a rank and a round."""
+    return f"rank {rank}, round {number}"
+
+
+_MOST_PRINTED = 20
+_MOST_RANKS = 16
+"""How many ranks a problem lists."""
+
+
+def check(plan: Plan, goal: Goal) -> None:
+    """Proves that a plan reaches its goal; see `goal_of`.
+
+    Raises:
+        PlanError: it does not. Lists every problem, each with its rank and round.
+    """
+    problems = find_problems(plan, goal)
+    if not problems:
+        return
+    lines = [f"plan {plan.name!r} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
+    lines += [f"  - {problem}" for problem in problems[:_MOST_PRINTED]]
+    if len(problems) > _MOST_PRINTED:
+        lines.append(f"  - and {len(problems) - _MOST_PRINTED} more")
+    raise PlanError("\n".join(lines))
+
+
+def find_problems(plan: Plan, goal: Goal) -> list[str]:
+    """Returns every mistake of a plan, the first causes first."""
+    if len(goal.start) != plan.num_ranks:
+        return [f"it is for {plan.num_ranks} ranks, its goal for {len(goal.start)}"]
+    problems = list(_impossible(plan))
+    play = Play(plan, goal)
+    play.run()
+    problems += play.problems
+    standing = play.standing()
+    problems += _deadlocks(standing)
+    problems += play.unreceived(standing)
+    if not standing:
+        problems += _compared(play, goal)
+    return problems
+
+
+def _impossible(plan: Plan) -> Iterator[str]:
+    """Finds steps with ranks or chunks that do not exist."""
+    for rank, program in enumerate(plan.rounds):
+        for number, steps in enumerate(program):
+            for step in steps:
+                if why := why_impossible(step, rank, plan):
+                    yield f"{place_of(rank, number)}: {step} {why}"
+
+
+def _deadlocks(standing: dict[int, Standing]) -> Iterator[str]:
+    """Says who waits for what never comes, and who waits for each other in a circle."""
+    seen: set[int] = set()
+    for first in standing.values():
+        path: list[int] = []
+        rank = first.rank
+        while rank in standing and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = standing[rank].peer
+        if path and rank not in standing:
+            last = standing[path[-1]]
+            yield f"{place_of(last.rank, last.number)}: waits for a message of rank {last.peer}, which sends no more"
+        elif rank in path:
+            waits = (standing[member] for member in path[path.index(rank) :])
+            listed = "; ".join(f"{place_of(wait.rank, wait.number)} for rank {wait.peer}" for wait in waits)
+            yield f"ranks wait for each other (deadlock): {listed}"
+
+
+def _compared(play: Play, goal: Goal) -> Iterator[str]:
+    """Compares what ranks have at the end with what they must have."""
+    everybody = (1 << play.plan.num_ranks) - 1
+    makers: dict[int, tuple[int, int]] = {}
+    masks: dict[frozenset[Piece], int] = {}
+    for rank, wanted in enumerate(goal.end):
+        if goal.meets and play.heard[rank] != everybody:
+            yield f"rank {rank} goes on without knowing of rank {_lowest(everybody & ~play.heard[rank])}"
+        for chunk, pieces in wanted.items():
+            value = play.values[rank].get(chunk)
+            if value is None:
+                yield f"rank {rank} ends without chunk {chunk}"
+                continue
+            mask = masks.setdefault(pieces, 0) or sum(map(play.bit, pieces))
+            masks[pieces] = mask
+            yield from _differences(rank, chunk, value, mask, play)
+            other, expression = makers.setdefault(mask, (rank, value.expression))
+            if value.pieces == mask and expression != value.expression:
+                yield f"rank {rank} combines chunk {chunk} in another order than rank {other}: sums differ in rounding"
+
+
+def _differences(rank: int, chunk: int, value: Value, mask: int, play: Play) -> Iterator[str]:
+    for what, pieces in (
+        ("lacks", mask & ~value.pieces),
+        ("holds what it must not,", value.pieces & ~mask),
+        ("counts twice", value.twice),
+    ):
+        if pieces:
+            listed = list(_pieces(pieces, play.plan.num_chunks))
+            more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+            text = f"rank {rank} ends with a chunk {chunk} that {what} {', '.join(listed[:4])}{more}"
+            yield text if what != "lacks" else f"{text} (seen on {_holders(pieces & -pieces, play)})"
+
+
+def _holders(piece: int, play: Play) -> str:
+    """Says where a piece got to: the mistake is near the last of them that was to hand it on."""
+    ranks = [rank for rank, pieces in enumerate(play.seen) if pieces & piece]
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    listed = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}" if ranks else "no rank"
+
+
+def _pieces(mask: int, num_chunks: int) -> Iterator[str]:
+    while mask:
+        rank, chunk = divmod(_lowest(mask), num_chunks)
+        yield f"chunk {chunk} of rank {rank}"
+        mask &= mask - 1
+
+
+def _lowest(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1

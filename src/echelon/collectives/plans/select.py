@@ -1,0 +1,197 @@
+"""Which algorithm an operation runs by: a static table, so that results repeat, which the user can overrule.
+
+The choice depends on what is the same on all ranks: the operation, the ranks and their hosts, and the bytes where all
+ranks must give tensors of one size. The algorithm's name travels with every message, so ranks that were told to choose
+differently get a CollectiveMismatch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
+
+from echelon.collectives.plans.algorithms import algorithms_of, build, find
+from echelon.collectives.plans.algorithms.hosts import Hosts, is_even, is_nested, members_of
+from echelon.collectives.plans.plan import Plan
+from echelon.errors import PlanError
+
+SIZED = frozenset({"all_reduce", "reduce", "broadcast", "reduce_scatter"})
+"""The operations that know how many bytes the other ranks have."""
+ANY_SIZE = sys.maxsize
+_MOST_CHOICES = 4096
+"""How many choices a group remembers."""
+
+
+Where: TypeAlias = Literal["anywhere", "one host", "several hosts", "even hosts"]
+"""Which hosts a rule is for; even are several that have as many ranks."""
+
+_WHERE: dict[Where, Callable[[Hosts], bool]] = {
+    "anywhere": lambda _: True,
+    "one host": lambda hosts: max(hosts) == 0,
+    "several hosts": lambda hosts: max(hosts) > 0,
+    "even hosts": lambda hosts: max(hosts) > 0 and is_even(members_of(hosts)),
+}
+
+
+class Rule(NamedTuple):
+    """An algorithm for tensors of `first` to `last` bytes, and for at least `ranks` ranks on such hosts.
+
+    One that goes by the hosts is, besides, only for ranks on several hosts of which one has several of them.
+    """
+
+    algorithm: str
+    first: int = 0
+    last: int = ANY_SIZE
+    ranks: int = 1
+    where: Where = "anywhere"
+
+    def fits(self, operation: str, num_bytes: int, hosts: Hosts) -> bool:
+        """Says whether this is the rule for such a call; `num_bytes` counts only if `operation` is among `SIZED`."""
+        return (
+            len(hosts) >= self.ranks
+            and (operation not in SIZED or self.first <= num_bytes <= self.last)
+            and _WHERE[self.where](hosts)
+            and (not find(operation, self.algorithm).goes_by_hosts or is_nested(hosts))
+        )
+
+
+Table: TypeAlias = Mapping[str, tuple[Rule, ...]]
+"""By operation; the first rule that fits counts."""
+
+STATIC: Table = {
+    "all_reduce": (
+        Rule("hierarchical_doubling", last=64 << 10),
+        Rule("hierarchical"),
+        Rule("recursive_doubling", last=64 << 10),
+        Rule("rabenseifner", last=16 << 20, ranks=9),
+        Rule("recursive_doubling", last=512 << 10),
+        Rule("rabenseifner", last=16 << 20),
+        Rule("ring"),
+    ),
+    "reduce": (Rule("hierarchical"), Rule("binomial")),
+    "broadcast": (Rule("hierarchical"), Rule("binomial")),
+    "all_gather": (Rule("hierarchical", where="even hosts"), Rule("ring")),
+    "reduce_scatter": (
+        Rule("hierarchical", where="even hosts"),
+        Rule("hierarchical", last=64 << 10),
+        Rule("recursive_halving", last=4 << 20),
+        Rule("ring"),
+    ),
+    "gather": (Rule("direct"),),
+    "scatter": (Rule("direct"),),
+    "all_to_all": (Rule("pairwise"),),
+    "barrier": (Rule("hierarchical"), Rule("dissemination")),
+}
+"""What counts where nothing else was said. From medians over TCP with 2 to 8 ranks on one host, see
+benchmarks/collectives; for more ranks the formulas speak for fewer bytes sooner, and for going by the hosts wherever a
+message between hosts takes longer than one inside; with uneven ones, a ring moves no more bytes for large tensors."""
+
+
+def variable_of(operation: str) -> str:
+    """Returns the environment variable that overrules the table for an operation."""
+    return f"ECHELON_{operation.upper()}"
+
+
+def choose(operation: str, num_bytes: int, hosts: Hosts, overruled: str = "", table: Table = STATIC) -> str:
+    """Returns the name of the algorithm to run.
+
+    Args:
+        operation: one of `algorithms.OPERATIONS`.
+        num_bytes: of the whole tensor; of no account unless the operation is among `SIZED`.
+        hosts: the host of each rank that takes part.
+        overruled: what the user says; see `parse`. Sizes that it does not name are left to the table.
+        table: what it leaves out is left to `STATIC`.
+
+    Raises:
+        PlanError: `overruled` says what cannot be.
+    """
+    if overruled:
+        for rule in parse(operation, overruled):
+            if operation not in SIZED or rule.first <= num_bytes <= rule.last:
+                return rule.algorithm
+    rules = (*table.get(operation, ()), *STATIC[operation])
+    return next(rule.algorithm for rule in rules if rule.fits(operation, num_bytes, hosts))
+
+
+class Choice(NamedTuple):
+    """What one call of a collective runs by."""
+
+    algorithm: str
+    plan: Plan
+
+
+class Selector:
+    """Chooses for the ranks of one group, and remembers what it chose.
+
+    Args:
+        hosts: the host of each rank of the group; the same on every rank.
+        table: what to choose by; the same on every rank.
+    """
+
+    def __init__(self, hosts: Hosts, table: Table = STATIC) -> None:
+        self.hosts = hosts
+        self.table = table
+        self._choices: dict[tuple[str, int, int, str], Choice] = {}
+
+    def choose(self, operation: str, num_bytes: int, root: int, overruled: str) -> Choice:
+        """Returns the algorithm for a call and its plan; see the function `choose`."""
+        key = (operation, num_bytes, root, overruled)
+        found = self._choices.get(key)
+        if found is None:
+            algorithm = choose(operation, num_bytes, self.hosts, overruled, self.table)
+            found = Choice(algorithm, build(operation, algorithm, len(self.hosts), root, self.hosts))
+            if len(self._choices) >= _MOST_CHOICES:
+                self._choices.clear()
+            self._choices[key] = found
+        return found
+
+
+@lru_cache(maxsize=64)
+def parse(operation: str, text: str) -> tuple[Rule, ...]:
+    """Reads what overrules the table, such as "recursive_doubling:0-8192;ring:8193-max", sizes in bytes, or "ring".
+
+    Raises:
+        PlanError: an unknown algorithm, sizes that are none or overlap, or sizes for an operation whose ranks may have
+            tensors of different sizes.
+    """
+    rules = [_rule(operation, part.strip(), text) for part in text.split(";") if part.strip()]
+    if not rules:
+        raise _error(operation, text, "names no algorithm")
+    for before, after in zip(sorted(rules, key=_first), sorted(rules, key=_first)[1:], strict=False):
+        if after.first <= before.last:
+            raise _error(operation, text, f"gives {max(before.first, after.first)} bytes to two algorithms")
+    return tuple(rules)
+
+
+def _first(rule: Rule) -> int:
+    return rule.first
+
+
+def _rule(operation: str, part: str, text: str) -> Rule:
+    name, _, sizes = (word.strip() for word in part.partition(":"))
+    try:
+        find(operation, name)
+    except PlanError as error:
+        raise PlanError(f"{variable_of(operation)}={text!r}: {error}") from None
+    if not sizes:
+        return Rule(name)
+    if operation not in SIZED:
+        why = f"gives sizes, but in {operation} ranks may have tensors of different sizes"
+        raise PlanError(f"{variable_of(operation)}={text!r} {why}: name one algorithm, such as {name!r}")
+    first, _, last = sizes.partition("-")
+    try:
+        rule = Rule(name, int(first), ANY_SIZE if last.strip() == "max" else int(last))
+    except ValueError:
+        raise _error(operation, text, f"has sizes {sizes!r}") from None
+    if not 0 <= rule.first <= rule.last:
+        raise _error(operation, text, f"has sizes {sizes!r}")
+    return rule
+
+
+def _error(operation: str, text: str, why: str) -> PlanError:
+    names = [algorithm.name for algorithm in algorithms_of(operation) if not algorithm.goes_by_hosts]
+    sizes = f"{names[-1]}:0-8192;{names[0]}:8193-max"
+    example = sizes if operation in SIZED and len(names) > 1 else names[0]
+    return PlanError(f"{variable_of(operation)}={text!r} {why}: write it as {example!r}")

@@ -1,0 +1,1 @@
+"""Layouts of gradient buckets and optimizer shards, as values. Pure."""

@@ -1,0 +1,329 @@
+"""The collectives on tensors, each with its arguments checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast, overload
+
+import torch
+from torch import Tensor
+
+from echelon.backends.work import Work
+from echelon.collectives.calls import operations, rows
+from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
+from echelon.group.base import GroupBase, No, Seconds, Yes
+from echelon.group.staging import here, in_place, on_device
+
+
+class Collectives(GroupBase):
+    """What all ranks of a group call together, in the same order."""
+
+    @overload
+    def all_reduce(self, tensor: Tensor, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def all_reduce(self, tensor: Tensor, op: str = ..., *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks, in place, and returns it. Bit-identical on all ranks.
+
+        Args:
+            tensor: same shape and dtype on every rank. float16 and bfloat16 are accumulated in float32.
+            op: sum, mean, product, min, max, band, bor or bxor; or as torch spells them ("avg", ReduceOp.AVG).
+            async_op: return a Work at once; `tensor` belongs to it until it is done.
+            timeout: seconds for the whole operation.
+        """
+        if not async_op and self._reduced_as_before(tensor, op, timeout):
+            return tensor
+        away = self._check(tensor, "all_reduce", in_place=True)
+        operation = operations.all_reduce(here(tensor, away), op)
+        result = self._call(in_place(operation, tensor, away), async_op, timeout, changes=(tensor,))
+        if away is None:
+            self._know_all_reduce(tensor, op, operation.note)
+        return result
+
+    @overload
+    def reduce(self, tensor: Tensor, dst: int, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def reduce(
+        self, tensor: Tensor, dst: int, op: str = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def reduce(
+        self, tensor: Tensor, dst: int, op: str = "sum", async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks, in place on rank `dst`, and returns it; on others it stays as it is.
+
+        Args:
+            tensor, op, async_op, timeout: as in `all_reduce`.
+            dst: the rank that gets the result.
+        """
+        self._check_rank(dst, "dst")
+        away = self._check(tensor, "reduce", in_place=self.rank == dst)
+        operation = operations.reduce(here(tensor, away), dst, op)
+        is_dst = self.rank == dst
+        operation = in_place(operation, tensor, away, writes=is_dst)
+        return self._call(operation, async_op, timeout, changes=(tensor,) if is_dst else ())
+
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., *, async_op: Yes, timeout: Seconds = ...) -> Work[Tensor]: ...
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Overwrites `tensor` on every rank with that of rank `src`, in place, and returns it.
+
+        Args:
+            tensor: same shape and dtype on every rank.
+            src: the rank whose tensor it is.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check_rank(src, "src")
+        away = self._check(tensor, "broadcast", in_place=self.rank != src)
+        operation = operations.broadcast(here(tensor, away), src)
+        is_src = self.rank == src
+        operation = in_place(operation, tensor, away, writes=not is_src)
+        # Told on rank src as well: a program that must not overwrite the tensor fails alike on all ranks.
+        changes = () if is_src and tensor.is_inference() else (tensor,)
+        return self._call(operation, async_op, timeout, changes=changes)
+
+    @overload
+    def all_gather(
+        self, tensor: Tensor, out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def all_gather(
+        self, tensor: Tensor, out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def all_gather(
+        self, tensor: Tensor, out: Tensor | None = None, async_op: bool = False, timeout: Seconds = None
+    ) -> Tensor | Work[Tensor]:
+        """Returns the tensors of all ranks, concatenated along dim 0 in rank order.
+
+        Args:
+            tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
+            out: written and returned; None: a new tensor.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `out` has not the shape or dtype of the result.
+        """
+        away = self._check(tensor, "all_gather")
+        self._check_place(out, "all_gather")
+        return self._call(on_device(rows.all_gather(here(tensor, away), out), away, out), async_op, timeout, out)
+
+    @overload
+    def gather(
+        self, tensor: Tensor, dst: int, out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor | None: ...
+    @overload
+    def gather(
+        self, tensor: Tensor, dst: int, out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor | None]: ...
+    def gather(
+        self,
+        tensor: Tensor,
+        dst: int,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor | None] | None:
+        """Returns what `all_gather` does on rank `dst`, and None on the others.
+
+        Args:
+            tensor: as in `all_gather`.
+            dst: the rank that gets the result.
+            out: written and returned on rank `dst`, not looked at on others; None: a new tensor.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `out` has not the shape or dtype of the result.
+        """
+        away = self._check(tensor, "gather")
+        self._check_rank(dst, "dst")
+        out = out if self.rank == dst else None
+        self._check_place(out, "gather")
+        return self._call(on_device(rows.gather(here(tensor, away), dst, out), away), async_op, timeout, out)
+
+    @overload
+    def scatter(
+        self, tensor: Tensor | None, src: int, out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def scatter(
+        self, tensor: Tensor | None, src: int, out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def scatter(
+        self,
+        tensor: Tensor | None,
+        src: int,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor]:
+        """Returns this rank's part of the tensor of rank `src`; shape and dtype travel along.
+
+        Args:
+            tensor: on rank `src`, at least one dim; dim 0 is split as torch.tensor_split does. Not looked at on others.
+            src: the rank whose tensor it is. The others' parts are on the CPU, or over NCCL where its tensor is.
+            out: written and returned; None: a new tensor.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: rank `src` has no tensor, or one without dims; `out` has not the shape or dtype of the part.
+        """
+        self._check_open()
+        self._check_rank(src, "src")
+        self._check_place(out, "scatter")
+        if self.rank == src:
+            if isinstance(tensor, list | tuple):  # torch's scatter takes one tensor for each rank
+                raise UnsupportedOp(
+                    f"scatter takes one tensor, which it splits along dim 0, not a {type(tensor).__name__}: pass "
+                    "torch.cat of them, or torch.stack for one row each"
+                )
+            if tensor is None or (isinstance(tensor, Tensor) and tensor.dim() == 0):
+                got = "None" if tensor is None else "a zero-dim tensor"
+                raise SizeMismatch(
+                    "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
+                )
+            away = self._check(tensor, "scatter")
+            return self._call(on_device(rows.scatter(here(tensor, away), src, out), away), async_op, timeout, out)
+        return self._call(rows.scatter(None, src, out), async_op, timeout, out)
+
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, op: str = ..., out: Tensor | None = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, op: str = ..., out: Tensor | None = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[Tensor]: ...
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: str = "sum",
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor]:
+        """Combines `tensor` over all ranks and returns this rank's part of the result; `tensor` is unchanged.
+
+        Args:
+            tensor: same shape and dtype on every rank, at least one dim. Dim 0 is split as torch.tensor_split does: if
+                it does not divide, the first ranks get one row more.
+            op: as in `all_reduce`.
+            out: written and returned; None: a new tensor.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `out` has not the shape or dtype of this rank's part, or `tensor` has no dims.
+        """
+        away = self._check(tensor, "reduce_scatter")
+        self._check_place(out, "reduce_scatter")
+        if tensor.dim() == 0:
+            raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
+        operation = operations.reduce_scatter(here(tensor, away), op, out)
+        return self._call(on_device(operation, away, out), async_op, timeout, out)
+
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = ...,
+        in_splits: Sequence[int] | None = ...,
+        out_splits: Sequence[int] | None = ...,
+        async_op: No = ...,
+        timeout: Seconds = ...,
+    ) -> Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = ...,
+        in_splits: Sequence[int] | None = ...,
+        out_splits: Sequence[int] | None = ...,
+        *,
+        async_op: Yes,
+        timeout: Seconds = ...,
+    ) -> Work[Tensor]: ...
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        out: Tensor | None = None,
+        in_splits: Sequence[int] | None = None,
+        out_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Tensor | Work[Tensor]:
+        """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated along dim 0.
+
+        Args:
+            tensor: same dtype and same dims but the first on every rank.
+            out: written and returned; None: a new tensor.
+            in_splits: rows for each rank; None: dim 0 is split as torch.tensor_split does.
+            out_splits: rows expected from each rank; None: as many as come.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: `in_splits` are not one per rank that add up to dim 0, or `out` does not fit.
+            CollectiveMismatch: other numbers of rows came than `out_splits` says.
+        """
+        away = self._check(tensor, "all_to_all")
+        self._check_place(out, "all_to_all")
+        num_rows = len(tensor) if tensor.dim() else 1
+        _check_splits(in_splits, "in_splits")
+        _check_splits(out_splits, "out_splits")
+        if in_splits is not None and (
+            len(in_splits) != self.world_size or sum(in_splits) != num_rows or min(in_splits) < 0
+        ):
+            raise SizeMismatch(
+                f"{self.world_size} numbers that add up to {num_rows}", list(in_splits), "all_to_all(in_splits=)"
+            )
+        operation = rows.all_to_all(here(tensor, away), in_splits, out_splits, out)
+        return self._call(on_device(operation, away, out), async_op, timeout, out)
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None, timeout: Seconds = None) -> Tensor:
+        """Returns a new CPU tensor in memory that the group's ranks share, if they are on one host; else anywhere.
+
+        Large collectives on tensors that all ranks got from one such call copy nothing twice: each rank reads and
+        writes the others' where they are. So while one is under way, and after it has failed, values may change in
+        any of them. The memory is given back when nothing refers to the tensor any more. A forked child sees the
+        tensor too: what the child writes stays there, but what it has not written may change with the parent's, so
+        give a child that reads later a `clone()`.
+
+        Args:
+            shape: the same on every rank.
+            dtype: the same on every rank; None: torch's default.
+            timeout: as in `all_reduce`.
+
+        Raises:
+            UnsupportedOp: there is no memory for it.
+        """
+        self._check_open()
+        size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        if not all(isinstance(length, int) and length >= 0 for length in size):
+            raise InvalidArgument(f"empty: shape={shape!r}: give whole numbers of at least 0, such as (2, 3)")
+        if not isinstance(dtype, torch.dtype | None):
+            raise InvalidArgument(f"empty: dtype={dtype!r}: give a dtype of torch, such as torch.float32")
+        operation = operations.empty(size, torch.get_default_dtype() if dtype is None else dtype)
+        return cast("Tensor", self._call(operation, False, timeout))
+
+    @overload
+    def barrier(self, async_op: No = ..., timeout: Seconds = ...) -> None: ...
+    @overload
+    def barrier(self, *, async_op: Yes, timeout: Seconds = ...) -> Work[None]: ...
+    def barrier(self, async_op: bool = False, timeout: Seconds = None) -> Work[None] | None:
+        """Returns when every rank has called it.
+
+        Args:
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check_open()
+        return self._call(operations.barrier(), async_op, timeout)
+
+
+def _check_splits(splits: object, what: str) -> None:
+    if splits is None:
+        return
+    if not isinstance(splits, Sequence) or not all(isinstance(rows, int) for rows in splits):
+        raise InvalidArgument(f"all_to_all: {what}={splits!r}: give a list with a number of rows for each rank")

@@ -1,0 +1,112 @@
+"""The collectives on objects, each with its arguments checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+from echelon.backends.work import Work
+from echelon.collectives.calls import objects
+from echelon.collectives.calls.objects import JsonLike
+from echelon.errors import SizeMismatch
+from echelon.group.base import GroupBase, No, Seconds, Yes
+
+
+class ObjectCollectives(GroupBase):
+    """What all ranks of a group call together with objects.
+
+    Objects are JSON-like: None, booleans, numbers, text, and lists and dicts of them, with text as keys; tuples come as
+    lists. Anything else is an UnsupportedOp. What is passed may be changed at once.
+    """
+
+    @overload
+    def all_gather_object(self, value: JsonLike, async_op: No = ..., timeout: Seconds = ...) -> list[JsonLike]: ...
+    @overload
+    def all_gather_object(self, value: JsonLike, *, async_op: Yes, timeout: Seconds = ...) -> Work[list[JsonLike]]: ...
+    def all_gather_object(
+        self, value: JsonLike, async_op: bool = False, timeout: Seconds = None
+    ) -> list[JsonLike] | Work[list[JsonLike]]:
+        """Returns the values of all ranks, in rank order.
+
+        Args:
+            value: JSON-like.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check_open()
+        return self._call(objects.all_gather_object(value), async_op, timeout)
+
+    @overload
+    def gather_object(
+        self, value: JsonLike, dst: int, async_op: No = ..., timeout: Seconds = ...
+    ) -> list[JsonLike] | None: ...
+    @overload
+    def gather_object(
+        self, value: JsonLike, dst: int, *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[list[JsonLike] | None]: ...
+    def gather_object(
+        self, value: JsonLike, dst: int, async_op: bool = False, timeout: Seconds = None
+    ) -> list[JsonLike] | Work[list[JsonLike] | None] | None:
+        """Returns the values of all ranks, in rank order, on rank `dst`, and None on the others.
+
+        Args:
+            value: JSON-like.
+            dst: the rank that gets the result.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check_open()
+        self._check_rank(dst, "dst")
+        return self._call(objects.gather_object(value, dst), async_op, timeout)
+
+    @overload
+    def broadcast_object(
+        self, value: JsonLike = ..., src: int = ..., async_op: No = ..., timeout: Seconds = ...
+    ) -> JsonLike: ...
+    @overload
+    def broadcast_object(
+        self, value: JsonLike = ..., src: int = ..., *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[JsonLike]: ...
+    def broadcast_object(
+        self, value: JsonLike = None, src: int = 0, async_op: bool = False, timeout: Seconds = None
+    ) -> JsonLike | Work[JsonLike]:
+        """Returns the value of rank `src` on every rank.
+
+        Args:
+            value: JSON-like on rank `src`; not looked at on others.
+            src: the rank whose value it is.
+            async_op, timeout: as in `all_reduce`.
+        """
+        self._check_open()
+        self._check_rank(src, "src")
+        return self._call(objects.broadcast_object(value, src, self.rank == src), async_op, timeout)
+
+    @overload
+    def scatter_object(
+        self, values: Sequence[JsonLike] | None, src: int, async_op: No = ..., timeout: Seconds = ...
+    ) -> JsonLike: ...
+    @overload
+    def scatter_object(
+        self, values: Sequence[JsonLike] | None, src: int, *, async_op: Yes, timeout: Seconds = ...
+    ) -> Work[JsonLike]: ...
+    def scatter_object(
+        self, values: Sequence[JsonLike] | None, src: int, async_op: bool = False, timeout: Seconds = None
+    ) -> JsonLike | Work[JsonLike]:
+        """Returns this rank's of the values of rank `src`.
+
+        Args:
+            values: on rank `src` one for each rank, JSON-like; not looked at on others.
+            src: the rank whose values they are.
+            async_op, timeout: as in `all_reduce`.
+
+        Raises:
+            SizeMismatch: there are not as many values as ranks.
+        """
+        self._check_open()
+        self._check_rank(src, "src")
+        if self.rank != src:
+            values = None
+        elif values is None or len(values) != self.world_size:
+            got = "None" if values is None else len(values)
+            raise SizeMismatch(
+                f"{self.world_size} values", got, f"scatter_object on its src, rank {src}", "one for each"
+            )
+        return self._call(objects.scatter_object(values, src), async_op, timeout)

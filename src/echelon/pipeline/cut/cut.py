@@ -1,0 +1,246 @@
+"""A model cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import nn
+
+from echelon.errors import PartitionError
+from echelon.pipeline.cut.graph_cut import boundaries
+from echelon.pipeline.cut.measure import Example, measure
+from echelon.pipeline.cut.stage_modules import build_stages
+from echelon.pipeline.cut.tracing import trace
+from echelon.pipeline.plan.partition import partition
+from echelon.pipeline.stage.stage import Stage
+
+StageMaker: TypeAlias = nn.Module | Callable[[], nn.Module] | None
+"""An entry of a list of stages: the module, what makes it, or None where another rank holds it."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model in parts, to be run one after another.
+
+    Args:
+        modules: The parts. What one returns is the next one's input: a tuple its positional arguments, if `spreads`.
+        at: The layers that parts 1, 2, ... begin with; none for a list.
+        prefixes: What the names of a part's parameters begin with in the unsplit model.
+        spreads: Whether a tuple becomes positional arguments.
+        costs: With a measured cut, the time of each part's forward and backward, in seconds.
+    """
+
+    modules: tuple[StageMaker, ...]
+    at: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = field(default=())
+    spreads: bool = True
+    costs: tuple[float, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def __str__(self) -> str:
+        begins = ("the first layer", *self.at) if self.at else tuple(map(str, range(len(self))))
+        whole = sum(self.costs or ())
+        shares = [f", {cost * 1e3:.3g} ms ({cost / whole:.0%})" for cost in self.costs or ()] or [""] * len(self)
+        return "\n".join(
+            f"stage {index}: from {begin} on{share}"
+            for index, (begin, share) in enumerate(zip(begins, shares, strict=True))
+        )
+
+
+def split(
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    num_stages: int | None = None,
+    *,
+    at: Sequence[str] | None = None,
+    example: Sequence[object] | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
+) -> Parts:
+    """Cuts a model into parts. Their parameters are those of the model, not copies, under its names.
+
+    An nn.Sequential is cut between its layers. Any other module is traced with `example` first; see
+    `echelon.pipeline.cut.tracing`. A list is cut already.
+
+    Args:
+        model: what to cut.
+        num_stages: into how many parts; None: as `at` says, or a list has.
+        at: names of the layers that parts 1, 2, ... begin with, or how the names end. None: the layers are measured
+            with `example` and divided so that the slowest part is as fast as can be; an nn.Sequential without example
+            so that the largest has as few parameters as can be.
+        example: positional inputs such as the model will get, as a tuple. Sizes of 1, and values that are no tensors,
+            are fixed by it; the number of samples is not, and other sizes are not.
+        example_kwargs: keyword inputs, likewise.
+
+    Raises:
+        PartitionError: the model cannot be cut so.
+    """
+    if at is not None:
+        at = _names(at)
+        num_stages = _agreeing(num_stages, len(at) + 1, f"at={at}")
+    inputs = _example(example, example_kwargs)
+    if isinstance(model, Parts):
+        _refuse_hints("parts are cut already", at, inputs)
+        _agreeing(num_stages, len(model), "the split model")
+        return model
+    if not isinstance(model, nn.Module):
+        _refuse_hints("a list of stages is cut already", at, inputs)
+        return _of_list(model, num_stages)
+    if num_stages is None:
+        raise PartitionError("into how many parts? name the layers that parts begin with (at=), or give num_stages")
+    if isinstance(model, nn.Sequential) and (at is None or set(at) <= {name for name, _ in _layers(model)}):
+        return _of_sequential(model, num_stages, at, inputs)
+    return _of_any(model, num_stages, at, inputs)
+
+
+def _names(at: object) -> list[str]:
+    if isinstance(at, str) or not isinstance(at, Sequence) or not all(isinstance(name, str) for name in at):
+        raise PartitionError(f"at={at!r}: give a list of names of layers, such as at=['h.4', 'h.8']")
+    return list(at)
+
+
+def _agreeing(num_stages: int | None, number: int, what: str) -> int:
+    if num_stages not in (None, number):
+        raise PartitionError(
+            f"{what} makes {number} stages, but the schedule has {num_stages}: make both equal "
+            "(stages are num_ranks x num_chunks)"
+        )
+    return number
+
+
+def _example(example: object, example_kwargs: object) -> Example | None:
+    if example is None and example_kwargs is None:
+        return None
+    if example is not None and (isinstance(example, str) or not isinstance(example, tuple | list)):
+        raise PartitionError(
+            f"example is a {type(example).__name__}: give the positional inputs as a tuple, such as example=(inputs,)"
+        )
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise PartitionError(f"example_kwargs is a {type(example_kwargs).__name__}: give a dict of keyword inputs")
+    return Example(tuple(example or ()), dict(example_kwargs or {}))
+
+
+def _refuse_hints(why: str, at: Sequence[str] | None, inputs: Example | None) -> None:
+    if at is not None or inputs is not None:
+        raise PartitionError(f"at= and example= say how to cut a model; {why}: leave them out")
+
+
+def keep(parts: Parts, placement: Sequence[int], rank: int) -> list[Stage]:
+    """Returns the stages that a rank holds; makes those that are callables.
+
+    Args:
+        parts: those of the whole model.
+        placement: the rank of each stage.
+        rank: this one.
+
+    Raises:
+        PartitionError: a part is not a module.
+    """
+    return [
+        Stage(index, _made(entry, index, rank), parts.prefixes[index], spreads=parts.spreads)
+        for index, entry in enumerate(parts.modules)
+        if placement[index] == rank
+    ]
+
+
+def _made(entry: StageMaker, index: int, rank: int) -> nn.Module:
+    module = entry if entry is None or isinstance(entry, nn.Module) else entry()
+    if not isinstance(module, nn.Module):
+        raise PartitionError(
+            f"stage {index} is held by rank {rank}, but its entry gives {type(module).__name__}: "
+            "pass a module, or a callable that returns one"
+        )
+    return module
+
+
+# A list
+
+
+def _of_list(model: object, num_stages: int | None) -> Parts:
+    if isinstance(model, str) or not isinstance(model, Sequence):
+        raise PartitionError(
+            f"a {type(model).__name__} cannot be cut: pass an nn.Module, or a list with one module per stage"
+        )
+    for index, entry in enumerate(model):
+        if not (entry is None or isinstance(entry, nn.Module) or callable(entry)):
+            raise PartitionError(
+                f"entry {index} of the list of stages is {entry!r}: give a module, a callable that makes one, or None "
+                "where another rank holds it"
+            )
+    if num_stages not in (None, len(model)):
+        raise PartitionError(
+            f"{len(model)} stages were given, but the schedule has {num_stages}: pass one entry per stage "
+            "(num_ranks x num_chunks)"
+        )
+    return Parts(tuple(model), prefixes=tuple(f"{index}." for index in range(len(model))))
+
+
+# A chain of layers
+
+
+def _layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """Returns the layers by name, one that is there twice under both."""
+    return [(name, layer) for name, layer in model.named_modules(remove_duplicate=False) if name and "." not in name]
+
+
+def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | None, inputs: Example | None) -> Parts:
+    layers = _layers(model)
+    names = [name for name, _ in layers]
+    if len(names) < num_stages:
+        raise PartitionError(
+            f"{len(names)} layers cannot make {num_stages} stages: use at most {len(names)} stages, or more layers"
+        )
+    costs = None
+    if at is not None:
+        begins = [0, *map(names.index, at)]
+        if begins != sorted(set(begins)):
+            raise PartitionError(f"at={list(at)}: name layers in their order, and not the first ({names[0]})")
+    elif inputs is not None:
+        cut = partition(measure([layer for _, layer in layers], inputs, spreads=False), num_stages)
+        begins, costs = [stage[0] for stage in cut.stages], cut.costs
+    else:
+        sizes = [1 + sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
+        begins = [stage[0] for stage in partition(sizes, num_stages).stages]
+    modules = [nn.Sequential() for _ in begins]
+    for module, begin, end in zip(modules, begins, [*begins[1:], len(names)], strict=True):
+        for name, layer in layers[begin:end]:
+            module.add_module(name, layer)
+    return Parts(
+        tuple(modules), tuple(names[begin] for begin in begins[1:]), ("",) * len(begins), False, _seconds(costs)
+    )
+
+
+# Any module
+
+
+def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs: Example | None) -> Parts:
+    if inputs is None and isinstance(model, nn.Sequential):
+        raise PartitionError(
+            f"at={at}, but the layers are {', '.join(name for name, _ in _layers(model))}: name some of them, or pass "
+            "example=(inputs,) to cut inside of one"
+        )
+    if inputs is None:
+        raise PartitionError(
+            f"a {type(model).__name__} must be run once to be cut: pass example=(inputs,), such as it will get, or "
+            "an nn.Sequential, or a list with one module per stage"
+        )
+    traces = trace(model, inputs.args, inputs.kwargs)
+    costs = None
+    if at is None:
+        candidates = boundaries(traces.training)
+        if len(candidates) + 1 < num_stages:
+            raise PartitionError(
+                f"{len(candidates)} layers of the {type(model).__name__} can begin a stage, which does not make "
+                f"{num_stages} stages: use at most {len(candidates) + 1}, or name layers with at="
+            )
+        pieces = build_stages(model, traces, candidates)
+        cut = partition(measure(pieces, inputs, spreads=True), num_stages)
+        at, costs = [candidates[stage[0] - 1] for stage in cut.stages[1:]], cut.costs
+    stages = build_stages(model, traces, at)
+    return Parts(tuple(stages), tuple(at), ("",) * len(stages), True, _seconds(costs))
+
+
+def _seconds(costs: Sequence[object] | None) -> tuple[float, ...] | None:
+    return None if costs is None else tuple(float(cost) for cost in costs)  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""A stage of a traced model, as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from echelon._torch_private import tree_flatten, tree_leaves, tree_unflatten
+from echelon.backends.modes import normal_mode
+from echelon.errors import ScheduleError, SizeMismatch
+from echelon.pipeline.cut.graph_cut import GraphCut
+from echelon.pipeline.cut.tracing import TENSOR, Constant, Keyword, Trace, Weight
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a stage runs in one mode.
+
+    Args:
+        trace: What it is a part of.
+        run: Called with the stage, the values that enter, and the leaves of keyword arguments that it takes.
+        num_values: How many values enter; of the first stage, that are tensors.
+        keywords: Which leaves of keyword arguments it takes.
+        constants: Tensors that the model had made itself, by the name they have in the stage.
+        modules: What it calls by name, by the name it has in the stage.
+        operations: What it does, for comparing.
+    """
+
+    trace: Trace
+    run: Callable[..., tuple[object, ...]]
+    num_values: int
+    keywords: tuple[Keyword, ...]
+    constants: Mapping[str, torch.Tensor]
+    modules: Mapping[str, nn.Module]
+    operations: tuple[str, ...]
+
+
+def program(cut: GraphCut, stage: int, names: Mapping[str, str], mode: str) -> Program:
+    """Writes what a stage runs.
+
+    Args:
+        cut: the trace and its cut.
+        stage: which.
+        names: what each parameter and buffer that it uses is called in the stage.
+        mode: what the names of constants begin with.
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    used = cut.used(stage)
+    sources = {node: source for node, source in cut.trace.sources.items() if node in used}
+    keywords = [node for node, source in sources.items() if isinstance(source, Keyword)]
+    for node in (*cut.entering[stage], *keywords):
+        new[node] = graph.placeholder(node.name)
+    constants: dict[str, torch.Tensor] = {}
+    modules: dict[str, nn.Module] = {}
+    for node, source in sources.items():
+        if isinstance(source, Weight):
+            new[node] = graph.get_attr(names[source.name])
+        elif isinstance(source, Constant):
+            constants[f"{mode}_{node.name}"] = source.value
+            new[node] = graph.get_attr(f"{mode}_{node.name}")
+    for node in cut.bodies[stage]:
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if node.op == "get_attr":
+            new[node].target = f"{mode}_{node.target}"
+            modules[f"{mode}_{node.target}"] = cut.trace.modules[str(node.target)]
+    graph.output(tuple(new[node] for node in cut.results(stage)))
+    return Program(
+        trace=cut.trace,
+        run=_compiled(graph),
+        num_values=len(cut.entering[stage]),
+        keywords=tuple(source for node in keywords if isinstance(source := sources[node], Keyword)),
+        constants=constants,
+        modules=modules,
+        operations=tuple(str(node.target) for node in cut.bodies[stage]),
+    )
+
+
+def _compiled(graph: fx.Graph) -> Callable[..., tuple[object, ...]]:
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, "<a stage of a traced model>", "exec"), names)
+    return names["forward"]  # type: ignore[no-any-return]
+
+
+class TracedStage(nn.Module):
+    """Runs a part of a traced model.
+
+    The first stage takes what the model takes, the last returns what the model returns; between them, the values that
+    cross are positional arguments: one if it is one, else a tuple.
+    """
+
+    def __init__(self, training: Program, evaluation: Program, stage: int, num_stages: int) -> None:
+        """Makes a stage without its weights.
+
+        Args:
+            training, evaluation: what it runs in these modes.
+            stage: its number.
+            num_stages: how many there are.
+        """
+        super().__init__()
+        self._programs = {True: training, False: evaluation}
+        self._stage = stage
+        self._is_last = stage == num_stages - 1
+        for one in self._programs.values():
+            for name, constant in one.constants.items():
+                with normal_mode():
+                    self.register_buffer(name, constant.detach().clone(), persistent=False)
+            # Not as children: what they do belongs to the stage, and they have no weights.
+            self.__dict__.update(one.modules)
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """What it does in training: stages of which this and the weights' shapes are equal take equally long."""
+        return self._programs[True].operations
+
+    def forward(self, *values: object, **kwargs: object) -> object:
+        """Runs the stage.
+
+        Raises:
+            SizeMismatch: the inputs are not like those that the model was traced with.
+            ScheduleError: the ranks are in different modes.
+        """
+        one = self._programs[self.training]
+        leaves = _keyword_leaves(one, kwargs, self._stage)
+        entering = _tensors_of_inputs(one.trace, values, kwargs) if self._stage == 0 else values
+        if len(entering) != one.num_values:
+            raise ScheduleError(
+                f"stage {self._stage} got {len(entering)} values from the stage before and takes {one.num_values} "
+                f"in {'training' if self.training else 'evaluation'}: call train() or eval() on all ranks"
+            )
+        results = one.run(self, *entering, *leaves)
+        if self._is_last:
+            computed = iter(results)
+            whole = [next(computed) if isinstance(leaf, fx.Node) else leaf for leaf in one.trace.outputs]
+            return tree_unflatten(whole, one.trace.output_spec)
+        return results[0] if len(results) == 1 else results
+
+
+def _keyword_leaves(one: Program, kwargs: Mapping[str, object], stage: int) -> list[object]:
+    known = one.trace.keywords
+    if unknown := sorted(set(kwargs) - set(known)):
+        raise SizeMismatch(
+            f"the keyword arguments of example_kwargs, {sorted(known)}",
+            f"{', '.join(unknown)} as well",
+            f"stage {stage}",
+            "trace the model with all that it is to take",
+        )
+    leaves = []
+    for keyword in one.keywords:
+        if keyword.name not in kwargs:
+            raise SizeMismatch(
+                f"the keyword argument {keyword.name}",
+                "none",
+                f"stage {stage}",
+                "pass it on every rank whose stages use it",
+            )
+        leaves.append(tree_leaves(kwargs[keyword.name])[keyword.leaf])
+    for name, value in kwargs.items():
+        expected, got = tree_leaves(known[name]), tree_leaves(value)
+        _compare_leaves(expected, got, f"{name}=")
+    return leaves
+
+
+def _tensors_of_inputs(trace: Trace, values: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+    leaves, spec = tree_flatten(tuple(values))
+    if spec != trace.inputs_spec:
+        raise SizeMismatch(trace.inputs_spec, spec, "inputs", "pass inputs that are put together as those of example=")
+    _compare_leaves([trace.plain_inputs.get(index, TENSOR) for index in range(len(leaves))], leaves, "inputs")
+    if trace.guards is not None and all(name in kwargs for name in trace.keywords):
+        keyword_leaves = [leaf for name in trace.keywords for leaf in tree_leaves(kwargs[name])]
+        try:
+            trace.guards(*leaves, *keyword_leaves)
+        except AssertionError as error:
+            condition = str(error).removeprefix("Guard failed: ")
+            raise SizeMismatch(
+                f"{condition}, as when the model was traced",
+                "other sizes",
+                "inputs",
+                "with these the model takes another path; use such inputs as example=, or cut it by hand, as a list",
+            ) from error
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _compare_leaves(expected: Sequence[object], got: Sequence[object], what: str) -> None:
+    """Tensors must be where they were, and what is no tensor must be what it was: the trace has it as a constant."""
+    shown = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in got]
+    if shown != list(expected):
+        raise SizeMismatch(
+            list(expected), shown, what, "what is no tensor is fixed by example=: pass the same, or trace with this"
+        )

@@ -1,0 +1,1 @@
+"""Schedules as values: checked, simulated, compared and lowered to programs. Pure."""

@@ -1,0 +1,297 @@
+"""Finds the mistakes in a schedule.
+
+Two passes. This one looks at each rank alone, for actions that are missing, doubled, on the wrong rank, or before what
+they need of the same stage. The other one (`deadlock`) looks for ranks that wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.plan.action import Action, Kind, Overlapped, Step, actions_of
+from echelon.pipeline.plan.cost import Amount, Costs
+from echelon.pipeline.plan.grid import Place, Problem, grid, where
+from echelon.pipeline.plan.simulate import Need, levels, play
+
+if TYPE_CHECKING:
+    from echelon.pipeline.plan.schedule import Schedule
+
+
+# Finds ranks that would wait for each other for ever.
+#
+# The schedule is played. A rank that stands still waits for one action of one rank, which stands still as well; so
+# following the waits from any of them leads into a circle. The circle is reported, one wait in it is granted, and the
+# schedule is played again, for there may be others.
+
+_MOST_CIRCLES = 8
+
+
+class _Wait(NamedTuple):
+    """A step that cannot start, what it needs, and the step that would make it."""
+
+    step: Step
+    place: Place
+    need: Need
+    maker: Action
+    maker_place: Place
+
+
+def find_circles(schedule: Schedule, orders: Sequence[Sequence[Step]], granted: Collection[Need]) -> Iterator[Problem]:
+    """Yields a problem for each circle of waits, up to 8.
+
+    Args:
+        schedule: Its placement and sizes count.
+        orders: To be played: actions that exist.
+        granted: What no step waits for.
+    """
+    granted = set(granted)
+    costs = Costs(0, 0, 0).per_stage(schedule.placement)
+    for _ in range(_MOST_CIRCLES):
+        ran = play(orders, schedule.placement, schedule.num_microbatches, costs, granted)
+        standing = {rank: len(ends) for rank, ends in enumerate(ran.ends) if len(ends) < len(orders[rank])}
+        if not standing:
+            return
+        circle = _circle(_waits(orders, standing, schedule.num_stages, granted))
+        yield _problem(circle)
+        granted.add(circle[0].need)
+
+
+def _waits(
+    orders: Sequence[Sequence[Step]], standing: dict[int, int], num_stages: int, granted: Collection[Need]
+) -> dict[int, _Wait]:
+    """What each rank that stands still waits for."""
+    still_to_come = {
+        (action.kind == "F", action.stage, action.microbatch): (action, (rank, index))
+        for rank, position in standing.items()
+        for index in range(len(orders[rank]) - 1, position - 1, -1)
+        for action in actions_of(orders[rank][index])
+        if action.kind != "W"
+    }
+    waits = {}
+    for rank, position in standing.items():
+        step = orders[rank][position]
+        for stage, kind, microbatch in actions_of(step):
+            is_forward = kind == "F"
+            maker_stage = stage - 1 if is_forward else stage + 1
+            need = Need("F" if is_forward else "B", stage, microbatch)
+            maker = still_to_come.get((is_forward, maker_stage, microbatch))
+            if kind != "W" and maker is not None and need not in granted and 0 <= maker_stage < num_stages:
+                waits[rank] = _Wait(step, (rank, position), need, *maker)
+    return waits
+
+
+def _circle(waits: dict[int, _Wait]) -> list[_Wait]:
+    """Follows the waits until a rank comes again."""
+    path: list[int] = []
+    rank = min(waits)
+    while rank not in path:
+        path.append(rank)
+        rank = waits[rank].maker_place[0]
+    return [waits[rank] for rank in path[path.index(rank) :]]
+
+
+def _problem(circle: Sequence[_Wait]) -> Problem:
+    places = tuple(place for wait in circle for place in (wait.place, wait.maker_place))
+    if len(circle) == 1:
+        wait = circle[0]
+        text = f"{where(wait.step, wait.place)} comes before {where(wait.maker, wait.maker_place)}, which it needs"
+        return Problem(text, places)
+    waits = "; ".join(
+        f"{where(wait.step, wait.place)} waits for {where(wait.maker, wait.maker_place)}" for wait in circle
+    )
+    return Problem(f"ranks wait for each other (deadlock): {waits}", places)
+
+
+_MOST_PRINTED = 20
+
+# What an action does, and what must have been done before, as sums of: 1 forward, 2 for the input, 4 for the weights.
+_DOES = {"F": 1, "I": 2, "W": 4, "B": 6}
+_NEEDS = {"F": 0, "I": 1, "W": 3, "B": 1}
+_KINDS: tuple[Kind, ...] = ("F", "I", "W", "B")
+_EVERYTHING = 7
+
+
+class _Suspect(NamedTuple):
+    """An action that breaks a rule on its rank, and what its stage had done with its microbatch before."""
+
+    place: Place
+    step: Step
+    action: Action
+    done: int
+
+
+def find_problems(schedule: Schedule) -> tuple[Problem, ...]:
+    """Returns every mistake of the orders; see `Schedule.check`."""
+    done = bytearray(schedule.num_stages * schedule.num_microbatches)
+    suspects = list(_suspects(schedule, done))
+    complete = 1 if schedule.forward_only else _EVERYTHING
+    if not suspects and done.count(complete) == len(done):
+        return tuple(find_circles(schedule, schedule.orders, set()))
+    places = _places(schedule)
+    return (
+        *(_explained(suspect, schedule, places) for suspect in suspects),
+        *(_missing(key, what, schedule) for key, what in enumerate(done) if what != complete),
+        *find_circles(schedule, _playable(schedule, suspects), _granted(schedule, suspects, done)),
+    )
+
+
+def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem, ...]:
+    """Returns a problem for each rank that holds more than its limit.
+
+    Raises:
+        ScheduleError: a limit that is no number, or a list that has not one per rank.
+    """
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * schedule.num_ranks
+    if len(limits) != schedule.num_ranks:
+        raise ScheduleError(
+            f"memory_limit has {len(limits)} values for {schedule.num_ranks} ranks: give one number, or one per rank"
+        )
+    for most in limits:
+        if not most >= 0:  # also refuses nan
+            raise ScheduleError(f"memory_limit={most} is no amount of memory: give a number of at least 0")
+    stage_costs = costs.per_stage(schedule.placement)
+    problems = []
+    for rank, (order, most) in enumerate(zip(schedule.orders, limits, strict=True)):
+        held = list(levels(order, stage_costs, schedule.forward_only))
+        allowed = most * (1 + 1e-9)  # sums of floats may be a hair above what they should be
+        first = next((index for index, level in enumerate(held) if level > allowed), None)
+        if first is not None:
+            text = (
+                f"rank {rank} holds {max(held)} activations at most, over the limit of {most}: "
+                f"{held[first]} from {order[first]} (step {first}) on"
+            )
+            problems.append(Problem(text, ((rank, first),)))
+    return tuple(problems)
+
+
+def report(schedule: Schedule, problems: Sequence[Problem]) -> str:
+    """Writes the problems, one a line, and the grid of ranks x steps with their places marked."""
+    lines = [f"schedule {schedule.name!r} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
+    lines += [f"  - {problem.text}" for problem in problems[:_MOST_PRINTED]]
+    if len(problems) > _MOST_PRINTED:
+        lines.append(f"  - and {len(problems) - _MOST_PRINTED} more")
+    marked = {place for problem in problems for place in problem.places}
+    return "\n".join([*lines, grid(schedule.orders, marked)])
+
+
+def _suspects(schedule: Schedule, done: bytearray) -> Iterator[_Suspect]:
+    """Looks at every action once, and writes into `done` what each stage does with each microbatch."""
+    placement, num_stages, width = schedule.placement, schedule.num_stages, schedule.num_microbatches
+    kinds = "F" if schedule.forward_only else "FIWB"
+    for rank, order in enumerate(schedule.orders):
+        for index, step in enumerate(order):
+            # Of an overlapped pair the backward comes first: it cannot use what is made at the same time.
+            for action in (step,) if type(step) is Action else reversed(actions_of(step)):
+                stage, kind, microbatch = action
+                if not (0 <= stage < num_stages and 0 <= microbatch < width and kind in kinds):
+                    yield _Suspect((rank, index), step, action, 0)
+                    continue
+                key = stage * width + microbatch
+                before, does, needs = done[key], _DOES[kind], _NEEDS[kind]
+                wrong = before & does or before & needs != needs or placement[stage] != rank
+                if wrong or (type(step) is not Action and _is_no_pair(step)):
+                    yield _Suspect((rank, index), step, action, before)
+                done[key] = before | does
+
+
+def _is_no_pair(step: Step) -> bool:
+    return type(step) is Overlapped and (step.forward.kind != "F" or step.backward.kind not in ("I", "B"))
+
+
+def _places(schedule: Schedule) -> dict[Action, list[Place]]:
+    """Finds where each action stands."""
+    places: dict[Action, list[Place]] = {}
+    for rank, order in enumerate(schedule.orders):
+        for index, step in enumerate(order):
+            for action in actions_of(step):
+                places.setdefault(action, []).append((rank, index))
+    return places
+
+
+def _exists(action: Action, schedule: Schedule) -> bool:
+    in_range = 0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches
+    return in_range and action.kind in _DOES
+
+
+def _explained(suspect: _Suspect, schedule: Schedule, places: dict[Action, list[Place]]) -> Problem:
+    place, step, action, done = suspect
+    stage, kind, _ = action
+    here = where(action, place)
+    if not _exists(action, schedule):
+        sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
+        return Problem(f"{here} does not exist: there are {sizes}, and the kinds F, I, W and B", (place,))
+    if schedule.forward_only and kind != "F":
+        return Problem(f"{here} is a backward in a schedule that is forward only", (place,))
+    if _is_no_pair(step):
+        return Problem(f"{where(step, place)} cannot overlap: a pair is F and B, or F and I", (place,))
+    if schedule.placement[stage] != place[0]:
+        return Problem(f"{here} is on the wrong rank: stage {stage} is on rank {schedule.placement[stage]}", (place,))
+    if done & _DOES[kind]:
+        return _doubled(action, places)
+    needed = action._replace(kind=_first_needed(kind, done))
+    if needed not in places:
+        return Problem(f"{here} needs {needed}, which never runs", (place,))
+    other = places[needed][0]
+    return Problem(f"{here} comes before {where(needed, other)}, which it needs", (place, other))
+
+
+def _doubled(action: Action, places: dict[Action, list[Place]]) -> Problem:
+    """Says where the same work is done. B and I are the same work as well as B and B."""
+    stage, kind, microbatch = action
+    same = [
+        (Action(stage, other, microbatch), place)
+        for other in _KINDS
+        if _DOES[other] & _DOES[kind]
+        for place in places.get(Action(stage, other, microbatch), ())
+    ]
+    listed = ", ".join(where(other, place) for other, place in same)
+    return Problem(f"the work of {action} is done {len(same)} times: {listed}", tuple(place for _, place in same))
+
+
+def _first_needed(kind: Kind, done: int) -> Kind:
+    return "I" if kind == "W" and done & _DOES["F"] else "F"
+
+
+def _missing(key: int, done: int, schedule: Schedule) -> Problem:
+    """Says what a stage never does with a microbatch."""
+    stage, microbatch = divmod(key, schedule.num_microbatches)
+    kinds: list[Kind] = [] if done & _DOES["F"] else ["F"]
+    if not schedule.forward_only:
+        if not done & _DOES["B"]:
+            kinds.append("B")
+        else:
+            kinds += [kind for kind in ("I", "W") if not done & _DOES[kind]]
+    rank = schedule.placement[stage]
+    names = " and ".join(str(Action(stage, kind, microbatch)) for kind in kinds)
+    return Problem(f"{names} missing on rank {rank}", ((rank, len(schedule.orders[rank])),))
+
+
+def _playable(schedule: Schedule, suspects: Sequence[_Suspect]) -> tuple[tuple[Step, ...], ...]:
+    """The orders, with actions that do not exist replaced by one that waits for nothing."""
+    unknown = [suspect.place for suspect in suspects if not _exists(suspect.action, schedule)]
+    if not unknown:
+        return schedule.orders
+    orders = list(map(list, schedule.orders))
+    for rank, index in unknown:
+        orders[rank][index] = Action(0, "W", 0)
+    return tuple(map(tuple, orders))
+
+
+def _granted(schedule: Schedule, suspects: Sequence[_Suspect], done: bytearray) -> set[Need]:
+    """What the second pass must not wait for: what never comes, and what has been complained about already."""
+    width, last = schedule.num_microbatches, schedule.num_stages - 1
+    granted = set()
+    for key, what in enumerate(done):
+        stage, microbatch = divmod(key, width)
+        if not what & _DOES["F"] and stage < last:
+            granted.add(Need("F", stage + 1, microbatch))
+        if not what & _DOES["I"] and stage > 0:
+            granted.add(Need("B", stage - 1, microbatch))
+    for suspect in suspects:
+        if _exists(suspect.action, schedule):
+            granted.add(
+                Need("F" if suspect.action.kind == "F" else "B", suspect.action.stage, suspect.action.microbatch)
+            )
+    return granted

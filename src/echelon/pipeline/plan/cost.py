@@ -1,0 +1,163 @@
+"""What a stage's work costs in time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from numbers import Real
+from typing import NamedTuple, TypeAlias
+
+from echelon.errors import ScheduleError
+from echelon.timeline.timeline import Time
+
+Amount: TypeAlias = Time | Sequence[Time]
+"""One number for all stages, or one for each."""
+
+
+def transfer_time(num_bytes: Time, latency: Time, bandwidth: Time) -> Time:
+    """The time that one microbatch's bytes need across a boundary: latency + num_bytes / bandwidth.
+
+    Give one of these, or one for each boundary, as `Costs(transfer=...)`. Bandwidth is in bytes per unit of time.
+
+    Raises:
+        ScheduleError: a size or latency below 0, or a bandwidth that is not above 0.
+    """
+    _validate("num_bytes", num_bytes)
+    _validate("latency", latency)
+    _validate("bandwidth", bandwidth)
+    if not bandwidth:
+        raise ScheduleError("bandwidth is 0: nothing would ever arrive; give bytes per unit of time, such as 1e9")
+    if isinstance(num_bytes, int) and isinstance(bandwidth, int):
+        return latency + Fraction(num_bytes, bandwidth)
+    return latency + num_bytes / bandwidth
+
+
+class StageCosts(NamedTuple):
+    """`Costs` spelt out: each a tuple with one number per stage (`transfer`: one per boundary)."""
+
+    forward: tuple[Time, ...]
+    backward_input: tuple[Time, ...]
+    backward_weight: tuple[Time, ...]
+    backward: tuple[Time, ...]
+    """Of the fused backward."""
+    transfer: tuple[Time, ...]
+    """Boundary b lies between stages b and b + 1. The int 0 where one rank holds both, or for 0.0: a float that adds
+    nothing must not make exact times floats."""
+    overlapped: tuple[Time, ...] | None
+    """Of a forward of this stage together with a fused backward of another; None: their sum."""
+    activation: tuple[Time, ...]
+    weight_activation: tuple[Time, ...]
+    recomputed_activation: tuple[Time, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What stages cost, in any unit of time and of memory. Each is a number or a sequence with one per stage.
+
+    A stage is one chunk: 4 ranks x 2 chunks have 8 stages. Ints and Fractions give exact results.
+
+    Args:
+        forward: Time of F.
+        backward_input: Time of I. The fused B takes backward_input + backward_weight.
+        backward_weight: Time of W.
+        transfer: Time from the end of a stage until its neighbour on another rank has the data, the same forward and
+            backward. One number, or one per boundary (num_stages - 1). See `transfer_time`.
+        activation: Memory held from the start of F to the end of the backward.
+        weight_activation: The part of it that stays from the end of I to the end of W. None: all of it.
+        overlapped: Time of a forward and a fused backward run as one; per stage it is that of the forward's stage.
+            None: the sum of the two.
+        recompute: Time that I and B take in addition, to run the forward again. `activation` is then what is kept
+            meanwhile: the stage's input.
+        recomputed_activation: Memory that the recomputation brings back, from the start of I or B to the end of the
+            backward.
+
+    Raises:
+        ScheduleError: a cost that is not a finite number of at least 0.
+    """
+
+    forward: Amount = 1.0
+    backward_input: Amount = 1.0
+    backward_weight: Amount = 1.0
+    transfer: Amount = 0.0
+    activation: Amount = 1.0
+    weight_activation: Amount | None = None
+    overlapped: Amount | None = None
+    recompute: Amount = 0
+    recomputed_activation: Amount = 0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                value = tuple(value)
+                object.__setattr__(self, item.name, value)
+            for number in value if isinstance(value, tuple) else (value,):
+                _validate(item.name, number)
+
+    @property
+    def num_stages(self) -> int | None:
+        """The number of stages that these costs are for; None if they are the same for any stage."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, tuple):
+                return len(value) + (item.name == "transfer")
+        return None
+
+    def per_stage(self, placement: Sequence[int]) -> StageCosts:
+        """Spells the costs out for the stages of a placement (the rank of each stage).
+
+        Raises:
+            ScheduleError: a sequence whose length is not the number of stages (of boundaries, for `transfer`).
+        """
+        count = len(placement)
+        transfer = _spread("transfer", self.transfer, count - 1, "boundaries between stages")
+        activation = _spread("activation", self.activation, count)
+        recomputed = _spread("recomputed_activation", self.recomputed_activation, count)
+        return_all = tuple(map(_add, activation, recomputed))
+        recompute = _spread("recompute", self.recompute, count)
+        weight = _spread("backward_weight", self.backward_weight, count)
+        for_input = tuple(map(_add, _spread("backward_input", self.backward_input, count), recompute))
+        return StageCosts(
+            forward=_spread("forward", self.forward, count),
+            backward_input=for_input,
+            backward_weight=weight,
+            backward=tuple(map(_add, for_input, weight)),
+            transfer=tuple(
+                time if time and placement[left] != placement[left + 1] else 0 for left, time in enumerate(transfer)
+            ),
+            overlapped=None if self.overlapped is None else _spread("overlapped", self.overlapped, count),
+            activation=activation,
+            weight_activation=(
+                return_all
+                if self.weight_activation is None
+                else _spread("weight_activation", self.weight_activation, count)
+            ),
+            recomputed_activation=recomputed,
+        )
+
+
+def _add(left: Time, right: Time) -> Time:
+    return left + right
+
+
+_MOST = 10**100
+"""What is larger would overflow when it is added up."""
+
+
+def _validate(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ScheduleError(f"{name}={value!r} is not a number: give an int, a float, a Fraction, or one per stage")
+    if value < 0 or not value < _MOST:  # also refuses nan
+        shown = f"{value}" if len(f"{value}") < 40 else f"{value}"[:36] + "..."
+        raise ScheduleError(f"{name}={shown} cannot be a cost: give a number from 0 to 1e100")
+
+
+def _spread(name: str, amount: Amount, count: int, of: str = "stages") -> tuple[Time, ...]:
+    if not isinstance(amount, tuple):
+        return (amount,) * count  # type: ignore[return-value]  # not a Sequence any more: __post_init__ made tuples
+    if len(amount) != count:
+        raise ScheduleError(f"{name} has {len(amount)} values for {count} {of}: give one number, or {count} of them")
+    return amount

@@ -1,0 +1,72 @@
+"""Schedules as text in torch.distributed.pipelining's own form: a line per rank, a cell per step ("2F0")."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.plan.action import Step, actions_of, parse
+
+_ADDED_BY_TORCH = re.compile(r"\d+(?:(?:WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)\d*")
+"""Cells for communication and sharding, which torch adds to a schedule; torch 2.15 added the WAIT_ ones."""
+
+
+class Found(NamedTuple):
+    """What a text says about a schedule."""
+
+    num_microbatches: int
+    placement: tuple[int, ...]
+    orders: tuple[tuple[Step, ...], ...]
+    forward_only: bool
+
+
+def to_text(orders: Iterable[Sequence[Step]]) -> str:
+    """Writes a line per rank."""
+    return "\n".join(",".join(map(str, order)) for order in orders)
+
+
+def read(text: str) -> Found:
+    """Reads a line per rank.
+
+    Raises:
+        ScheduleError: a cell that is no step, or a stage that no rank runs.
+    """
+    lines = text.rstrip("\r\n").splitlines()
+    orders = tuple(tuple(_cells(rank, line)) for rank, line in enumerate(lines))
+    ranks_of: dict[int, Counter[int]] = {}
+    kinds, last_microbatch = set(), -1
+    for rank, order in enumerate(orders):
+        for step in order:
+            for stage, kind, microbatch in actions_of(step):
+                ranks_of.setdefault(stage, Counter())[rank] += 1
+                kinds.add(kind)
+                last_microbatch = max(last_microbatch, microbatch)
+    if not ranks_of:
+        raise ScheduleError('the text holds no action: write a line per rank with cells such as "2F0"')
+    for stage in range(max(ranks_of)):
+        if stage not in ranks_of:
+            raise ScheduleError(
+                f"no rank runs stage {stage} of {max(ranks_of) + 1}: number the stages from 0 without gaps"
+            )
+    num_actions = sum(counter.total() for counter in ranks_of.values())
+    if last_microbatch >= num_actions:
+        raise ScheduleError(
+            f"microbatch {last_microbatch} among {num_actions} actions: number the microbatches from 0 without gaps"
+        )
+    placement = tuple(ranks_of[stage].most_common(1)[0][0] for stage in range(len(ranks_of)))
+    return Found(last_microbatch + 1, placement, orders, forward_only=kinds == {"F"})
+
+
+def _cells(rank: int, line: str) -> Iterable[Step]:
+    for column, cell in enumerate(line.split(",")):
+        # torch quotes nothing, other tools may.
+        cell = cell.strip().strip('"')
+        if not cell or _ADDED_BY_TORCH.fullmatch(cell):
+            continue
+        try:
+            yield parse(cell)
+        except ScheduleError as error:
+            raise ScheduleError(f"rank {rank}, cell {column}: {error}") from None

@@ -1,0 +1,86 @@
+"""Plans a schedule again for stages whose backward cannot be done in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal
+
+from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of
+from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.schedule import Schedule
+
+# Which stages add their weights' gradients up in the order of a loop over the microbatches.
+#
+# Sums of floats depend on their order. A stage whose weights get their contributions in the order of the microbatches
+# has, bit for bit, the gradients of one process that runs one microbatch after another; any other differs by rounding.
+
+
+def exact_stages(schedule: Schedule) -> tuple[bool, ...]:
+    """Returns for each stage whether its B's and W's, whichever it has, run in the order of the microbatches."""
+    in_order = [True] * schedule.num_stages
+    latest = [-1] * schedule.num_stages
+    for order in schedule.orders:
+        for step in order:
+            for stage, kind, microbatch in actions_of(step):
+                if kind in ("B", "W"):
+                    in_order[stage] &= microbatch > latest[stage]
+                    latest[stage] = microbatch
+    return tuple(in_order)
+
+
+def is_exact(schedule: Schedule) -> bool:
+    """Returns whether all stages are exact."""
+    return all(exact_stages(schedule))
+
+
+_Place = Literal["I", "W"]
+
+
+def split_stages(schedule: Schedule) -> frozenset[int]:
+    """Returns the stages that have an I."""
+    return frozenset(
+        action.stage for order in schedule.orders for step in order for action in actions_of(step) if action.kind == "I"
+    )
+
+
+def fused(schedule: Schedule, stages: Collection[int], costs: Costs | None = None) -> Schedule:
+    """Returns the schedule with one B instead of the I and the W of some stages.
+
+    The B stands where the I did, so that the stage before need not wait longer than it must, or where the W did, if the
+    step is shorter so; what would make ranks wait for each other in a circle is left out. At the place of I it always
+    can: it needs what I needed, and W made nothing that anybody needs.
+
+    Args:
+        schedule: one without problems.
+        stages: those whose backward is to be whole.
+        costs: what the step is timed with.
+
+    Raises:
+        ScheduleError: costs for another number of stages.
+    """
+    concerned = frozenset(stages) & split_stages(schedule)
+    if not concerned:
+        return schedule
+    places: tuple[_Place, ...] = ("I", "W")
+    found = [_fused_at(schedule, concerned, place) for place in places]
+    return min(
+        (candidate for candidate in found if not candidate.problems),
+        key=lambda candidate: candidate.simulate(costs).makespan,
+    )
+
+
+def _fused_at(schedule: Schedule, stages: Collection[int], place: _Place) -> Schedule:
+    def again(step: Step) -> Step | None:
+        if isinstance(step, Overlapped):
+            backward = one(step.backward)
+            return step.forward if backward is None else Overlapped(step.forward, backward)
+        return one(step)
+
+    def one(action: Action) -> Action | None:
+        if action.stage not in stages or action.kind not in ("I", "W"):
+            return action
+        return action._replace(kind="B") if action.kind == place else None
+
+    orders = tuple(tuple(step for step in map(again, order) if step is not None) for order in schedule.orders)
+    return replace(schedule, orders=orders)

@@ -1,0 +1,171 @@
+"""A pipeline schedule: what every rank does, in which order. Frozen data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from echelon.errors import ScheduleError
+from echelon.files import reading, writing
+from echelon.pipeline.plan.action import Action, Overlapped, Step
+from echelon.pipeline.plan.check import find_problems, over_limit, report
+from echelon.pipeline.plan.cost import Amount, Costs
+from echelon.pipeline.plan.csv_format import read, to_text
+from echelon.pipeline.plan.grid import Problem
+from echelon.pipeline.plan.simulate import recorded, simulate
+from echelon.timeline.timeline import Time, Timeline
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """What every rank of a pipeline does, in which order.
+
+    `str(schedule)` is one line per rank, its steps separated by commas, as torch writes schedules; `Schedule.from_text`
+    reads it back.
+
+    Args:
+        name: For people.
+        num_microbatches: How many each stage runs.
+        placement: The rank that holds each stage. See `echelon.pipeline.plan.action`.
+        orders: For each rank its steps, in order.
+        forward_only: It is for inference: no backward, and nothing is held for one.
+
+    Raises:
+        ScheduleError: sizes that do not fit together. What the orders say is looked at by `check`.
+    """
+
+    name: str
+    num_microbatches: int
+    placement: tuple[int, ...]
+    orders: tuple[tuple[Step, ...], ...]
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
+        if not all(set(map(type, order)) <= {Action, Overlapped} for order in self.orders):
+            raise ScheduleError("an order holds something else than steps: give Action and Overlapped values")
+        if self.num_microbatches < 1:
+            raise ScheduleError(f"num_microbatches={self.num_microbatches}: a schedule needs at least 1")
+        if not self.orders or not self.placement:
+            raise ScheduleError("a schedule needs an order for at least one rank and a placement of at least one stage")
+        for stage, rank in enumerate(self.placement):
+            if not 0 <= rank < self.num_ranks:
+                raise ScheduleError(
+                    f"stage {stage} is placed on rank {rank}, but there are orders for {self.num_ranks} ranks: "
+                    f"place it on 0 to {self.num_ranks - 1}"
+                )
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches"
+        return f"<Schedule {self.name}: {sizes}{', forward only' if self.forward_only else ''}>"
+
+    def __str__(self) -> str:
+        return to_text(self.orders)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks take part."""
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.placement)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many stages a rank holds; the most, where ranks differ."""
+        return max(map(self.placement.count, range(self.num_ranks)))
+
+    @cached_property
+    def problems(self) -> tuple[Problem, ...]:
+        """All that is wrong with the orders. Empty for a valid schedule."""
+        return find_problems(self)
+
+    def check(self, memory_limit: Amount | None = None, costs: Costs | None = None) -> None:
+        """Finds every mistake.
+
+        Args:
+            memory_limit: The most that a rank may hold at once, in the units of `costs.activation` (by default 1 for
+                one stage's activation of one microbatch). A number, or one per rank.
+            costs: What an activation counts.
+
+        Raises:
+            ScheduleError: an action is missing, doubled, on the wrong rank or before what it needs, ranks wait for each
+                other in a circle, or a rank holds more than the limit. The message lists all that was found and shows
+                where in the orders it is.
+        """
+        problems = self.problems
+        if memory_limit is not None:
+            problems += over_limit(self, memory_limit, costs or Costs())
+        if problems:
+            raise ScheduleError(report(self, problems))
+
+    def simulate(self, costs: Costs | None = None) -> Timeline:
+        """Plays the schedule on a virtual clock.
+
+        Raises:
+            ScheduleError: the schedule has problems (as `check` says), or the costs are not for its number of stages.
+        """
+        self.check()
+        return simulate(self, costs or Costs())
+
+    def recorded(self, times: Sequence[Sequence[tuple[Time, Time]]], costs: Costs | None = None) -> Timeline:
+        """Makes the timeline of a run of this schedule that was measured.
+
+        Args:
+            times: For each rank, the (start, end) of each of its steps, all by one clock.
+            costs: What an activation counts, for `Timeline.peak_activations`.
+
+        Raises:
+            ScheduleError: not one pair per step of each rank.
+        """
+        return recorded(self, times, costs or Costs())
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the orders as torch.distributed.pipelining reads them (its "compute_only" format).
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        with writing(path), open(path, "w", encoding="ascii", newline="") as file:
+            file.write(f"{self}\n")
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], num_microbatches: int | None = None) -> Schedule:
+        """Reads what `to_csv` or torch.distributed.pipelining wrote; see `from_text`.
+
+        Raises:
+            ScheduleError: the file does not hold a schedule.
+            FileError: there is no such file, or it cannot be read.
+        """
+        with reading(path), open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+        return cls.from_text(text, num_microbatches, name=os.path.splitext(os.path.basename(path))[0])
+
+    @classmethod
+    def from_text(cls, text: str, num_microbatches: int | None = None, name: str = "text") -> Schedule:
+        """Reads the text form: one line per rank, its steps separated by commas.
+
+        A stage is placed on the rank that runs most of its actions. Empty cells are left out, and so is what torch adds
+        to run a schedule (SEND_F, RECV_B, UNSHARD, REDUCE_GRAD ...). A schedule without a backward is forward only.
+
+        Args:
+            text: The orders.
+            num_microbatches: None: as many as appear.
+            name: What to call the schedule.
+
+        Raises:
+            ScheduleError: a cell is not a step, with its rank and column.
+        """
+        found = read(text)
+        return cls(
+            name=name,
+            num_microbatches=found.num_microbatches if num_microbatches is None else num_microbatches,
+            placement=found.placement,
+            orders=found.orders,
+            forward_only=found.forward_only,
+        )

@@ -1,0 +1,305 @@
+"""Plays a schedule on a virtual clock.
+
+A rank runs its steps in order. A step starts when its rank is free and what it needs has arrived:
+
+    F of stage s    the output of stage s - 1
+    I or B          the gradient from stage s + 1
+    W               nothing: its I ran before, on the same rank
+    overlapped      both
+
+Transfers take no rank's time and do not wait for each other, so the outcome does not depend on who is looked at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of
+from echelon.pipeline.plan.cost import Costs, StageCosts
+from echelon.timeline.timeline import LazySequence, Time, Timeline, Transfer
+
+if TYPE_CHECKING:
+    from echelon.pipeline.plan.schedule import Schedule
+
+
+# How many activations a rank holds, step by step, in units of `Costs.activation`.
+
+
+def peaks(schedule: Schedule, costs: StageCosts) -> tuple[Time, ...]:
+    """Returns the most that each rank holds at once."""
+    return tuple(max(levels(order, costs, schedule.forward_only), default=0) for order in schedule.orders)
+
+
+def levels(order: Sequence[Step], costs: StageCosts, forward_only: bool = False) -> Iterator[Time]:
+    """Yields what a rank holds during each step: from the start of F to the end of I, and a part until the end of W.
+
+    A pair that runs as one holds the forward's activation while the backward's is still there. Forward only, nothing
+    stays.
+    """
+    activation, kept, recomputed = costs.activation, costs.weight_activation, costs.recomputed_activation
+    held: Time = 0
+    for step in order:
+        if forward_only:
+            yield sum(activation[action.stage] for action in actions_of(step))
+        elif type(step) is Action:
+            stage, kind, _ = step
+            if kind == "F":
+                held += activation[stage]
+                yield held
+            elif kind == "B":
+                yield held + recomputed[stage]
+                held -= activation[stage]
+            elif kind == "I":
+                yield held + recomputed[stage]
+                held -= activation[stage] - kept[stage]
+            else:
+                yield held
+                held -= kept[stage]
+        else:
+            forward, backward = actions_of(step)
+            held += activation[forward.stage]
+            stage = backward.stage
+            yield held + recomputed[stage]
+            held -= activation[stage] - (kept[stage] if backward.kind == "I" else 0)
+
+
+Times: TypeAlias = Sequence[Sequence[Time]]
+"""For each rank, one time per step."""
+
+
+class Need(NamedTuple):
+    """What a step needs from the neighbouring stage: its own stage's input ("F") or output gradient ("B")."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Played(NamedTuple):
+    """When each rank's steps ran. A rank that waits for ever has fewer times than steps."""
+
+    starts: list[list[Time]]
+    ends: list[list[Time]]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Plays a valid schedule; see `Schedule.simulate`."""
+    stage_costs = costs.per_stage(schedule.placement)
+    starts, ends = play(schedule.orders, schedule.placement, schedule.num_microbatches, stage_costs)
+    return Timeline(
+        steps=schedule.orders,
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
+        transfers=LazySequence(partial(_transfers, schedule, ends, stage_costs.transfer)),
+        peak_activations=peaks(schedule, stage_costs),
+    )
+
+
+def recorded(schedule: Schedule, times: Sequence[Sequence[tuple[Time, Time]]], costs: Costs) -> Timeline:
+    """Puts measured times beside a schedule's steps; see `Schedule.recorded`."""
+    given, expected = list(map(len, times)), list(map(len, schedule.orders))
+    if given != expected:
+        raise ScheduleError(f"times of {given} steps per rank, but the ranks ran {expected}: give one pair per step")
+    starts = tuple(tuple(start for start, _ in rank) for rank in times)
+    ends = tuple(tuple(end for _, end in rank) for rank in times)
+    return Timeline(
+        steps=schedule.orders,
+        starts=starts,
+        ends=ends,
+        transfers=LazySequence(partial(_recorded_transfers, schedule, ends)),
+        peak_activations=peaks(schedule, costs.per_stage(schedule.placement)),
+    )
+
+
+def play(
+    orders: Sequence[Sequence[Step]],
+    placement: Sequence[int],
+    num_microbatches: int,
+    costs: StageCosts,
+    arrived: Collection[Need] = (),
+) -> Played:
+    """Runs every rank as far as it gets.
+
+    Args:
+        orders: Of each rank. Stages and microbatches that exist, each F, I and B at most once.
+        placement: The rank of each stage.
+        num_microbatches: How many there are.
+        costs: Of each stage.
+        arrived: What no step has to wait for.
+    """
+    arrivals = _arrivals(len(placement), num_microbatches, arrived)
+    moves = _moves(placement, num_microbatches, costs, arrivals, nobody=len(orders))
+    # Of each rank, what it waits for: the index of an input, or the complement of a gradient's.
+    waiting: list[int | None] = [None] * (len(orders) + 1)
+    starts: list[list[Time]] = [[] for _ in orders]
+    ends: list[list[Time]] = [[] for _ in orders]
+    ready = list(range(len(orders)))
+
+    # The loop that a million steps go through: all in one function, on local names. A rank goes on until a step needs
+    # what is not known yet; whoever makes that puts it among the ready ones again.
+    while ready:
+        rank = ready.pop()
+        order, rank_starts, rank_ends = orders[rank], starts[rank], ends[rank]
+        now: Time = rank_ends[-1] if rank_ends else 0
+        for position in range(len(rank_ends), len(order)):
+            step = order[position]
+            if type(step) is Action:
+                stage, kind, microbatch = step
+                known, durations, complement, shift, delays, neighbours = moves[kind]
+                key = stage * num_microbatches + microbatch
+                ready_at = known[key]
+                if ready_at is None:
+                    waiting[rank] = key ^ complement
+                    break
+                if ready_at > now:
+                    now = ready_at
+                rank_starts.append(now)
+                now += durations[stage]
+                rank_ends.append(now)
+                if kind == "W":
+                    continue
+                key += shift
+                known[key] = now + delays[stage]
+                neighbour = neighbours[stage]
+                if waiting[neighbour] == key ^ complement:
+                    waiting[neighbour] = None
+                    ready.append(neighbour)
+            else:
+                pair = _pair(step, now, num_microbatches, moves, costs)
+                if pair.awaited is not None:
+                    waiting[rank] = pair.awaited
+                    break
+                rank_starts.append(pair.start)
+                now = pair.end
+                rank_ends.append(now)
+                for neighbour, made in pair.made:
+                    if waiting[neighbour] == made:
+                        waiting[neighbour] = None
+                        ready.append(neighbour)
+    return Played(starts, ends)
+
+
+class _Arrivals(NamedTuple):
+    """When what the steps need arrives; None: not known yet.
+
+    What stage s needs for microbatch m is at s * num_microbatches + m, and so a neighbour's is num_microbatches away.
+    One more block at the end (also reached as index -1) takes what the last stage's F and the first stage's B make.
+    """
+
+    inputs: list[Time | None]
+    gradients: list[Time | None]
+
+
+class _Move(NamedTuple):
+    """What an action of one kind waits for, and what it makes."""
+
+    known: list[Time | None]
+    """When what it waits for arrives, and what it makes."""
+    durations: Sequence[Time]
+    """Of each stage."""
+    complement: int
+    """-1 if a rank that waits for it is known by the complement of the index, else 0: key ^ complement."""
+    shift: int
+    """From the index of what it waits for to that of what it makes."""
+    delays: Sequence[Time]
+    """Until what each stage makes has arrived."""
+    neighbours: Sequence[int]
+    """Who waits for what each stage makes: a rank, or one more than there are."""
+
+
+def _moves(
+    placement: Sequence[int], num_microbatches: int, costs: StageCosts, arrivals: _Arrivals, nobody: int
+) -> dict[str, _Move]:
+    inputs, gradients = arrivals
+    after, before = (*placement[1:], nobody), (nobody, *placement[:-1])
+    to_after, to_before = (*costs.transfer, 0), (0, *costs.transfer)
+    at_once = cast("list[Time | None]", [0]) * (len(placement) * num_microbatches)
+    return {
+        "F": _Move(inputs, costs.forward, 0, num_microbatches, to_after, after),
+        "I": _Move(gradients, costs.backward_input, -1, -num_microbatches, to_before, before),
+        "B": _Move(gradients, costs.backward, -1, -num_microbatches, to_before, before),
+        "W": _Move(at_once, costs.backward_weight, 0, 0, (), ()),
+    }
+
+
+def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Need]) -> _Arrivals:
+    """Returns what is there from the start: the first stage's inputs, the last one's gradients, and what `arrived`."""
+    size = num_stages * num_microbatches
+    known, unknown = cast("list[Time | None]", [0]), cast("list[Time | None]", [None])
+    inputs = known * num_microbatches + unknown * size
+    gradients = unknown * (size - num_microbatches) + known * (2 * num_microbatches)
+    for need in arrived:
+        (inputs if need.kind == "F" else gradients)[need.stage * num_microbatches + need.microbatch] = 0
+    return _Arrivals(inputs, gradients)
+
+
+class _Pair(NamedTuple):
+    """A forward and a backward run as one, or what they wait for."""
+
+    awaited: int | None
+    start: Time = 0
+    end: Time = 0
+    made: Sequence[tuple[int, int]] = ()
+    """Who may wait for what they make, and by what it is known."""
+
+
+def _pair(step: Overlapped, free: Time, num_microbatches: int, moves: dict[str, _Move], costs: StageCosts) -> _Pair:
+    """Runs a pair, when both sides have what they need, as early as `free`."""
+    sides = [(moves[kind], stage, stage * num_microbatches + microbatch) for stage, kind, microbatch in step]
+    for move, _, key in sides:
+        if move.known[key] is None:
+            return _Pair(key ^ move.complement)
+    start = max(free, *(cast(Time, move.known[key]) for move, _, key in sides))
+    end = start + _overlapped_time(step.forward, step.backward, costs)
+    made = []
+    for move, stage, key in sides:
+        move.known[key + move.shift] = end + move.delays[stage]
+        made.append((move.neighbours[stage], (key + move.shift) ^ move.complement))
+    return _Pair(None, start, end, made)
+
+
+def _overlapped_time(forward: Action, backward: Action, costs: StageCosts) -> Time:
+    if backward.kind != "B":
+        return costs.forward[forward.stage] + costs.backward_input[backward.stage]
+    if costs.overlapped is None:
+        return costs.forward[forward.stage] + costs.backward[backward.stage]
+    return costs.overlapped[forward.stage]
+
+
+class _Link(NamedTuple):
+    """A span and the span on another rank that needs what it makes, and the boundary between their stages."""
+
+    source_rank: int
+    source: int
+    target_rank: int
+    target: int
+    boundary: int
+
+
+def _links(schedule: Schedule) -> Iterator[_Link]:
+    placement, last = schedule.placement, schedule.num_stages - 1
+    at: dict[tuple[bool, int, int], int] = {}
+    for order in schedule.orders:
+        for position, step in enumerate(order):
+            for stage, kind, microbatch in actions_of(step):
+                if kind != "W":
+                    at[kind == "F", stage, microbatch] = position
+    for (is_forward, stage, microbatch), position in at.items():
+        neighbour = stage + 1 if is_forward else stage - 1
+        if 0 <= neighbour <= last and placement[neighbour] != placement[stage]:
+            target = at[is_forward, neighbour, microbatch]
+            yield _Link(placement[stage], position, placement[neighbour], target, min(stage, neighbour))
+
+
+def _transfers(schedule: Schedule, ends: Times, durations: Sequence[Time]) -> Iterator[Transfer]:
+    for source_rank, source, target_rank, target, boundary in _links(schedule):
+        sent = ends[source_rank][source]
+        yield Transfer(source_rank, source, target_rank, target, sent, sent + durations[boundary])
+
+
+def _recorded_transfers(schedule: Schedule, ends: Times) -> Iterator[Transfer]:
+    for source_rank, source, target_rank, target, _ in _links(schedule):
+        yield Transfer(source_rank, source, target_rank, target, start=ends[source_rank][source], end=None)

@@ -1,0 +1,215 @@
+"""What all ranks of a pipeline must have in common before anything is cut: the schedule above all."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+
+from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
+from echelon.group.group import JsonLike, ProcessGroup, check_group
+from echelon.pipeline import schedules
+from echelon.pipeline.cut.cut import Parts, StageMaker, split
+from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.stage.stage import Stage
+
+# Refusal of stages whose parameters are sharded by FSDP.
+#
+# FSDP gathers a block's parameters before its forward and its backward, and frees them afterwards. A backward in two
+# halves (I and W) computes weight gradients after that, with wrong values and without an error.
+
+_FSDP = "torch.distributed.fsdp"
+
+
+def refuse_sharded_stages(stages: Sequence[Stage], group: ProcessGroup) -> None:
+    """Raises UnsupportedOp on all ranks if a stage of any of them is sharded by FSDP."""
+    told = [str(found) for found in group.all_gather_object(_sharded(stages)) if found]
+    if told:
+        raise UnsupportedOp(
+            f"{told[0]} is sharded by FSDP, and a pipeline cannot run that: pass the plain stage, with data_parallel= "
+            "for replicas and ZeroOptimizer to shard their optimizer's state"
+        )
+
+
+def _sharded(stages: Sequence[Stage]) -> str:
+    """Returns the first module of these stages that FSDP has wrapped, in words; empty if there is none."""
+    fsdp = sys.modules.get(_FSDP)
+    if fsdp is None:  # to import it takes a second, and nothing can be sharded without it
+        return ""
+    for stage in stages:
+        for name, module in stage.module.named_modules():
+            if isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
+                return f"stage {stage.index}, module {name!r}" if name else f"stage {stage.index}"
+    return ""
+
+
+logger = logging.getLogger("echelon")
+
+
+def check_groups(group: object, data_parallel: object) -> None:
+    """Refuses what are no groups, or not two that cross.
+
+    Raises:
+        InvalidArgument: one is no group.
+        UnsupportedOp: they cross.
+    """
+    group = check_group(group)
+    if data_parallel is None:
+        return
+    data_parallel = check_group(data_parallel, "data_parallel")
+    both = sorted(set(group.ranks) & set(data_parallel.ranks))
+    if data_parallel.backend is group.backend and len(both) > 1:
+        raise UnsupportedOp(
+            f"ranks {both} are in the pipeline's group and in data_parallel: pass the group of the ranks that hold "
+            "equal stages, such as mesh['dp']"
+        )
+
+
+def check_arguments(
+    loss_fn: object, loss_weight: object, metrics: object, loss_reduction: object, seed: object
+) -> None:
+    """Refuses what is of the wrong kind.
+
+    Raises:
+        UnsupportedOp: an argument is.
+    """
+    for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight), ("metrics", metrics)):
+        if not (function is None or callable(function)):
+            raise UnsupportedOp(f"{name} is a {type(function).__name__}: pass a function, or leave it out")
+    if loss_reduction not in ("mean", "sum"):
+        raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UnsupportedOp(f"seed={seed!r}: give a whole number")
+
+
+def choose_schedule(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_microbatches: int | None,
+    num_chunks: int | None,
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    at: Sequence[str] | None,
+) -> Schedule:
+    """Returns the schedule asked for.
+
+    Raises:
+        ScheduleError: it has problems, or is not for these numbers.
+        UnsupportedOp: it has no backward.
+    """
+    found = _schedule(schedule, num_ranks, num_microbatches, num_chunks, model, at)
+    found.check()
+    if found.forward_only:
+        raise UnsupportedOp(f"{found.name} has no backward: pass a training schedule, and call forward() for inference")
+    return found
+
+
+def _schedule(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_microbatches: int | None,
+    num_chunks: int | None,
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    at: Sequence[str] | None,
+) -> Schedule:
+    if isinstance(schedule, Schedule):
+        if schedule.num_ranks != num_ranks:
+            raise ScheduleError(
+                f"the schedule is for {schedule.num_ranks} ranks, the group has {num_ranks}: make both equal"
+            )
+        if num_microbatches not in (None, schedule.num_microbatches):
+            raise ScheduleError(
+                f"num_microbatches={num_microbatches}, but the schedule has {schedule.num_microbatches}: leave it out"
+            )
+        return schedule
+    if not isinstance(schedule, str):
+        raise ScheduleError(f"schedule is a {type(schedule).__name__}: give a name, such as '1f1b', or a Schedule")
+    if num_microbatches is None:
+        raise ScheduleError(
+            f"num_microbatches is missing: say into how many parts a batch is cut, such as {2 * num_ranks}"
+        )
+    if num_chunks is None:
+        parts = len(model) if isinstance(model, Parts | list | tuple) else 0
+        num_chunks = max(1, (parts if at is None else len(at) + 1) // num_ranks) if parts or at is not None else None
+    return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
+
+
+def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:
+    """Returns the stages that are to run their forward again.
+
+    Raises:
+        UnsupportedOp: there are no such stages.
+    """
+    if isinstance(recompute, bool):
+        return list(range(num_stages)) if recompute else []
+    if not isinstance(recompute, Collection) or not all(stage in range(num_stages) for stage in recompute):
+        raise UnsupportedOp(f"recompute={recompute!r}: give True, or a list of stages from 0 to {num_stages - 1}")
+    return sorted(set(recompute))
+
+
+def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str]) -> ProcessGroup:
+    """Returns a group of the same ranks with messages of its own, once all ranks have shown the same arguments.
+
+    Raises:
+        CollectiveMismatch: they have not.
+    """
+    mine = [repr(schedule), hashlib.sha256(str(schedule).encode()).hexdigest()[:16], *others]
+    for rank, theirs in enumerate(group.all_gather_object(list(mine))):
+        if theirs != mine:
+            raise CollectiveMismatch(
+                f"rank {rank} made a Pipeline with {theirs}, rank {group.rank} with {mine}: pass the same arguments"
+            )
+    return own_group(group)
+
+
+def own_group(group: ProcessGroup) -> ProcessGroup:
+    """Returns a group of the same ranks, which ends with the pipeline if a step fails; the given one goes on."""
+    own = group.subgroup(range(group.world_size), f"{group.name}/pipeline")
+    assert own is not None
+    return own
+
+
+def agreed_parts(
+    model: nn.Module | Sequence[StageMaker] | Parts,
+    schedule: Schedule,
+    group: ProcessGroup,
+    data_parallel: ProcessGroup | None,
+    at: Sequence[str] | None,
+    example: Sequence[object] | None,
+    example_kwargs: Mapping[str, object] | None,
+) -> Parts:
+    """Cuts the model, the same everywhere: where layers are measured, one rank does it and tells the others.
+
+    What is cut already needs no example for that.
+
+    Raises:
+        PartitionError: the model cannot be cut so.
+    """
+    if not isinstance(model, nn.Module):
+        return split(model, schedule.num_stages, at=at)
+    if at is not None or (example is None and example_kwargs is None):
+        return split(model, schedule.num_stages, at=at, example=example, example_kwargs=example_kwargs)
+    mine: dict[str, JsonLike] = {}
+    is_first = group.rank == 0 and (data_parallel is None or data_parallel.rank == 0)
+    if is_first:
+        try:
+            parts = split(model, schedule.num_stages, example=example, example_kwargs=example_kwargs)
+        except PartitionError as error:
+            mine = {"error": str(error)}
+        else:
+            mine = {"at": list(parts.at)}
+            logger.info("cut by measured time:\n%s", parts)
+    told = mine if data_parallel is None else data_parallel.broadcast_object(mine, src=0)
+    told = group.broadcast_object(told, src=0)
+    assert isinstance(told, dict)
+    if "error" in told:
+        raise PartitionError(str(told["error"]))
+    names = told["at"]
+    assert isinstance(names, list)
+    if is_first:
+        return parts
+    return split(
+        model, schedule.num_stages, at=[str(name) for name in names], example=example, example_kwargs=example_kwargs
+    )

@@ -1,0 +1,419 @@
+"""The user's object: a model cut into stages over the ranks of a group, and the schedule that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from echelon.errors import ScheduleError, SizeMismatch, UnsupportedOp
+from echelon.group.group import ProcessGroup
+from echelon.pipeline.cut.cut import Parts, StageMaker, keep
+from echelon.pipeline.cut.ties import TiedWeights, agree_on_ties, find_ties
+from echelon.pipeline.plan.fuse import split_stages
+from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.run.agreement import (
+    agreed_group,
+    agreed_parts,
+    check_arguments,
+    check_groups,
+    choose_schedule,
+    own_group,
+    refuse_sharded_stages,
+    stages_to_recompute,
+)
+from echelon.pipeline.run.loss import Memory, Metrics, Objective, Reduction, check_finite, is_here, num_samples
+from echelon.pipeline.run.manual_step import ManualStep
+from echelon.pipeline.run.microbatch import batch_size, merge, split, split_arguments, split_keywords
+from echelon.pipeline.run.runtime import Runtime
+from echelon.pipeline.run.step import Batch, Span, StepOutput, tell, tell_metrics
+from echelon.pipeline.run.weights import IdleOptimizer, Replicas, Weights
+from echelon.pipeline.schedules.forward_only import forward_only
+from echelon.pipeline.stage.nested import Value, check_tensors
+from echelon.pipeline.stage.replay import Key
+from echelon.timeline.timeline import Timeline
+
+LossFn = Callable[[Value, Value], torch.Tensor]
+
+
+class Pipeline:
+    """Trains a model whose stages lie on the ranks of a group.
+
+    Gradients equal those of one process that runs the microbatches one after another, each loss weighted by its share
+    of the samples, and are added into .grad. Every rank of the group makes the same Pipeline and calls the same
+    methods.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[StageMaker] | Parts,
+        group: ProcessGroup,
+        schedule: str | Schedule = "1f1b",
+        num_microbatches: int | None = None,
+        loss_fn: LossFn | None = None,
+        *,
+        num_chunks: int | None = None,
+        data_parallel: ProcessGroup | None = None,
+        at: Sequence[str] | None = None,
+        example: Sequence[Value] | None = None,
+        example_kwargs: Mapping[str, Value] | None = None,
+        loss_reduction: Reduction = "mean",
+        loss_weight: Callable[[Value], float] | None = None,
+        metrics: Metrics | None = None,
+        seed: int = 0,
+        recompute: bool | Collection[int] = False,
+    ) -> None:
+        """Cuts the model, keeps this rank's stages, and checks the schedule.
+
+        Args:
+            model: any nn.Module, cut as `split` says; what `split` made of one; or a list with one entry per stage: a
+                module, a callable that makes it, or None where another rank holds it. In a list, a tuple that a stage
+                returns becomes the next one's positional arguments.
+            group: the ranks of the pipeline.
+            schedule: a name that `schedules.build` knows, or a Schedule, for `group.world_size` ranks.
+            num_microbatches: into how many parts each batch is cut; None: as many as the Schedule has.
+            loss_fn: loss_fn(output, target), called for each microbatch where the last stage is.
+            num_chunks: stages per rank, for a schedule given by name; None: as many as a list has entries for, else 1.
+            data_parallel: the group over which equal stages average their gradients. They start from the parameters and
+                buffers of its rank 0.
+            at: names of the layers at which stages 1, 2, ... begin.
+            example: positional inputs such as the model will get, as a tuple. Without `at`, one rank measures the
+                layers with them and divides them evenly; `Pipeline.at` says what it chose. If all ranks give it, stages
+                whose backward is to be done in two halves (I and W) are tried with it, those of a list as well; else
+                the first step tries them.
+            example_kwargs: keyword inputs, likewise.
+            loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
+            loss_weight: loss_weight(target), what a microbatch counts in the mean, such as its number of tokens that
+                loss_fn does not ignore; None: its number of samples. loss_fn is not called for one that counts 0.
+            metrics: metrics(output, target), a dict of numbers, called like loss_fn and without gradients; every rank
+                gets them from `step`, averaged (or added up) over the batch as the loss is.
+            seed: of the random numbers that stages draw, such as dropout's; see `echelon.pipeline.keyed`.
+            recompute: True, or the stages, that keep nothing but their input from forward to backward and then run the
+                forward again: less memory for a third more time.
+
+        Raises:
+            ScheduleError: an unknown name, a schedule with problems, or one for another number of ranks.
+            PartitionError: the model cannot be cut that way.
+            InvalidArgument: `group` or `data_parallel` is no group.
+            UnsupportedOp: another argument of the wrong kind, a schedule without a backward, or on all ranks, a stage
+                whose parameters are sharded by FSDP.
+            CollectiveMismatch: the ranks of the group were not given the same schedule.
+        """
+        check_groups(group, data_parallel)
+        check_arguments(loss_fn, loss_weight, metrics, loss_reduction, seed)
+        self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
+        recomputed = stages_to_recompute(recompute, self.num_stages)
+        self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={recomputed}, seed={seed}"])
+        self._data_parallel = None if data_parallel is None else own_group(data_parallel)
+        self._objective = Objective(loss_fn, loss_reduction, loss_weight, metrics)
+        self._seed = seed
+        self.num_steps = 0
+        """How many training steps were made; random numbers depend on it. Set it to go on where another run ended."""
+        self._num_inferences = 0
+        self._times: list[list[Span]] | None = None
+        self._hold(agreed_parts(model, self.schedule, self._group, self._data_parallel, at, example, example_kwargs))
+        self._runtime = Runtime(self.stages, self._group, self._replicas.groups, recomputed)
+        self._runtime.load(self.schedule)
+        self._by_hand = ManualStep(self._runtime, self._replicas)
+        self._is_settled = False
+        self._idle_optimizer = IdleOptimizer(group.rank, self._weights.named_parameters)
+        self._settle_early(example, example_kwargs)
+
+    def __repr__(self) -> str:
+        cut = f" cut before {', '.join(self.at)}" if self.at else ""
+        return f"<Pipeline of {self.num_stages} stages{cut}, here {self.stages}: {self.schedule!r}>"
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the whole model."""
+        return self.schedule.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of parts that each batch is cut into."""
+        return self.schedule.num_microbatches
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage: it is the one whose inputs matter."""
+        return self.schedule.placement[0] == self._group.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage: it is the one whose target matters and that has the outputs."""
+        return self.schedule.placement[-1] == self._group.rank
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last `step` as all ranks ran it, in seconds.
+
+        Raises:
+            ScheduleError: no step has been run.
+        """
+        if self._times is None:
+            raise ScheduleError("there is no timeline yet: call step() first")
+        return self.schedule.recorded(self._times)
+
+    # Training and inference
+
+    def step(self, *inputs: Value, target: Value = None, return_outputs: bool = False, **kwargs: Value) -> StepOutput:
+        """Runs forward and backward of one batch and adds the gradients into .grad.
+
+        Args:
+            inputs: what the first stage takes; looked at on its rank only. Tensors are cut along dim 0, what is no
+                tensor goes along whole.
+            target: what loss_fn takes; looked at on the rank of the last stage only.
+            return_outputs: keep the last stage's outputs.
+            kwargs: keyword arguments of this rank's stages, cut likewise.
+
+        Raises:
+            SizeMismatch: there are fewer samples than microbatches, or inputs, target and keyword arguments differ in
+                their number.
+            UnsupportedOp: there is no loss_fn, or gradients are switched off, or a tensor has no memory of its own.
+            PeerFailed: another rank failed; the message has its error.
+            Timeout: a rank did not send in time what another waited for.
+        """
+        self._by_hand.forget()
+        self._idle_optimizer.check()
+        batch = self._training_batch(inputs, target, kwargs, return_outputs)
+        self._settle(batch)
+        with self._runtime.failures.told(), self._replicas.synchronizing():
+            times = self._runtime.run(self.schedule, batch, self._replicas.start)
+        self.num_steps += 1
+        loss = self._tell(batch, times)
+        metrics = None if self._objective.metrics is None else self._tell_metrics(batch)
+        return StepOutput(loss, _merged(batch) if batch.outputs else None, metrics)
+
+    def forward(self, *inputs: Value, train: bool = False, **kwargs: Value) -> Value:
+        """Runs the batch forward, and returns the outputs in batch order on the rank of the last stage.
+
+        Without gradients, batches of any size will do: with fewer samples than microbatches there are as many
+        microbatches as samples. On other ranks it returns None. Modules stay in the mode that `train` or `eval` set.
+
+        Args:
+            inputs: what the first stage takes, as for `step`.
+            train: keep what `backward` needs. The outputs are leaves then: what is made of them has a gradient, and
+                theirs is what `backward` takes. Without a backward it is forgotten by the next call.
+            kwargs: keyword arguments of this rank's stages.
+
+        Raises:
+            SizeMismatch: there are no samples, or with `train` fewer than microbatches.
+            UnsupportedOp: a tensor has no memory of its own.
+            PeerFailed, Timeout: as for `step`.
+        """
+        self._by_hand.forget()
+        with self._runtime.failures.told():
+            self._require_memory()
+            self._check_inputs(inputs, kwargs, "forward()")
+            samples = batch_size((inputs, kwargs), "inputs of forward()") if self.is_first else None
+            if self.is_first and (not samples or (train and samples < self.num_microbatches)):
+                least = self.num_microbatches if train else 1
+                raise SizeMismatch(
+                    f"at least {least} samples", f"{samples or 0}", "inputs of forward()", "pass a larger batch"
+                )
+        told = self._group.broadcast_object(samples, src=self.schedule.placement[0])
+        assert isinstance(told, int)
+        count = min(self.num_microbatches, told)
+        if train:
+            _require_gradients("forward(train=True)")
+            batch = self._batch(inputs, kwargs, count, self.num_steps)
+            self.num_steps += 1
+            return self._by_hand.forward(self.schedule.placement, batch)
+        self._num_inferences += 1
+        batch = self._batch(inputs, kwargs, count, -self._num_inferences)
+        with torch.no_grad():
+            self._runtime.run(forward_only(self.schedule.placement, count), batch, lambda _: None)
+        return _merged(batch) if self.is_last else None
+
+    def backward(self, grad_outputs: Value = None) -> None:
+        """Runs the backward of the last `forward(train=True)` and adds the gradients into .grad.
+
+        Data-parallel ranks average theirs, as in `step`.
+
+        Args:
+            grad_outputs: on the rank of the last stage, the gradients of its outputs: one for each tensor that requires
+                one, in any container; None where nothing depends on it. Looked at there only.
+
+        Raises:
+            ScheduleError: there was no such forward.
+            SizeMismatch: a gradient is not like its output, or there are more or fewer.
+            PeerFailed, Timeout: as for `step`.
+        """
+        self._by_hand.backward(grad_outputs)
+
+    def __call__(self, *inputs: Value, **kwargs: Value) -> Value:
+        """Runs `forward`, for inference."""
+        return self.forward(*inputs, train=False, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Leaves gradients unsynchronised inside; the first step after it averages all that was added up."""
+        return self._replicas.no_sync()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
+
+        As torch.nn.utils.clip_grad_norm_ does in one process, up to rounding; tied weights count once. Every rank must
+        call it.
+
+        Raises:
+            UnsupportedOp: a norm_type that is not above 0, or on all ranks, a gradient that is not dense or has no
+                memory of its own, such as a DTensor; nothing was scaled.
+            NotFinite: with `error_if_nonfinite`, on all ranks, if the norm is not; nothing was scaled.
+        """
+        return self._weights.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Puts this rank's stages into training mode."""
+        for stage in self.stages:
+            stage.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Puts this rank's stages into evaluation mode."""
+        return self.train(False)
+
+    def memory(self) -> Memory:
+        """Returns the bytes of activations that this rank held at most in the first step, and what was planned.
+
+        Raises:
+            ScheduleError: no step has been run.
+        """
+        return self._runtime.memory
+
+    # Parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's parameters under their names in the unsplit model."""
+        return self._weights.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields this rank's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's part of the unsplit model's state dict."""
+        return self._weights.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Loads this rank's part of a state dict of the unsplit model; the other stages' entries are passed over.
+
+        It may come from any number of stages. What is on the meta device gets memory; parameters stay the objects they
+        are.
+
+        Raises:
+            KeyError: an entry of this rank's stages is missing.
+            SizeMismatch: a parameter has another shape there; nothing was loaded.
+        """
+        self._weights.load_state_dict(state_dict)
+
+    # Inside
+
+    def _hold(self, parts: Parts) -> None:
+        """Keeps this rank's parts, with weights that are the same wherever they are held."""
+        self.at = parts.at
+        """The layers that stages 1, 2, ... begin with; none for a list of stages."""
+        self.stages = keep(parts, self.schedule.placement, self._group.rank)
+        refuse_sharded_stages(self.stages, self._group)
+        ties = agree_on_ties(find_ties(parts), self._group)
+        tied = TiedWeights(ties, self.stages, self.schedule.placement, self._group)
+        self._weights = Weights(self.stages, tied, self._group)
+        self._has_memory = False
+        self._replicas = Replicas(self.stages, tied, self._data_parallel)
+
+    def _settle_early(self, example: Sequence[Value] | None, kwargs: Mapping[str, Value] | None) -> None:
+        """Settles with an example, if all ranks have one and their stages have values."""
+        if split_stages(self.schedule):
+            is_ready = example is not None and self._weights.have_memory
+            if all(self._group.all_gather_object(is_ready)):
+                with self._runtime.failures.told():
+                    self._check_inputs(tuple(example or ()), kwargs or {}, "example")
+                self._settle(self._batch(tuple(example or ()), kwargs or {}, 1, 0))
+
+    def _settle(self, batch: Batch) -> None:
+        """Plans again, once, for stages that cannot do their backward in two halves."""
+        if not self._is_settled:
+            self.schedule, self._is_settled = self._runtime.settle(self.schedule, batch), True
+
+    def _batch(self, inputs: tuple[Value, ...], kwargs: Mapping[str, Value], count: int, step: int) -> Batch:
+        replica = 0 if self._data_parallel is None else self._data_parallel.rank
+        return Batch(
+            inputs=split_arguments(inputs, count) if self.is_first else None,
+            targets=None,
+            kwargs=split_keywords(kwargs, count),
+            loss_fn=None,
+            scale=None,
+            keeps_outputs=True,
+            key=Key(self._seed, step, replica),
+        )
+
+    def _training_batch(
+        self, inputs: tuple[Value, ...], target: Value, kwargs: Mapping[str, Value], keeps_outputs: bool
+    ) -> Batch:
+        with self._runtime.failures.told():
+            _require_gradients("step()")
+            self._require_memory()
+            self._check_inputs(inputs, kwargs, "step()")
+            if self.is_last:
+                check_tensors(target, "target of step()")
+            count = self.num_microbatches
+            batch = self._batch(inputs, kwargs, count, self.num_steps)
+            batch.keeps_outputs = keeps_outputs
+            batch.num_kwargs = batch_size(kwargs, "keyword arguments of step()") or 0
+            if self.is_first:
+                batch.num_inputs = num_samples(inputs, count, "inputs")
+            if self.is_last:
+                if self._objective.loss_fn is None:
+                    raise UnsupportedOp("step() needs a loss: give the Pipeline loss_fn=, or use forward()")
+                batch.num_targets = num_samples(target, count, "target")
+                batch.loss_fn, batch.metrics = self._objective.loss_fn, self._objective.metrics
+                batch.targets = split(target, count)
+                batch.scale = self._objective.scale(batch.targets, self._data_parallel)
+            return batch
+
+    def _check_inputs(self, inputs: tuple[Value, ...], kwargs: Mapping[str, Value], what: str) -> None:
+        if self.is_first:
+            check_tensors(inputs, f"inputs of {what}")
+        check_tensors(dict(kwargs), f"keyword arguments of {what}")
+
+    def _require_memory(self) -> None:
+        if not self._has_memory:
+            self._weights.require_memory()
+            self._has_memory = True
+
+    def _tell(self, batch: Batch, times: list[Span]) -> torch.Tensor:
+        """Gives every rank the loss, and when each step of every rank ran."""
+        loss = None
+        if self.is_last:
+            with self._runtime.failures.told():
+                unread = {microbatch: loss for microbatch, loss in batch.losses.items() if not is_here(loss)}
+                check_finite(unread, "gradients of it were added: set them to None before you go on")
+                assert batch.scale is not None
+                loss = torch.stack(
+                    [batch.losses[index] * batch.scale.factor(index) for index in range(self.num_microbatches)]
+                ).sum()
+                if self._data_parallel is not None:
+                    self._data_parallel.all_reduce(loss)
+        told = tell(self._group, self.schedule, times, batch, loss)
+        self._times = told.times
+        return told.loss
+
+    def _tell_metrics(self, batch: Batch) -> dict[str, float]:
+        with self._runtime.failures.told():
+            return tell_metrics(self._group, self._data_parallel, self.schedule.placement[-1], batch)
+
+
+def _merged(batch: Batch) -> Value:
+    """Returns the outputs of all microbatches in batch order, without a graph."""
+    with torch.no_grad():
+        return merge([batch.outputs[index] for index in range(len(batch.outputs))])
+
+
+def _require_gradients(what: str) -> None:
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        raise UnsupportedOp(
+            f"{what} was called inside of torch.no_grad() or torch.inference_mode(): call it outside, or use forward()"
+        )

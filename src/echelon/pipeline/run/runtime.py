@@ -1,0 +1,296 @@
+"""The runtime of one rank: programs made and checked once, run many times."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, ScheduleError, Timeout, failure_of
+from echelon.group.group import ProcessGroup
+from echelon.pipeline.plan.action import Action
+from echelon.pipeline.plan.fuse import fused, split_stages
+from echelon.pipeline.plan.program import Program, Transfer, check_program, lower
+from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.run.interpreter import Interpreter, Loaded, forward_of
+from echelon.pipeline.run.loss import Memory, Meter
+from echelon.pipeline.run.step import Batch
+from echelon.pipeline.run.transfer import Buffers, Transfers
+from echelon.pipeline.stage.nested import Value, tensors_of
+from echelon.pipeline.stage.probe import Finding, probe
+from echelon.pipeline.stage.replay import number_of
+from echelon.pipeline.stage.split_backward import address
+from echelon.pipeline.stage.stage import Stage
+
+# What becomes of a pipeline when a step fails on one rank: all others are told why, and none goes on.
+#
+# A step that failed has left some gradients and not others, and messages that nobody will take. So a pipeline ends
+# with it: whatever is asked of it afterwards is refused at once, and a new one is made from weights that were saved.
+
+_MOST_BYTES = 900
+"""Of the reason that other ranks are told; a message's note holds some more."""
+_WORDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
+
+
+class Failures:
+    """The failures of one rank's part of a pipeline."""
+
+    def __init__(self, group: ProcessGroup, replicas: Sequence[ProcessGroup], forget: Callable[[], None]) -> None:
+        """Looks out for them.
+
+        Args:
+            group: the ranks of the pipeline.
+            replicas: groups whose ranks wait for this one in a step as well.
+            forget: lets go of what an unfinished step holds.
+        """
+        self._group = group
+        self._replicas = replicas
+        self._forget = forget
+        self._first: Failure | None = None
+
+    @contextmanager
+    def told(self, current: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Tells the other ranks of an exception inside, so that none waits for this one; then lets it pass.
+
+        Args:
+            current: says what is being done, for the message.
+
+        Raises:
+            Closed: at once, if the pipeline has ended with an earlier failure.
+            PeerFailed: another rank failed; with the first cause.
+        """
+        if self._first is not None:
+            raise Closed(
+                f"this pipeline ended in an earlier step ({_first_line(self._first)}): make a new Pipeline, and load "
+                "weights that were saved before"
+            ) from self._first
+        try:
+            yield
+        except BaseException as error:
+            self._forget()
+            place = _place(current())
+            if place and not isinstance(error, PeerFailed):
+                error.add_note(f"on rank {self._group.backend.rank}{place}")
+            mine = PeerFailed(self._group.backend.rank, _reason(error, place))
+            if isinstance(error, Timeout):  # this rank has not failed, but one that it waited for
+                mine = failure_of(error, self._group.backend.rank)
+            self._first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
+            if isinstance(error, PeerFailed):
+                raise self._first.noticed_by(error.operation) from error
+            raise
+
+    def _revoke(self, failure: Failure) -> Failure:
+        """Ends what the ranks of the pipeline wait for, and its replicas; returns the first cause that is known."""
+        for group in (*self._replicas, self._group):
+            failure = group.backend.revoke(group.context, group.ranks, failure)
+        return failure
+
+
+def _place(current: object) -> str:
+    """Says where, as the end of a sentence."""
+    if isinstance(current, Action):
+        return f" in {current}, {_WORDS[current.kind]} of microbatch {current.microbatch} in stage {current.stage}"
+    return "" if current is None else f" in {current}"
+
+
+def _reason(error: BaseException, place: str) -> str:
+    """Writes what happened: type, where, message, and as much of the traceback as fits, from the inside out."""
+    text = f"{type(error).__name__}{place}: {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        line = f"\n  from {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+        if len((text + line).encode()) > _MOST_BYTES:
+            break
+        text += line
+    return text
+
+
+def _first_line(failure: Failure) -> str:
+    return str(failure).splitlines()[0]
+
+
+class Runtime:
+    """Runs schedules on the stages of one rank."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        group: ProcessGroup,
+        replicas: Sequence[ProcessGroup],
+        recomputed: Collection[int] = (),
+    ) -> None:
+        """Prepares to run.
+
+        Args:
+            stages: this rank's.
+            group: the ranks of the pipeline; its transfers and nothing else use it.
+            replicas: groups whose ranks wait for this one in a step as well.
+            recomputed: the stages, of all ranks, that keep their input alone and run their forward again.
+        """
+        self._stages = {stage.index: stage for stage in stages}
+        self._group = group
+        self.failures = Failures(group, replicas, self.forget)
+        """What tells the other ranks."""
+        self._recomputed = frozenset(recomputed)
+        for stage in stages:
+            stage.recomputes = stage.index in self._recomputed
+        self._loaded: dict[Schedule, Loaded] = {}
+        self._latest: tuple[Schedule, Loaded] | None = None
+        self.buffers = Buffers()
+        """What receives are written into."""
+        self._memory: Memory | None = None
+        self._meter: Meter | None = None
+
+    def load(self, schedule: Schedule) -> Program:
+        """Spells a schedule out and checks the result; `run` does so if it was not done before.
+
+        Raises:
+            ScheduleError: the schedule, or the program, has problems.
+        """
+        return self._load(schedule).program
+
+    def settle(self, schedule: Schedule, batch: Batch) -> Schedule:
+        """Finds out which stages cannot do their backward in two halves, and plans again for those; on all ranks.
+
+        Every rank must call it. It runs the first microbatch through all stages, which leaves no trace.
+
+        Args:
+            schedule: what is to be run.
+            batch: with at least one microbatch where the first stage is, and its target, if there are any.
+
+        Returns:
+            A schedule that can be run: the given one, if it has no I and W or all its stages can be split.
+        """
+        if not split_stages(schedule):
+            return schedule
+        findings = dict(self._probe(schedule, batch))
+        reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
+        with self.failures.told():
+            told = self._group.all_gather_object(list(reasons))
+        refused = [stage for stages in told if isinstance(stages, list) for stage in stages if isinstance(stage, int)]
+        with self.failures.told():  # who has warnings as errors fails here, alone
+            for stage, reason in reasons.items():
+                warnings.warn(
+                    f"stage {stage} does its backward as a whole (B instead of I and W in {schedule.name}): {reason}",
+                    stacklevel=4,
+                )
+        settled = fused(schedule, refused)
+        settled.check()
+        self.load(settled)
+        return settled
+
+    def run(self, schedule: Schedule, batch: Batch, on_stage_done: Callable[[int], None]) -> list[tuple[float, float]]:
+        """Runs this rank's order once and returns when each of its steps began and ended, by the backend's clock.
+
+        Args:
+            schedule: a schedule that was checked.
+            batch: what to work on; losses and outputs are added to it.
+            on_stage_done: called with the index of a stage after its last backward.
+
+        Raises:
+            PeerFailed: another rank failed in this step, or is gone.
+            Timeout: what another rank was to send did not come.
+            NotFinite: a microbatch's loss.
+        """
+        one = self.begin(schedule, batch, on_stage_done, until_backward=False)
+        return one.times
+
+    def begin(
+        self, schedule: Schedule, batch: Batch, on_stage_done: Callable[[int], None], *, until_backward: bool = True
+    ) -> Interpreter:
+        """Runs this rank's order up to its first backward; `finish` runs the rest.
+
+        Args:
+            schedule, batch, on_stage_done: as for `run`.
+            until_backward: False: run all of it.
+
+        Raises:
+            PeerFailed, Timeout, NotFinite: as for `run`.
+        """
+        loaded = self._load(schedule)
+        self._meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
+        one = Interpreter(loaded, batch, self._stages, self._group, on_stage_done, self._meter)
+        with self.failures.told(lambda: one.current):
+            one.run(until_backward=until_backward)
+        if not until_backward:
+            self._end(schedule)
+        return one
+
+    def finish(self, schedule: Schedule, one: Interpreter) -> None:
+        """Runs what `begin` left.
+
+        Raises:
+            PeerFailed, Timeout: as for `run`.
+        """
+        with self.failures.told(lambda: one.current):
+            one.run()
+        self._end(schedule)
+
+    def forget(self) -> None:
+        """Drops what was begun and not finished."""
+        for stage in self._stages.values():
+            stage.forget()
+
+    def _end(self, schedule: Schedule) -> None:
+        self.buffers.forget_unused()
+        if self._meter is not None:
+            self._memory = self._meter.memory(schedule, self._group.rank)
+            for stage in self._stages.values():
+                stage.is_metered = False
+
+    @property
+    def memory(self) -> Memory:
+        """The activations that this rank held at most, in the first training step.
+
+        Raises:
+            ScheduleError: there was none.
+        """
+        if self._memory is None:
+            raise ScheduleError("memory is measured in the first step: call step() first")
+        return self._memory
+
+    def _load(self, schedule: Schedule) -> Loaded:
+        if self._latest is not None and self._latest[0] is schedule:
+            return self._latest[1]
+        loaded = self._loaded.get(schedule)
+        if loaded is None:
+            schedule.check()
+            program = lower(schedule, () if schedule.forward_only else self._recomputed)
+            check_program(program)
+            loaded = Loaded(program, Transfers(self._group, self.buffers), split_stages(schedule))
+            self._loaded[schedule] = loaded
+        self._latest = schedule, loaded
+        return loaded
+
+    def _probe(self, schedule: Schedule, batch: Batch) -> Iterator[tuple[int, Finding]]:
+        """Runs the first microbatch through the stages of this rank, between those of others."""
+        ports, placement, me = Transfers(self._group, Buffers()), schedule.placement, self._group.rank
+        value: Value = None
+        for index in [stage for stage, rank in enumerate(placement) if rank == me]:
+            with self.failures.told(partial("the trial of I and W in stage {}".format, index)):
+                if index == 0:
+                    assert batch.inputs is not None
+                    value = batch.inputs[0]
+                elif placement[index - 1] != me:
+                    value = ports.post(Transfer(index, 0, False), placement[index - 1]).wait()
+                stage, is_last = self._stages[index], index == len(placement) - 1
+                number = number_of(batch.key, index, 0)
+                finding = probe(stage, forward_of(stage, value, 0, batch, number, is_last=is_last))
+                if finding.halves is not None:
+                    stage.halves = finding.halves
+                value = finding.output
+                if not is_last and placement[index + 1] != me:
+                    for work in ports.send(Transfer(index + 1, 0, False), placement[index + 1], value):
+                        work.wait(self._group.timeout)
+            yield index, finding
+
+    def _meter_of(self, batch: Batch) -> Meter:
+        """Returns a meter that leaves out parameters, buffers and what belongs to the user."""
+        tensors: list[torch.Tensor] = tensors_of([batch.inputs, batch.targets, batch.kwargs])
+        for stage in self._stages.values():
+            stage.is_metered = True
+            tensors += [*stage.module.parameters(), *stage.module.buffers()]
+        return Meter(self._stages, frozenset(map(address, tensors)))

@@ -1,0 +1,203 @@
+"""Betters complete orders: swaps two neighbours where they delay the rank that takes longest.
+
+From the last step of that rank, the chain of steps that each started the moment another one ended leads back to its
+first. Only swapping two steps of one rank within that chain can shorten it (as in job-shop scheduling; Van Laarhoven,
+Aarts and Lenstra, 1992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from echelon.pipeline.search.problem import Problem
+from echelon.pipeline.search.warm_ups import Shape
+from echelon.pipeline.search.weight_placement import Key
+
+# Plays complete orders, W and all, in whole numbers.
+
+Orders: TypeAlias = Sequence[Sequence[Key]]
+"""For each rank all its steps, in order."""
+
+
+class Replayed(NamedTuple):
+    """Complete orders on the clock."""
+
+    starts: list[list[int]]
+    ends: list[list[int]]
+
+    @property
+    def spans(self) -> list[int]:
+        """For each rank, the time from its first start to its last end."""
+        return [ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True)]
+
+
+def replay(problem: Problem, orders: Orders) -> Replayed | None:
+    """Plays complete orders; None if ranks wait for each other for ever."""
+    starts: list[list[int]] = [[] for _ in orders]
+    ends: list[list[int]] = [[] for _ in orders]
+    arrivals: dict[Key, int] = {("F", 0, microbatch): 0 for microbatch in range(problem.num_microbatches)}
+    last = problem.num_stages - 1
+    again = list(range(problem.num_ranks))
+    while again:
+        rank = again.pop()
+        own_starts, own_ends = starts[rank], ends[rank]
+        now = own_ends[-1] if own_ends else 0
+        order = orders[rank]
+        for index in range(len(own_ends), len(order)):
+            key = order[index]
+            kind, stage, microbatch = key
+            if kind != "W":
+                arrival = arrivals.get(key)
+                if arrival is None:
+                    break
+                now = max(now, arrival)
+            own_starts.append(now)
+            if kind == "W":
+                now += problem.backward_weight[stage]
+            elif kind == "F":
+                now += problem.forward[stage]
+                if stage == last:
+                    arrivals["I", last, microbatch] = now
+                else:
+                    arrivals["F", stage + 1, microbatch] = now + problem.transfer[stage]
+                    again.append(problem.placement[stage + 1])
+            else:
+                now += problem.backward_input[stage]
+                if stage:
+                    arrivals["I", stage - 1, microbatch] = now + problem.transfer[stage - 1]
+                    again.append(problem.placement[stage - 1])
+            own_ends.append(now)
+    if any(len(own) < len(order) for own, order in zip(ends, orders, strict=True)):
+        return None
+    return Replayed(starts, ends)
+
+
+# Betters a shape by changing a few neighbouring ranks at a time, as long as that helps.
+
+
+def climb(shape: Shape, score: Callable[[Shape], tuple[int, int] | None]) -> None:
+    """Walks from a shape to better ones: all ranks, then halves of them, down to single ranks, one more or one less.
+
+    Args:
+        shape: Where to start.
+        score: Says how good a shape is, lower is better; None says stop.
+    """
+    best = score(shape)
+    improved = True
+    while improved and best is not None:
+        improved = False
+        for window in _windows(len(shape[0])):
+            for row in range(len(shape)):
+                for change in (1, -1):
+                    changed = _changed(shape, row, window, change)
+                    new = score(changed)
+                    if new is None:
+                        return
+                    if new < best:
+                        shape, best, improved = changed, new, True
+
+
+def _windows(num_ranks: int) -> Iterator[range]:
+    size = num_ranks
+    while size:
+        for first in range(0, num_ranks, size):
+            yield range(first, min(first + size, num_ranks))
+        size //= 2
+
+
+def _changed(shape: Shape, row: int, window: range, change: int) -> Shape:
+    rows = list(shape)
+    rows[row] = tuple(value + change if rank in window else value for rank, value in enumerate(rows[row]))
+    return tuple(rows)
+
+
+class Place(NamedTuple):
+    """A step of a rank."""
+
+    rank: int
+    position: int
+
+
+def swap(problem: Problem, orders: Orders, tries: int) -> tuple[tuple[Key, ...], ...]:
+    """Returns orders that are no worse.
+
+    Args:
+        problem: What they are for. They fit its limits.
+        orders: What to begin with.
+        tries: How many swaps to try at most.
+    """
+    current = [list(order) for order in orders]
+    played = replay(problem, current)
+    assert played is not None
+    best = sorted(played.spans, reverse=True)
+    found = True
+    while found:
+        found = False
+        for rank, index in _pairs(problem, current, played):
+            if tries <= 0:
+                break
+            order = current[rank]
+            order[index], order[index + 1] = order[index + 1], order[index]
+            if _is_allowed(problem, rank, order, index):
+                tries -= 1
+                new = replay(problem, current)
+                if new is not None and sorted(new.spans, reverse=True) < best:
+                    played, best, found = new, sorted(new.spans, reverse=True), True
+                    break
+            order[index], order[index + 1] = order[index + 1], order[index]
+    return tuple(map(tuple, current))
+
+
+def _pairs(problem: Problem, orders: Orders, played: Replayed) -> Iterator[Place]:
+    """The first of each two neighbours in the chain, from the end of the longest rank's span back to its start."""
+    spans = played.spans
+    rank = spans.index(max(spans))
+    began, index = played.starts[rank][0], len(orders[rank]) - 1
+    makers = _Makers(problem, orders)
+    while played.starts[rank][index] > began or index:
+        start = played.starts[rank][index]
+        if index and played.ends[rank][index - 1] == start:
+            index -= 1
+            yield Place(rank, index)
+            continue
+        maker = makers.of(orders[rank][index])
+        if maker is None or played.ends[maker.rank][maker.position] <= began:
+            return
+        rank, index = maker
+
+
+class _Makers:
+    """Finds the step that makes what another one needs."""
+
+    def __init__(self, problem: Problem, orders: Orders) -> None:
+        self._last = problem.num_stages - 1
+        self._places = {key: Place(rank, index) for rank, order in enumerate(orders) for index, key in enumerate(order)}
+
+    def of(self, key: Key) -> Place | None:
+        kind, stage, microbatch = key
+        if kind == "F":
+            return self._places[("F", stage - 1, microbatch)] if stage else None
+        if kind == "W":
+            return self._places[("I", stage, microbatch)]
+        if stage == self._last:
+            return self._places[("F", stage, microbatch)]
+        return self._places[("I", stage + 1, microbatch)]
+
+
+def _is_allowed(problem: Problem, rank: int, order: Sequence[Key], index: int) -> bool:
+    """Whether the two steps at index, just swapped, do not need each other, and the rank still fits its limit."""
+    first, second = order[index], order[index + 1]
+    if first[1:] == second[1:]:
+        return False
+    held = 0
+    for kind, stage, _ in order[: index + 2]:
+        if kind == "F":
+            held += problem.activation[stage]
+            most = held
+        else:
+            most = held + (problem.recomputed[stage] if kind == "I" else 0)
+            held -= problem.kept[stage] if kind == "W" else problem.activation[stage] - problem.kept[stage]
+        if most > problem.limits[rank]:
+            return False
+    return True

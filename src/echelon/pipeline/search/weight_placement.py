@@ -1,0 +1,208 @@
+"""Plays a skeleton (the order of F and I on each rank) and puts each W where it costs least.
+
+A rank that would wait for its next F or I does as many W as fit the gap. One more W would make it late: then it waits,
+as long as it has not waited longer, in all, than the rank that has waited most; the longest span is what counts, and
+that rank decides it. A rank without room for its next F does W until there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple, TypeAlias
+
+from echelon.pipeline.plan.action import Action, Kind, Step, actions_of
+from echelon.pipeline.search.problem import Problem
+
+Key: TypeAlias = tuple[Kind, int, int]
+"""A kind, a stage and a microbatch: an action, but cheaper to make."""
+
+Skeleton: TypeAlias = Sequence[Sequence[Key]]
+"""For each rank its F and I, in order."""
+
+
+class Filled(NamedTuple):
+    """A complete schedule in whole numbers."""
+
+    span: int
+    orders: tuple[tuple[Key, ...], ...]
+    waits: tuple[int, ...]
+    """For each rank, how long it waits between its first start and its last end."""
+
+
+def to_actions(orders: Sequence[Sequence[Key]]) -> tuple[tuple[Action, ...], ...]:
+    """Makes the steps of a schedule."""
+    return tuple(tuple(Action(stage, kind, microbatch) for kind, stage, microbatch in order) for order in orders)
+
+
+def skeleton_of(orders: Sequence[Sequence[Step]]) -> Skeleton:
+    """Takes the W out of the orders of a schedule, and those in fused backwards too."""
+    return [
+        [
+            ("F" if kind == "F" else "I", stage, microbatch)
+            for step in order
+            for stage, kind, microbatch in actions_of(step)
+            if kind != "W"
+        ]
+        for order in orders
+    ]
+
+
+class Filler:
+    """The state of all ranks while actions are put one after another.
+
+    Args:
+        problem: What to schedule.
+        patience: How long any rank may wait from the start, before the longest waiting rank sets the measure.
+    """
+
+    def __init__(self, problem: Problem, patience: int = 0) -> None:
+        self._problem = problem
+        self._longest_wait = patience
+        count = problem.num_ranks
+        self._free = [0] * count
+        self._held = [0] * count
+        self._waits = [0] * count
+        self._first: list[int | None] = [None] * count
+        self._orders: list[list[Key]] = [[] for _ in range(count)]
+        self._undone: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self._next_weight = [0] * count
+        # When the output of stage s (at s + 1), or the gradient for it (at s), is there for its neighbour to use.
+        blank: list[int | None] = [None] * problem.num_microbatches
+        self._inputs = [list(blank) for _ in range(problem.num_stages + 1)]
+        self._inputs[0] = [0] * problem.num_microbatches
+        self._gradients = [list(blank) for _ in range(problem.num_stages + 1)]
+        self._to_next = (*problem.transfer, 0)
+        self._to_previous = (0, *problem.transfer)
+
+    def free_at(self, rank: int) -> int:
+        """When the rank is done with all that was put."""
+        return self._free[rank]
+
+    def time_to_room(self, rank: int, amount: int) -> int:
+        """The time of the W that must run before the rank can hold so much more."""
+        problem, time = self._problem, 0
+        over = self._held[rank] + amount - problem.limits[rank]
+        for stage, _ in self._undone[rank][self._next_weight[rank] :]:
+            if over <= 0:
+                break
+            over -= problem.kept[stage]
+            time += problem.backward_weight[stage]
+        return time
+
+    def may_wait(self, rank: int, until: int) -> bool:
+        """Whether the rank may wait so long, by the measure of the rank that has waited most."""
+        return self._waits[rank] + until - self._free[rank] <= self._longest_wait
+
+    def arrival(self, kind: Kind, stage: int, microbatch: int) -> int | None:
+        """When what an F or I needs is there; None if what makes it was not put yet."""
+        if kind == "F":
+            return self._inputs[stage][microbatch]
+        if stage == self._problem.num_stages - 1:
+            return self._inputs[stage + 1][microbatch]
+        return self._gradients[stage + 1][microbatch]
+
+    def put(self, kind: Kind, stage: int, microbatch: int, arrival: int) -> bool:
+        """Puts an F or I at the end of its rank's order, after the W that go before it.
+
+        Returns whether there was room; if not, nothing but W was put.
+        """
+        problem = self._problem
+        rank = problem.placement[stage]
+        if kind == "F":
+            duration, change = problem.forward[stage], problem.activation[stage]
+            need = change
+        else:
+            duration, change = problem.backward_input[stage], problem.kept[stage] - problem.activation[stage]
+            need = problem.recomputed[stage]
+        limit = problem.limits[rank]
+        while self._held[rank] + need > limit:
+            if not self._put_weight(rank):
+                return False
+        self._fill_gap(rank, arrival)
+        start = self._free[rank]
+        if start < arrival:
+            if self._first[rank] is not None:
+                self._waits[rank] += arrival - start
+                self._longest_wait = max(self._longest_wait, self._waits[rank])
+            start = arrival
+        if self._first[rank] is None:
+            self._first[rank] = start
+        end = self._free[rank] = start + duration
+        self._held[rank] += change
+        self._orders[rank].append((kind, stage, microbatch))
+        if kind == "F":
+            self._inputs[stage + 1][microbatch] = end + self._to_next[stage]
+        else:
+            self._gradients[stage][microbatch] = end + self._to_previous[stage]
+            self._undone[rank].append((stage, microbatch))
+        return True
+
+    def finish(self) -> Filled:
+        """Puts the W that are left."""
+        spans = []
+        for rank, first in enumerate(self._first):
+            while self._put_weight(rank):
+                pass
+            spans.append(self._free[rank] - (first or 0))
+        return Filled(max(spans), tuple(map(tuple, self._orders)), tuple(self._waits))
+
+    def _fill_gap(self, rank: int, arrival: int) -> None:
+        undone, weight = self._undone[rank], self._problem.backward_weight
+        while (gap := arrival - self._free[rank]) > 0 and self._next_weight[rank] < len(undone):
+            stage, _ = undone[self._next_weight[rank]]
+            if weight[stage] > gap and self._waits[rank] + gap <= self._longest_wait:
+                return
+            self._put_weight(rank)
+
+    def _put_weight(self, rank: int) -> bool:
+        index = self._next_weight[rank]
+        if index == len(self._undone[rank]):
+            return False
+        stage, microbatch = self._undone[rank][index]
+        self._next_weight[rank] = index + 1
+        self._free[rank] += self._problem.backward_weight[stage]
+        self._held[rank] -= self._problem.kept[stage]
+        self._orders[rank].append(("W", stage, microbatch))
+        return True
+
+
+def fill(problem: Problem, skeleton: Skeleton, patience: int = 0) -> Filled | None:
+    """Plays a skeleton, its earliest action first. None if it does not fit the limits, or waits for itself."""
+    filler = Filler(problem, patience)
+    position = [0] * problem.num_ranks
+    waiting: dict[Key, int] = {}
+    ready: list[tuple[int, int, int]] = []
+    left = sum(map(len, skeleton))
+
+    def enqueue(rank: int) -> None:
+        if position[rank] < len(skeleton[rank]):
+            kind, stage, microbatch = skeleton[rank][position[rank]]
+            arrival = filler.arrival(kind, stage, microbatch)
+            if arrival is None:
+                waiting[_maker(kind, stage, microbatch, problem.num_stages)] = rank
+            else:
+                heappush(ready, (max(arrival, filler.free_at(rank)), rank, arrival))
+
+    for rank in range(problem.num_ranks):
+        enqueue(rank)
+    while ready:
+        _, rank, arrival = heappop(ready)
+        key = skeleton[rank][position[rank]]
+        if not filler.put(*key, arrival):
+            return None
+        left -= 1
+        position[rank] += 1
+        enqueue(rank)
+        other = waiting.pop(key, None)
+        if other is not None:
+            enqueue(other)
+    return None if left else filler.finish()
+
+
+def _maker(kind: Kind, stage: int, microbatch: int, num_stages: int) -> Key:
+    if kind == "F":
+        return ("F", stage - 1, microbatch)
+    if stage == num_stages - 1:
+        return ("F", stage, microbatch)
+    return ("I", stage + 1, microbatch)

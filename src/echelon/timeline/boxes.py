@@ -1,0 +1,104 @@
+"""The boxes that a picture of a timeline consists of, whatever it is painted on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from echelon.pipeline.plan.action import Action, Kind, Overlapped
+from echelon.timeline.timeline import Span, Timeline
+
+_NAME = re.compile(r"[^\d(\[,]*")
+
+
+class Box(NamedTuple):
+    """A rectangle in a row. Times count from the start of the timeline."""
+
+    start: float
+    end: float
+    label: str
+    short: str
+    """What to write where `label` does not fit: the microbatch of an action, the name of another step."""
+    color_index: int
+    """Of an action: its microbatch. Of text: the position of its name among `Boxes.names`."""
+    kind: Kind
+    """Forward, for a step that is no action."""
+    is_action: bool = True
+    lower: float = 0.0
+    """Where the box begins in the height of the row, from 0 to 1. A step that is two actions at once is two boxes."""
+    upper: float = 1.0
+
+    @property
+    def width(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class TimelineLayout:
+    """All boxes of a timeline.
+
+    Args:
+        titles: What each row is of.
+        rows: The boxes of each rank, below them those of what ran beside.
+        makespan: Where the last box ends.
+        kinds: The kinds of actions that occur.
+        num_microbatches: One more than the highest microbatch of an action; 0 without actions.
+        names: What steps that are no actions are called, up to the first number, bracket or comma.
+    """
+
+    titles: tuple[str, ...]
+    rows: tuple[tuple[Box, ...], ...]
+    makespan: float
+    kinds: frozenset[Kind]
+    num_microbatches: int
+    names: tuple[str, ...]
+
+
+def boxes_of(timeline: Timeline) -> TimelineLayout:
+    """Lays out a timeline."""
+    names: dict[str, int] = {}
+    titles, rows = [], []
+    for title, spans in _rows(timeline):
+        row: list[Box] = []
+        for step, start, end in spans:
+            row += _of_step(step, float(start - timeline.start), float(end - timeline.start), names)
+        titles.append(title)
+        rows.append(tuple(row))
+    actions = [box for row in rows for box in row if box.is_action]
+    return TimelineLayout(
+        titles=tuple(titles),
+        rows=tuple(rows),
+        makespan=float(timeline.makespan),
+        kinds=frozenset(box.kind for box in actions),
+        num_microbatches=max((box.color_index for box in actions), default=-1) + 1,
+        names=tuple(names),
+    )
+
+
+def _rows(timeline: Timeline) -> Iterator[tuple[str, Sequence[Span]]]:
+    for rank, spans in enumerate(timeline.spans):
+        yield f"rank {rank}", spans
+        for lane in timeline.beside[rank] if timeline.beside else ():
+            yield "beside", lane
+
+
+def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> tuple[Box, ...]:
+    if isinstance(step, Action):
+        return (_of_action(step, start, end),)
+    if isinstance(step, Overlapped):
+        return (
+            _of_action(step.forward, start, end)._replace(lower=0.5),
+            _of_action(step.backward, start, end)._replace(upper=0.5),
+        )
+    label = str(step)
+    match = _NAME.match(label)
+    assert match is not None, "the pattern matches nothing at all, too"
+    name = match[0].strip() or label
+    return (Box(start, end, label, name, names.setdefault(name, len(names)), "F", is_action=False),)
+
+
+def _of_action(action: Action, start: float, end: float) -> Box:
+    return Box(start, end, str(action), str(action.microbatch), action.microbatch, action.kind)

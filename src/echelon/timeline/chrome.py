@@ -1,0 +1,130 @@
+"""Writes a timeline as a Chrome trace (Trace Event format, JSON), for ui.perfetto.dev and chrome://tracing.
+
+A rank is a process, its steps are a thread of it, and each lane of what ran beside is another. A transfer is an arrow:
+a flow event at the end of the span that made what is sent, and another at the start of the span that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from echelon.errors import EchelonError
+from echelon.files import writing
+from echelon.pipeline.plan.action import Action, Overlapped
+from echelon.timeline.palette import KIND_NAMES
+from echelon.timeline.timeline import Span, Time, Timeline, Transfer
+
+Event: TypeAlias = dict[str, object]
+
+_STEPS = 0
+"""The thread of a rank's steps. Those of its lanes follow."""
+
+
+def to_chrome(timeline: Timeline, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
+    """Writes a timeline into a file; see `Timeline.to_chrome`.
+
+    Raises:
+        EchelonError: `seconds` is not above 0.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise EchelonError(f"seconds={seconds}: give how long a unit of time is, such as 1.0 or 1e-3")
+    with writing(path), open(path, "w", encoding="ascii") as file:
+        # One event a line: a long trace can still be searched and compared with the usual tools.
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        separator = "\n"
+        for event in _events(timeline, _Clock(timeline.start, seconds)):
+            file.write(separator + json.dumps(event))
+            separator = ",\n"
+        file.write("\n]}\n")
+
+
+class _Clock(NamedTuple):
+    """Turns the timeline's time into the trace's: microseconds since the start, in whole nanoseconds.
+
+    Viewers round to nanoseconds. Rounding a start and a duration each for itself could make spans overlap.
+    """
+
+    start: Time
+    seconds: float
+
+    def nanoseconds(self, time: Time) -> int:
+        return round(float(time - self.start) * self.seconds * 1e9)
+
+
+def _events(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
+    for rank in range(timeline.num_ranks):
+        yield _about(rank, _STEPS, "process_name", {"name": f"rank {rank}"})
+        yield _about(rank, _STEPS, "process_sort_index", {"sort_index": rank})
+        yield _about(rank, _STEPS, "thread_name", {"name": "steps"})
+        for thread, _ in _lanes(timeline, rank):
+            yield _about(rank, thread, "thread_name", {"name": "beside"})
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            yield _complete(rank, _STEPS, span, clock)
+        for thread, lane in _lanes(timeline, rank):
+            for span in lane:
+                yield _complete(rank, thread, span, clock)
+    for number, transfer in enumerate(timeline.transfers):
+        yield from _arrow(timeline, transfer, number, clock)
+
+
+def _lanes(timeline: Timeline, rank: int) -> Iterator[tuple[int, Sequence[Span]]]:
+    """Yields each lane of a rank with the number of its thread."""
+    yield from enumerate(timeline.beside[rank] if timeline.beside else (), _STEPS + 1)
+
+
+def _about(rank: int, thread: int, what: str, args: Event) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _complete(rank: int, thread: int, span: Span, clock: _Clock) -> Event:
+    start = clock.nanoseconds(span.start)
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": _category(span.step),
+        "pid": rank,
+        "tid": thread,
+        "ts": start / 1000,
+        "dur": (clock.nanoseconds(span.end) - start) / 1000,
+        "args": _details(span.step),
+    }
+
+
+def _category(step: object) -> str:
+    if isinstance(step, Action):
+        return KIND_NAMES[step.kind]
+    return "overlapped" if isinstance(step, Overlapped) else "step"
+
+
+def _details(step: object) -> Event:
+    if isinstance(step, Action):
+        return {"stage": step.stage, "microbatch": step.microbatch}
+    if isinstance(step, Overlapped):
+        return {str(action): _details(action) for action in step}
+    return {}
+
+
+def _arrow(timeline: Timeline, transfer: Transfer, number: int, clock: _Clock) -> Iterator[Event]:
+    """A viewer binds an end of an arrow to the span around it, and a span's own end is outside of it."""
+    starts, ends = timeline.starts[transfer.source_rank], timeline.ends[transfer.source_rank]
+    first, last = clock.nanoseconds(starts[transfer.source]), clock.nanoseconds(ends[transfer.source])
+    arrival = clock.nanoseconds(timeline.starts[transfer.target_rank][transfer.target])
+    yield _end_of_arrow("s", transfer.source_rank, number, max(first, last - 1))
+    yield {**_end_of_arrow("f", transfer.target_rank, number, arrival), "bp": "e"}
+
+
+def _end_of_arrow(phase: str, rank: int, number: int, time: int) -> Event:
+    return {
+        "ph": phase,
+        "name": "transfer",
+        "cat": "transfer",
+        "id": number,
+        "pid": rank,
+        "tid": _STEPS,
+        "ts": time / 1000,
+    }
