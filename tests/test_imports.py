@@ -11,13 +11,13 @@ ROOT = Path(echelon.__file__).parent
 
 LAYERS = (
     (
-        *("arguments", "errors", "exits", "files", "flights", "places", "trace", "wording", "world_size"),
-        *("_torch_private", "_torch_versions"),
+        *("arguments", "call_site", "errors", "exits", "files", "operation_records", "wording"),
+        *("_torch_private", "_torch_versions", "timeline"),
     ),
     ("backends",),
     ("collectives",),
-    ("calls",),
-    ("group", "mesh", "functional"),
+    ("group",),
+    ("mesh", "functional"),
     ("launch",),
     ("data_parallel",),
     ("pipeline",),
@@ -26,11 +26,6 @@ LAYERS = (
     ("cli", "interop", "__init__", "__main__"),
 )
 """From the bottom to the top: a module imports from its own layer and those below."""
-
-EXCEPTIONS = {
-    ("trace", "pipeline"): "a timeline draws itself; the drawing is imported when it is asked for",
-}
-"""(importer, imported) by their place in LAYERS, each with its reason, and only inside of functions."""
 
 IMPURE = {
     "torch",
@@ -44,86 +39,6 @@ IMPURE = {
     "time",
     "signal",
 }
-
-PURE = (
-    "_torch_versions",
-    "arguments",
-    "errors",
-    "exits",
-    "files",
-    "trace",
-    "wording",
-    "bench.decide",
-    "bench.figures",
-    "bench.request",
-    "bench.sizes",
-    "bench.table",
-    "backends.wire",
-    "backends.shared.arena",
-    "backends.shared.layout",
-    "backends.shared.mail",
-    "backends.shared.protocol",
-    "collectives.plan",
-    "collectives.check",
-    "collectives.cost",
-    "collectives.draw",
-    "collectives.goal",
-    "collectives.provenance",
-    "collectives.select",
-    "collectives.tuning",
-    "collectives.algorithms",
-    "data_parallel.buckets",
-    "doctor.engine",
-    "doctor.finding",
-    "doctor.host",
-    "pipeline",
-)
-"""Modules, or packages with all that is in them."""
-
-NOT_PURE = {
-    f"pipeline.{name}"
-    for name in (
-        "agreement",
-        "autocast",
-        "batch",
-        "buffers",
-        "by_hand",
-        "carving",
-        "clock",
-        "cut",
-        "deferred",
-        "entry",
-        "failures",
-        "graph_cut",
-        "idle_optimizer",
-        "interpreter",
-        "junctions",
-        "loss",
-        "measure",
-        "meter",
-        "microbatch",
-        "nested",
-        "outbox",
-        "outcome",
-        "randomness",
-        "pipeline",
-        "probe",
-        "repeated",
-        "replicas",
-        "runtime",
-        "same_buffers",
-        "saved",
-        "separate_uses",
-        "sharded",
-        "stage",
-        "ties",
-        "traced_stage",
-        "tracing",
-        "transfer",
-        "weights",
-    )
-}
-"""What of the pure packages runs instead of plans."""
 
 
 def modules():
@@ -179,20 +94,51 @@ def test_imports_go_one_way(module):
     for late in (False, True):
         for name in imports(MODULES[module], late=late):
             imported = module_of(name)
-            if imported is None or layer_of(imported) <= layer_of(module):
-                continue
-            pair = (module.split(".")[0], imported.split(".")[0])
-            assert late, f"{module} imports {imported}, which is above it"
-            assert pair in EXCEPTIONS, f"{module} imports {imported}, which is above it, inside a function"
+            if imported is not None:
+                assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}, which is above it"
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    graph = {
+        module: {module_of(name) for name in imports(tree, late=False)} - {None, module}
+        for module, tree in MODULES.items()
+    }
+    assert find_circle(graph) == []
+
+
+def find_circle(graph):
+    """Returns modules that import each other in a circle; [] if there is none."""
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        path.append(module)
+        circle = next(filter(None, map(visit, sorted(graph[module]))), [])
+        path.pop()
+        done.add(module)
+        return circle
+
+    return next(filter(None, map(visit, sorted(graph))), [])
 
 
 def is_pure(module):
-    return module not in NOT_PURE and any(module == name or module.startswith(f"{name}.") for name in PURE)
+    """Whether the docstring of a module, or of a folder around it, ends with the word "Pure."."""
+    while module:
+        if (ast.get_docstring(MODULES.get(module, ast.parse(""))) or "").endswith("Pure."):
+            return True
+        module = module.rpartition(".")[0]
+    return False
 
 
-def test_there_are_pure_modules():
-    for name in PURE:
-        assert any(is_pure(module) and (module == name or module.startswith(f"{name}.")) for module in MODULES), name
+def test_what_plans_is_pure():
+    for folder in (
+        *("timeline", "pipeline.plan", "pipeline.schedules", "pipeline.search", "collectives.plans"),
+        *("backends.formats", "data_parallel.layout"),
+    ):
+        assert is_pure(folder), folder
 
 
 @pytest.mark.parametrize("module", sorted(filter(is_pure, MODULES)))
@@ -200,7 +146,7 @@ def test_what_is_pure_imports_only_what_is(module):
     for name in imports(MODULES[module], late=False):
         assert name.split(".")[0] not in IMPURE, f"{module} is pure, and imports {name}"
         imported = module_of(name)
-        if imported not in (None, "collectives"):  # that package is empty but for its docstring
+        if imported is not None:
             assert is_pure(imported), f"{module} is pure, and imports {imported}, which is not"
 
 
@@ -213,6 +159,7 @@ def test_this_test_sees_what_it_looks_for():
     )
     assert imports(tree, late=False) == ["typing.TYPE_CHECKING", "torch.nn"]
     assert imports(tree, late=True) == ["echelon.timeline.figure.draw"]
-    assert module_of("echelon.timeline.figure.draw") == "pipeline.draw"
-    assert module_of("echelon.backends.formats.wire.Frame") == "backends.wire"
+    assert module_of("echelon.timeline.figure.draw") == "timeline.figure"
+    assert module_of("echelon.backends.formats.wire.Frame") == "backends.formats.wire"
     assert module_of("torch.nn") is None
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]

@@ -2,6 +2,8 @@
 
 A version that is too old, or that lacks a private name, is refused when Echelon first needs torch. A version newer than
 those that were tried is not refused if it has all the names.
+
+Pure.
 """
 
 from __future__ import annotations

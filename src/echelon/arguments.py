@@ -1,4 +1,4 @@
-"""Checks of arguments that many calls share: timeouts, and names out of a list."""
+"""Checks of arguments that many calls share: timeouts, and names out of a list. Pure."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ The type says who is to blame, the fields say where, the message says what happe
     └── Timeout              (TimeoutError)        the world or you: it took too long
 
 Each is also the nearest builtin, so `except TimeoutError` and `except ValueError` work.
+
+Pure.
 """
 
 from __future__ import annotations

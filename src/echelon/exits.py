@@ -1,4 +1,4 @@
-"""Exit statuses: how a SystemExit ends its process, and how the other ranks hear of it."""
+"""Exit statuses: how a SystemExit ends its process, and how the other ranks hear of it. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a user names: errors of opening them become one line that says what to do."""
+"""Files that a user names: errors of opening them become one line that says what to do. Pure."""
 
 from __future__ import annotations
 

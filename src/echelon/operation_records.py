@@ -30,7 +30,7 @@ _INTERNAL_GROUPS = frozenset({TUNED_TABLE})
 """Groups of which users know nothing: their operations are part of `echelon.init`."""
 
 _OWN_CALLS = 4
-"""From `calling_place` up to the group's method that has an operation recorded: it, a helper, `begin`, `OperationRecord`."""
+"""Frames from `calling_place` up to the group's method: itself, a helper, `begin`, `OperationRecord`."""
 
 State = Literal["under way", "done", "failed"]
 

@@ -1,4 +1,4 @@
-"""How numbers of things are put into words."""
+"""How numbers of things are put into words. Pure."""
 
 from __future__ import annotations
 

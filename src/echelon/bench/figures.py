@@ -4,6 +4,8 @@ The size S is that of the whole array: what every rank combines or broadcasts, w
 together, what a reduce-scatter, scatter or all-to-all splits. algbw is S / time. busbw is algbw times what of S crosses
 the busiest link at least, so that it compares with the speed of the hardware whatever the operation and the ranks:
 2 (n - 1) / n for an all-reduce, (n - 1) / n for the operations on parts, 1 for broadcast, reduce and messages.
+
+Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user asks to be measured."""
+"""What a user asks to be measured. Pure."""
 
 from __future__ import annotations
 

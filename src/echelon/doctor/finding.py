@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it."""
+"""What a check found, and what to do about it. Pure."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from echelon.pipeline.plan.action import Action, Kind, Overlapped
-from echelon.timeline.timeline import Span, Timeline
+from echelon.timeline.timeline import Divided, Kind, Part, Span, Timeline
 
 _NAME = re.compile(r"[^\d(\[,]*")
 
@@ -86,13 +85,12 @@ def _rows(timeline: Timeline) -> Iterator[tuple[str, Sequence[Span]]]:
 
 
 def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> tuple[Box, ...]:
-    if isinstance(step, Action):
-        return (_of_action(step, start, end),)
-    if isinstance(step, Overlapped):
-        return (
-            _of_action(step.forward, start, end)._replace(lower=0.5),
-            _of_action(step.backward, start, end)._replace(upper=0.5),
-        )
+    if isinstance(step, Divided):
+        parts = step.parts()
+        if len(parts) == 1:
+            return (_of_part(parts[0], start, end),)
+        upper, lower = parts
+        return _of_part(upper, start, end)._replace(lower=0.5), _of_part(lower, start, end)._replace(upper=0.5)
     label = str(step)
     match = _NAME.match(label)
     assert match is not None, "the pattern matches nothing at all, too"
@@ -100,5 +98,5 @@ def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> t
     return (Box(start, end, label, name, names.setdefault(name, len(names)), "F", is_action=False),)
 
 
-def _of_action(action: Action, start: float, end: float) -> Box:
-    return Box(start, end, str(action), str(action.microbatch), action.microbatch, action.kind)
+def _of_part(part: Part, start: float, end: float) -> Box:
+    return Box(start, end, part.label, str(part.number), part.number, part.kind)

@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 from echelon.errors import EchelonError
 from echelon.files import writing
-from echelon.pipeline.plan.action import Action, Overlapped
 from echelon.timeline.palette import KIND_NAMES
-from echelon.timeline.timeline import Span, Time, Timeline, Transfer
+from echelon.timeline.timeline import Divided, Span, Time, Timeline, Transfer
 
 Event: TypeAlias = dict[str, object]
 
@@ -96,17 +95,17 @@ def _complete(rank: int, thread: int, span: Span, clock: _Clock) -> Event:
 
 
 def _category(step: object) -> str:
-    if isinstance(step, Action):
-        return KIND_NAMES[step.kind]
-    return "overlapped" if isinstance(step, Overlapped) else "step"
+    if not isinstance(step, Divided):
+        return "step"
+    parts = step.parts()
+    return KIND_NAMES[parts[0].kind] if len(parts) == 1 else "overlapped"
 
 
 def _details(step: object) -> Event:
-    if isinstance(step, Action):
-        return {"stage": step.stage, "microbatch": step.microbatch}
-    if isinstance(step, Overlapped):
-        return {str(action): _details(action) for action in step}
-    return {}
+    if not isinstance(step, Divided):
+        return {}
+    parts = step.parts()
+    return dict(parts[0].details) if len(parts) == 1 else {part.label: dict(part.details) for part in parts}
 
 
 def _arrow(timeline: Timeline, transfer: Transfer, number: int, clock: _Clock) -> Iterator[Event]:

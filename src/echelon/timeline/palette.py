@@ -12,7 +12,7 @@ import math
 from functools import cache
 from typing import NamedTuple
 
-from echelon.pipeline.plan.action import Kind
+from echelon.timeline.timeline import Kind
 
 
 class _Hue(NamedTuple):

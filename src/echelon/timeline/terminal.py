@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from echelon.pipeline.plan.action import Kind, Overlapped
 from echelon.timeline.boxes import Box, boxes_of
 from echelon.timeline.palette import color, text_color
-from echelon.timeline.timeline import Span, Timeline
+from echelon.timeline.timeline import Divided, Kind, Span, Timeline
 
 # A timeline as plain text, a row per rank, time from left to right: for docstrings, tests and small schedules.
 
@@ -39,9 +38,7 @@ def _row(spans: list[Span], timeline: Timeline, unit: int) -> str:
 
 
 def _label(span: Span) -> str:
-    if isinstance(span.step, Overlapped):
-        return f"{span.step.forward};{span.step.backward}"
-    return span.name
+    return ";".join(part.label for part in span.step.parts()) if isinstance(span.step, Divided) else span.name
 
 
 IDLE = "."

@@ -9,16 +9,40 @@ result is exact).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple, TypeAlias, TypeVar, overload
+from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 Time: TypeAlias = float | Fraction
 """A point in time or a duration."""
 
 Item = TypeVar("Item")
+
+
+Kind: TypeAlias = Literal["F", "I", "W", "B"]
+"""F: forward. I: input gradient. W: weight gradient. B: both gradients at once."""
+
+
+class Part(NamedTuple):
+    """Part of a step as pictures show it. A step of two parts runs both at once."""
+
+    kind: Kind
+    number: int
+    """Chooses the colour, and is written where the label does not fit: the microbatch."""
+    label: str
+    details: Mapping[str, int]
+    """Shown by viewers of Chrome traces."""
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """A step that says what its parts are. Any other step is drawn as text."""
+
+    def parts(self) -> tuple[Part, ...]:
+        """Returns one part or two, the upper one first."""
+        ...
 
 
 class Span(NamedTuple):

@@ -137,7 +137,8 @@ MUTATIONS = [
         "a record taken out of the ring before it was read",
         (RingReceiver, "take_in"),
         "if prefix.head_bytes:\n",
-        "self._words[self._answers + message_layout.TAKEN] = self._taken + prefix.record_bytes\n    if prefix.head_bytes:\n",
+        "self._words[self._answers + message_layout.TAKEN] = self._taken + prefix.record_bytes\n"
+        "    if prefix.head_bytes:\n",
         "flood",
     ),
     Mutation(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, TypeAlias, cast, final
+from typing import NamedTuple, TypeAlias, cast, final
 
 from echelon.errors import ScheduleError
+from echelon.timeline.timeline import Kind, Part
+
+__all__ = ["Action", "Kind", "Overlapped", "Step", "actions_of", "loop", "parse", "vee"]
 
 # Which rank holds which stage.
 
@@ -21,10 +24,6 @@ def vee(num_ranks: int) -> tuple[int, ...]:
     return down + down[::-1]
 
 
-Kind: TypeAlias = Literal["F", "I", "W", "B"]
-"""F: forward. I: backward for the input. W: backward for the weights. B: both at once."""
-
-
 @final
 class Action(NamedTuple):
     """What one stage does with one microbatch."""
@@ -36,6 +35,11 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
+    def parts(self) -> tuple[Part, ...]:
+        """Returns itself, as a timeline draws it."""
+        details = {"stage": self.stage, "microbatch": self.microbatch}
+        return (Part(self.kind, self.microbatch, str(self), details),)
+
 
 @final
 class Overlapped(NamedTuple):
@@ -46,6 +50,10 @@ class Overlapped(NamedTuple):
 
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    def parts(self) -> tuple[Part, ...]:
+        """Returns both actions, as a timeline draws them."""
+        return (*self.forward.parts(), *self.backward.parts())
 
 
 Step: TypeAlias = Action | Overlapped

@@ -22,4 +22,6 @@ free. This idea and the slots follow the greedy schedulers of Zero Bubble Pipeli
 and of Pipeline Parallelism with Controllable Memory (Qi et al., 2024); the climb, the bound and
 stages of unequal cost are Echelon's own. Nothing is random, and nothing looks at a clock: the same input gives the
 same schedule.
+
+Pure.
 """
