@@ -124,6 +124,18 @@ def find_circle(graph):
     return next(filter(None, map(visit, sorted(graph))), [])
 
 
+@pytest.mark.parametrize("module", ["cli.app", "launch.run"])
+def test_commands_start_without_torch(module):
+    """To import it takes seconds; the launcher of a job needs none of it."""
+    reached, left = set(), [module]
+    while left:
+        found = imports(MODULES[left.pop()], late=False)
+        assert not [name for name in found if name.split(".")[0] == "torch"], found
+        new = {module_of(name) for name in found} - {None} - reached
+        reached |= new
+        left += new
+
+
 def is_pure(module):
     """Whether the docstring of a module, or of a folder around it, ends with the word "Pure."."""
     while module:

@@ -27,7 +27,8 @@ from echelon.backends.operators import operator
 from echelon.backends.shared.backend import share
 from echelon.backends.torch_distributed import engines
 from echelon.backends.torch_distributed.agreement import exchange, gather
-from echelon.backends.torch_distributed.engine import ENGINES, Engine
+from echelon.backends.torch_distributed.engine import Engine
+from echelon.backends.torch_distributed.engine_names import ENGINES
 from echelon.backends.torch_distributed.engines import check_available, native_op
 from echelon.group.group import ProcessGroup
 from tests.backends.forked import run_forked

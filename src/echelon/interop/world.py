@@ -16,14 +16,13 @@ from torch.distributed import Store  # type: ignore[attr-defined] # public, by i
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
 from echelon.launch import environment
+from echelon.launch.backends import OWN_NAMES
 from echelon.launch.init import carry, end_with_program
 from echelon.launch.torch_store import connect_ranks
 from echelon.launch.tuned import agreed_table
 
 _CONNECT_SECONDS = 300.0
 """The longest that ranks wait for each other, which torch's store has already brought together."""
-_OWN = ("auto", "shm", "tcp")
-"""The backends that torch.distributed has not already."""
 
 
 def subgroup(world: ProcessGroup, ranks: Sequence[int], timeout: float, name: str) -> ProcessGroup:
@@ -51,8 +50,10 @@ def connect(store: Store, rank: int, world_size: int, timeout: float) -> Process
         LaunchError: ECHELON_BACKEND, ECHELON_SECRET or ECHELON_TUNED make no sense.
     """
     name = environment.read_backend(os.environ, "auto")
-    if name not in _OWN:
-        raise LaunchError(f"ECHELON_BACKEND={name} under torch.distributed: use one of {', '.join(_OWN)}, or unset it")
+    if name not in OWN_NAMES:
+        raise LaunchError(
+            f"ECHELON_BACKEND={name} under torch.distributed: use one of {', '.join(OWN_NAMES)}, or unset it"
+        )
     seconds = min(timeout, _CONNECT_SECONDS)
     tcp = connect_ranks(store, rank, world_size, timeout, seconds)
     table = agreed_table(tcp, seconds)

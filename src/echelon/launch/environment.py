@@ -17,8 +17,8 @@ from pathlib import Path
 
 from echelon.arguments import MAX_LOCAL_WORLD_SIZE, choices
 from echelon.backends.connect.members import join_address
-from echelon.backends.torch_distributed.engine import ENGINES
 from echelon.errors import LaunchError
+from echelon.launch import backends
 from echelon.launch.slurm import check_alone, from_slurm
 from echelon.launch.variables import Translation, Variables, loopback, renamed
 
@@ -74,9 +74,6 @@ def _mpi_translation(launcher: str, environ: Mapping[str, str], names: Mapping[s
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """All four or none, unless a launcher has its own: without them a program is a world of one."""
-
-BACKENDS = ("auto", "shm", "tcp", *ENGINES, "simulated")
-"""The names that a program may ask for."""
 
 MIN_SECRET_LENGTH = 16
 """Characters. Shorter ones can be guessed."""
@@ -195,8 +192,8 @@ def read_backend(environ: Mapping[str, str], backend: str) -> str:
     """
     overruled = backend == "auto" and environ.get("ECHELON_BACKEND")
     name, source = (overruled, "ECHELON_BACKEND") if overruled else (backend, "backend")
-    if name not in BACKENDS:
-        raise LaunchError(f"{source}={name!r} is unknown: {choices(name, BACKENDS)}")
+    if name not in backends.NAMES:
+        raise LaunchError(f"{source}={name!r} is unknown: {choices(name, backends.NAMES)}")
     return name
 
 

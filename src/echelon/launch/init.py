@@ -23,16 +23,15 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from echelon.arguments import check_default_timeout
 from echelon.backends.base import Backend
-from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.torch_distributed.backend import engage
-from echelon.backends.torch_distributed.engine import ENGINES
+from echelon.backends.torch_distributed.engine_names import ENGINES
 from echelon.backends.torch_distributed.engines import check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import ConnectError, LaunchError
 from echelon.exits import describe_exit_of, status_of
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch import environment
+from echelon.launch.backends import OPENERS
 from echelon.launch.environment import Environment
 from echelon.launch.exit_watch import ExitWatch, watch_exit
 from echelon.launch.interface import with_local_address
@@ -205,10 +204,7 @@ def carry(tcp: TcpBackend, name: str, timeout: float, device: torch.device | Non
     device = choose_device("auto", name, tcp.rank) if device is None else device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if name in ENGINES:
-        backend: Backend = engage(tcp, name, timeout)
-    else:
-        backend = tcp if name == "tcp" else share(tcp, required=name == "shm", timeout=timeout)
+    backend = OPENERS[name](tcp, timeout)
     backend.device = device
     return backend
 

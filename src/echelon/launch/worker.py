@@ -44,7 +44,7 @@ _ADVICE = (
 class Job(NamedTuple):
     """What one worker is asked to do: to be `rank` of `world_size` at `address` while it runs the pickled `call`.
 
-    call: (function, arguments). backend: one of `environment.BACKENDS`. num_threads: for torch, None to leave that
+    call: (function, arguments). backend: one of `backends.NAMES`. num_threads: for torch, None to leave that
     alone. timeout: of the group, seconds.
     """
 

@@ -36,7 +36,8 @@ from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
 from echelon.backends.torch_distributed.channels import Route
 from echelon.backends.torch_distributed.collectives import TorchCollectives
-from echelon.backends.torch_distributed.engine import ENGINES, MESSAGES, Engine, EngineFailed, Look, greet
+from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look, greet
+from echelon.backends.torch_distributed.engine_names import ENGINES, MESSAGES
 from echelon.backends.torch_distributed.engines import is_timed
 from echelon.backends.torch_distributed.messages import EngineMessages
 from echelon.backends.work import Message, Received, Work

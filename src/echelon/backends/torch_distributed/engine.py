@@ -9,7 +9,7 @@ operation that is left behind keeps its tensors and the process group until it e
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,20 +19,6 @@ import torch.distributed as dist
 
 from echelon._torch_private import all_gather_into, is_in_backward
 from echelon.backends.memory import as_bytes
-
-# The names of backends that stand for engines of torch.distributed; they can be known without torch.
-
-ENGINES: Mapping[str, Mapping[str, str]] = {
-    "gloo": {"cpu": "gloo"},
-    "nccl": {"cpu": "gloo", "cuda": "nccl"},
-    "mpi": {"cpu": "mpi"},
-    "ucc": {"cpu": "ucc", "cuda": "ucc"},
-}
-"""For each name of a backend: the engine that moves the tensors of a device type."""
-
-MESSAGES: Mapping[str, frozenset[str]] = {"nccl": frozenset({"cuda"}), "ucc": frozenset({"cuda"})}
-"""For each name of a backend: the device types whose tensors its engine moves between two ranks. Others go over TCP."""
-
 
 _LOOK = timedelta(seconds=0.02)
 _MARGIN = timedelta(seconds=1)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.backends.operators import Operator
-from echelon.backends.torch_distributed.engine import ENGINES
+from echelon.backends.torch_distributed.engine_names import ENGINES
 from echelon.errors import LaunchError
 
 _TIMED = frozenset({"gloo", "nccl"})
