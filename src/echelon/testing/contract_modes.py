@@ -22,8 +22,9 @@ def inference_mode_stays_with_its_caller(run_ranks: RunRanks) -> None:
             for is_sender_inside, is_receiver_inside in ((True, False), (False, True)):
                 if backend.rank == 0:
                     with torch.inference_mode() if is_sender_inside else nullcontext():
-                        for tag in range(3):
-                            backend.send(torch.full((length,), 7.0), 1, tag, timeout=SECONDS)
+                        works = [backend.isend(torch.full((length,), 7.0), 1, tag) for tag in range(3)]
+                        for work in works:  # all at once: a send may last until its message is asked for
+                            work.wait(SECONDS)
                     continue
                 with torch.inference_mode():
                     places = [torch.zeros(length) for _ in range(2)]
