@@ -161,9 +161,10 @@ def test_the_default_device_and_dtype_of_the_caller_do_not_matter():
                 group.barrier()
                 got = group.all_gather_object({"rank": group.rank})
                 total = group.all_reduce(torch.ones(3, device="cpu", dtype=torch.bfloat16))
-                return got, total.tolist()
+                parts = echelon.functional.all_to_all(torch.ones(2, device="cpu"), group)
+                return got, total.tolist(), parts.tolist()
 
-        assert on_every_rank(world, act) == [([{"rank": 0}, {"rank": 1}], [2.0, 2.0, 2.0])] * 2
+        assert on_every_rank(world, act) == [([{"rank": 0}, {"rank": 1}], [2.0, 2.0, 2.0], [1.0, 1.0])] * 2
 
 
 def test_a_collective_that_a_stranger_breaks_fails_by_its_name():

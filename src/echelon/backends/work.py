@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from echelon.arguments import check_seconds
+from echelon.backends.admission import check_mode
 from echelon.backends.memory import describe
 from echelon.errors import Timeout
 from echelon.flights import Flight
@@ -112,6 +113,8 @@ class Work(Generic[T]):
         Raises:
             Timeout: it did not end in time; says where the other ranks are. The operation goes on; wait again if you
                 like. To ask the ranks takes up to 2 s more.
+            UnsupportedOp: it is still under way, and FakeTensorMode or a transform of torch.func is active: messages
+                that arrive during the wait would have no memory. It goes on; wait again outside.
             EchelonError: the operation failed.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
@@ -120,8 +123,15 @@ class Work(Generic[T]):
         return self.result()
 
     def ends_within(self, seconds: float) -> bool:
-        """Blocks until the operation ends; returns False if that takes longer."""
-        return self._completed or self._driver.drive(self, seconds)  # type: ignore[arg-type]
+        """Blocks until the operation ends; returns False if that takes longer.
+
+        Raises:
+            UnsupportedOp: as `wait`.
+        """
+        if self._completed:
+            return True
+        check_mode(f"wait for {self.flight or self.description}")
+        return self._driver.drive(self, seconds)  # type: ignore[arg-type]
 
     def _await_last_words(self, seconds: float) -> None:
         """Returns if the operation has ended meanwhile; else raises a Timeout that says as much as can be known."""
