@@ -371,7 +371,7 @@ def test_other_norms_are_those_of_one_process_and_nan_is_not_hidden():
         assert all(spoilt)
 
 
-def step_by_default_on(device, group):
+def step_by_default_on(group, device):
     model, batch = make_model(2), make_batch(4)
     with torch.device(device):
         pipe = Pipeline(model, group, "1f1b", 2, nn.functional.mse_loss, metrics=lambda output, _: {"n": len(output)})
