@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import echelon
+from echelon import functional
 from echelon.group.group import ProcessGroup
 from tests.backends.forked import run_forked
 from tests.backends.worlds import gloo_world, rank_0_and_a_bare_peer, tcp_world
@@ -161,9 +162,10 @@ def test_the_default_device_and_dtype_of_the_caller_do_not_matter():
                 group.barrier()
                 got = group.all_gather_object({"rank": group.rank})
                 total = group.all_reduce(torch.ones(3, device="cpu", dtype=torch.bfloat16))
-                return got, total.tolist()
+                parts = functional.all_to_all(torch.ones(2, device="cpu"), group)
+                return got, total.tolist(), parts.tolist()
 
-        assert on_every_rank(world, act) == [([{"rank": 0}, {"rank": 1}], [2.0, 2.0, 2.0])] * 2
+        assert on_every_rank(world, act) == [([{"rank": 0}, {"rank": 1}], [2.0, 2.0, 2.0], [1.0, 1.0])] * 2
 
 
 def test_a_collective_that_a_stranger_breaks_fails_by_its_name():

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import echelon
 from echelon import functional
@@ -27,6 +28,14 @@ def run(request):
 def fake():
     with fake_tensors():
         return torch.ones(4, 4)
+
+
+def freed_view():
+    """Returns a view into an empty storage: its address is its offset, not 0."""
+    whole = torch.ones(5, 4)
+    view = whole[1:]
+    whole.untyped_storage().resize_(0)
+    return view
 
 
 def collectives(group):
@@ -93,6 +102,7 @@ def call_all(group):
         "meta": lambda call: call(torch.ones(4, 4, device="meta")),
         "sparse": lambda call: call(torch.eye(4).to_sparse()),
         "wrapped": wrapped,
+        "freed": lambda call: call(freed_view()),
     }
     accepted = []
     for kind, use in kinds.items():
@@ -147,6 +157,90 @@ def reduce_under_fake_mode(group):
 
 def test_a_call_inside_of_fake_mode_is_refused(run):
     assert run(reduce_under_fake_mode) == [[4.0, 4.0]] * 2
+
+
+def in_grad(call):
+    torch.func.grad(lambda x: (call(), x.sum())[1])(torch.ones(2))
+
+
+def in_functionalize(call):
+    torch.func.functionalize(lambda x: (call(), x * 2)[1])(torch.ones(2))
+
+
+def in_fake_mode(call):
+    with fake_tensors():
+        call()
+
+
+def use_in_transforms(group):
+    """Calls everything inside of a transform with a plain tensor from outside; returns the calls that went through."""
+    ones, accepted, messages = torch.ones(4, 4), [], []
+    group.all_reduce(torch.ones(4, 4))
+    for transform in (in_grad, in_functionalize):
+        for name, call in (
+            *collectives(group).items(),
+            *functions(group).items(),
+            ("barrier", lambda _: group.barrier()),
+        ):
+            try:
+                transform(lambda call=call: call(ones))
+            except echelon.UnsupportedOp as error:
+                messages.append(str(error))
+                continue
+            accepted.append((transform.__name__, name))
+    assert all("inside of a transform of torch.func" in message for message in messages)
+    return accepted, group.all_reduce(torch.ones(1)).item()
+
+
+def test_a_call_inside_of_a_transform_is_refused_for_plain_tensors_too(run):
+    assert run(use_in_transforms) == [([], 2.0)] * 2
+
+
+def wait_in_modes(group):
+    """Waits inside of a mode for a message that comes later; returns what came, and the errors."""
+    other, messages, sums = 1 - group.rank, [], []
+    for mode in (in_grad, in_functionalize, in_fake_mode):
+        for numel in (4, 100_000):
+            if group.rank == 0:
+                work = group.irecv(1)
+                with pytest.raises(echelon.UnsupportedOp) as caught:
+                    mode(work.wait)
+                messages.append(str(caught.value))
+                group.barrier()
+                sums.append(work.wait().sum().item())
+            else:
+                group.barrier()
+                group.send(torch.ones(numel), other)
+    return messages, sums, group.all_reduce(torch.ones(1)).item()
+
+
+def test_a_wait_inside_of_a_mode_is_refused_and_the_message_still_comes(run):
+    (messages, sums, total), _ = run(wait_in_modes)
+    assert all("receive from rank 1, tag 0" in message and "was called inside of" in message for message in messages)
+    assert sums == [4.0, 100_000.0] * 3
+    assert total == 2.0
+
+
+def use_duals(group):
+    ones = torch.ones(4, 4)
+    group.all_reduce(torch.ones(4, 4))  # a call like one before is checked less
+    accepted, messages = [], set()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(ones, ones.clone())
+        for name, call in (*collectives(group).items(), *functions(group).items()):
+            try:
+                call(dual)
+                accepted.append(name)
+            except echelon.UnsupportedOp as error:
+                messages.add(str(error).partition(" takes ")[2])
+        plain = group.all_reduce(torch.ones(1)).item()
+    return accepted, messages, plain
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_a_tensor_with_a_tangent_is_refused(pool, backend):
+    advice = "a tensor without a tangent of forward-mode AD: pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+    assert pool.run(use_duals, 2, backend=backend) == [([], {advice}, 2.0)] * 2
 
 
 def train(group):

@@ -21,7 +21,9 @@ from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispat
 from torch._C._distributed_c10d import _DistributedBackendOptions as DistributedBackendOptions
 from torch._C._distributed_c10d import _register_work as register_work
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # public, by its docs
 from torch.distributed.distributed_c10d import GroupName
 from torch.export import ExportedProgram
@@ -46,6 +48,7 @@ __all__ = [
     "fake_tensors",
     "guards_of",
     "hooks_after_gradient",
+    "is_dual",
     "is_faking",
     "is_in_backward",
     "make_process_group",
@@ -59,6 +62,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "version_of",
+    "wraps_new_tensors",
     "writes_in_place",
 ]
 # DistributedBackendOptions: what torch.distributed hands to the function that makes a group of a registered backend.
@@ -85,6 +89,24 @@ def is_faking() -> bool:
     Nothing public tells. The depth of the stack of modes is asked for first, since it takes a third of the time.
     """
     return _len_torch_dispatch_stack() > 0 and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+
+
+def wraps_new_tensors() -> bool:
+    """Whether new tensors of this thread can be without memory: FakeTensorMode or a transform of torch.func is active.
+
+    Inside of `torch.func.grad`, `jvp` and `functionalize` even `torch.empty` returns a wrapper.
+    """
+    return peek_interpreter_stack() is not None or is_faking()
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent of forward-mode AD. The public `unpack_dual` takes 10 times as long to say no."""
+    return forward_ad._current_level >= 0 and _tangent(tensor) is not None
+
+
+def _tangent(tensor: torch.Tensor) -> torch.Tensor | None:
+    tangent: torch.Tensor | None = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return tangent
 
 
 def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.backends.admission import check_values
+from echelon.backends.admission import check_mode, check_values
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import plain
 from echelon.backends.operators import check_op
@@ -179,7 +179,7 @@ def all_to_all(
     tensor = _rows(tensor)
     sends = _even(len(tensor), group.world_size) if in_splits is None else list(in_splits)
     if out_splits is None:
-        out_splits = group.all_to_all(torch.tensor(sends)).tolist()
+        out_splits = group.all_to_all(torch.tensor(sends, device="cpu")).tolist()
     return _apply(_AllToAll, tensor, group, sends, list(out_splits))
 
 
@@ -216,6 +216,7 @@ def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
         tag: as in `ProcessGroup.recv`.
     """
     check_group(group)
+    check_mode("functional.recv")
     return _apply(_Recv, torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled()), group, src, tag, False)
 
 
@@ -418,6 +419,7 @@ def _check(tensor: object, group: object, what: str) -> None:
     check_group(group)
     if not isinstance(tensor, Tensor):
         raise UnsupportedOp(f"functional.{what} takes a tensor, not {type(tensor).__name__}")
+    check_mode(f"functional.{what}")
 
 
 def _check_dims(tensor: Tensor, what: str) -> None:

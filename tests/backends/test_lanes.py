@@ -112,3 +112,26 @@ def test_a_lane_runs_beside_its_caller_until_somebody_waits_for_it(lanes):
     assert began.wait(10)
     assert not lanes.runs_beside(), "the caller is no lane"
     assert work.wait(10) is True
+
+
+def test_a_lane_that_is_idle_for_long_ends_its_thread_and_begins_again(monkeypatch):
+    """A program that makes a group for each step would else keep a thread of each."""
+    monkeypatch.setattr("echelon.backends.lanes.IDLE_SECONDS", 0.001)
+    lanes = Lanes("rank 0", 10.0)
+    before = set(threading.enumerate())
+    for lane in range(20):
+        assert lanes.start(lambda lane=lane: lane, "job", lane).wait() == lane
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+            assert not thread.is_alive()
+    assert lanes.start(lambda: "again", "job", 3).wait() == "again"
+    lanes.close(10)
+    assert set(threading.enumerate()) <= before
+
+
+def test_no_job_is_lost_to_a_lane_that_ends(monkeypatch):
+    monkeypatch.setattr("echelon.backends.lanes.IDLE_SECONDS", 0.0)
+    lanes = Lanes("rank 0", 10.0)
+    works = [lanes.start(lambda number=number: number, "job", number % 2) for number in range(2000)]
+    assert [work.wait() for work in works] == list(range(2000))
+    lanes.close(10)

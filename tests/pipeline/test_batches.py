@@ -370,3 +370,18 @@ def test_other_norms_are_those_of_one_process_and_nan_is_not_hidden():
         torch.testing.assert_close(torch.stack(norms[:3]), torch.stack(expected))
         assert all(norm.isnan() for norm in norms[3:])
         assert all(spoilt)
+
+
+def step_by_default_on(group, device):
+    model, batch = make_model(2), make_batch(4)
+    with torch.device(device):
+        pipe = Pipeline(model, group, "1f1b", 2, nn.functional.mse_loss, metrics=lambda output, _: {"n": len(output)})
+        came = pipe.step(*batch[:1], target=batch[1])
+        return came.loss.item(), came.metrics, pipe.clip_grad_norm_(1.0).item()
+
+
+def test_the_default_device_of_the_caller_does_not_matter():
+    here, there = (
+        echelon.simulate(step_by_default_on, 2, (device,), timeout=20.0).results for device in ("cpu", "meta")
+    )
+    assert there == here

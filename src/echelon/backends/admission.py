@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from echelon._torch_private import is_dual, is_faking, wraps_new_tensors
 from echelon.errors import UnsupportedOp
 
 ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -16,6 +17,8 @@ ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 """What `__torch_dispatch__` is in a class that does not define it."""
+_FAR = 1 << 40
+"""An address above this is never the offset of a view in an empty storage, which is the address that torch tells."""
 _UNINITIALIZED = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
 
 _ADVICE = {
@@ -25,6 +28,24 @@ _ADVICE = {
     "AsyncCollectiveTensor": "pass tensor.wait()",
 }
 """Advice for classes of torch, by name: to import them takes a second."""
+
+
+def check_mode(what: str) -> None:
+    """Raises UnsupportedOp inside of FakeTensorMode or a transform of torch.func.
+
+    There even the tensors that the library makes for itself can be without memory.
+
+    Args:
+        what: the group or operation, for the error.
+    """
+    if not wraps_new_tensors():
+        return
+    if is_faking():
+        raise UnsupportedOp(f"{what} was called inside of FakeTensorMode, where tensors have no values: call outside")
+    raise UnsupportedOp(
+        f"{what} was called inside of a transform of torch.func (vmap, grad, jvp, functionalize), where new tensors "
+        "can be wrappers without memory: call it outside of the transform"
+    )
 
 
 def check_values(tensor: object, what: str, *, takes_sparse: bool = False, takes_meta: bool = False) -> None:
@@ -48,13 +69,17 @@ def has_values(tensor: Tensor, *, takes_meta: bool = False) -> bool:
         return False
     if not (tensor.is_cpu or tensor.is_cuda):  # other devices need not have addresses
         return takes_meta or not tensor.is_meta
-    return has_address(tensor) or not tensor.numel()
+    return (has_address(tensor) or not tensor.numel()) and not is_dual(tensor)
 
 
 def has_address(tensor: Tensor) -> bool:
-    """Says whether a tensor of a plain class has an address; without elements it may have none."""
+    """Says whether a tensor of a plain class has an address; without elements it may have none.
+
+    The address of a view in an empty storage is its offset: FSDP frees the storage that its parameters are views of.
+    """
     try:
-        return tensor.data_ptr() != 0
+        address = tensor.data_ptr()
+        return address > _FAR or address != tensor.storage_offset() * tensor.itemsize
     except RuntimeError:  # wrappers of torch.func: their type and all other properties are those of a plain tensor
         return False
 
@@ -91,6 +116,8 @@ def _problem(tensor: Tensor) -> str:
             "tensor with memory of its own, not a wrapper of torch.func (vmap, grad, jvp): call it outside of the "
             "transform"
         )
+    if is_dual(tensor):
+        return "tensor without a tangent of forward-mode AD: pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
     return (
         "tensor with memory of its own, not one whose storage is empty: give it storage first; inside of "
         "torch.func.functionalize, call it outside"

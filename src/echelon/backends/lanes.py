@@ -1,8 +1,9 @@
-"""Threads that run asynchronous operations of a backend: one per lane, started when first needed.
+"""Threads that run asynchronous operations of a backend: one per lane, started when needed, ended when idle for long.
 
 Strategy. Operations of one lane run in the order they were started, lanes run beside each other. A group uses one lane,
 so two groups never wait for each other. Whoever waits on such a Work sleeps on a condition; the lane's thread wakes it.
-An operation may itself wait for what was started after it: the lane's thread then runs what is queued behind it.
+An operation may itself wait for what was started after it: the lane's thread then runs what is queued behind it. A
+lane without work for some seconds ends its thread, because nobody says when a group is used for the last time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 
 from echelon.backends.inherited import inherited_error
@@ -60,6 +61,9 @@ class InOrder:
 
 T = TypeVar("T")
 
+IDLE_SECONDS = 10.0
+"""After how long a thread without work ends. Longer than a step of training, since a new one begins without caches."""
+
 
 class Lanes:
     """The lanes of one backend."""
@@ -69,7 +73,7 @@ class Lanes:
         self._timeout = timeout
         self._changed = threading.Condition()
         self._queues: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[int, threading.Thread] = {}
         self._own: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
         self._num_waiters = 0
         self._closed = False
@@ -131,7 +135,8 @@ class Lanes:
             self._closed = True
             for queue in self._queues.values():
                 queue.put(None)
-        for thread in self._threads:
+            threads = list(self._threads.values())
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout)
 
@@ -145,14 +150,30 @@ class Lanes:
         if queue is None:
             queue = self._queues[lane] = SimpleQueue()
             name = f"{self._name}, lane {len(self._queues)}"
-            thread = threading.Thread(target=_run, args=(queue,), name=name, daemon=True)
-            self._threads.append(thread)
+            thread = threading.Thread(target=self._run, args=(lane, queue), name=name, daemon=True)
+            self._threads[lane] = thread
             thread.start()
             self._own[cast("int", thread.ident)] = queue
         return queue
 
+    def _run(self, lane: int, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        """Runs what is queued, until the end of all lanes or until nothing has come for long."""
+        while True:
+            try:
+                job = queue.get(timeout=IDLE_SECONDS)
+            except Empty:
+                if self._ends_idle(lane, queue):
+                    return
+                continue
+            if job is None:
+                return
+            job()
+            del job  # and with it the tensors it works on, which would else live until the next one comes
 
-def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := queue.get()) is not None:
-        job()
-        del job  # and with it the tensors it works on, which would else live until the next one comes
+    def _ends_idle(self, lane: int, queue: SimpleQueue[Callable[[], None] | None]) -> bool:
+        """Takes a lane out, unless work has come just now."""
+        with self._changed:
+            if not queue.empty():
+                return False
+            del self._queues[lane], self._threads[lane], self._own[threading.get_ident()]
+            return True

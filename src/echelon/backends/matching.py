@@ -157,7 +157,12 @@ class Mailbox:
         delivery.finish()
 
     def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[IncomingMessage] = ()) -> None:
-        """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next."""
+        """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next.
+
+        A receive that has ended already stays as it is.
+        """
+        if work.has_ended:
+            return
         self._has_withdrawn = True
         for delivery in arriving:
             if delivery.detach(work):

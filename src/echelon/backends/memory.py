@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from echelon._torch_private import is_dual
 from echelon.backends.admission import ORDINARY_TYPES, check_values, elements_overlap, has_address
 from echelon.backends.formats.wire import DTYPES
 from echelon.backends.modes import normal_mode, outside_autograd
@@ -123,6 +124,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_conj()
         and has_address(tensor)
+        and not is_dual(tensor)
     )
 
 

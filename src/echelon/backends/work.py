@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from echelon.arguments import check_seconds
+from echelon.backends.admission import check_mode
 from echelon.backends.memory import describe
 from echelon.errors import Timeout
 from echelon.operation_records import OperationRecord
@@ -116,6 +117,8 @@ class Work(Generic[T]):
         Raises:
             Timeout: it did not end in time. The operation goes on; wait again if you like. After 0.1 s or more it says
                 where the other ranks are; to ask them takes at most as long again, and 2 s.
+            UnsupportedOp: it is still under way, and FakeTensorMode or a transform of torch.func is active: messages
+                that arrive during the wait would have no memory. It goes on; wait again outside.
             EchelonError: the operation failed.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
@@ -124,8 +127,15 @@ class Work(Generic[T]):
         return self.result()
 
     def ends_within(self, seconds: float) -> bool:
-        """Blocks until the operation ends; returns False if that takes longer."""
-        return self._completed or self._driver.drive(self, seconds)  # type: ignore[arg-type]
+        """Blocks until the operation ends; returns False if that takes longer.
+
+        Raises:
+            UnsupportedOp: as `wait`.
+        """
+        if self._completed:
+            return True
+        check_mode(f"wait for {self.flight or self.description}")
+        return self._driver.drive(self, seconds)  # type: ignore[arg-type]
 
     def _await_last_words(self, seconds: float) -> None:
         """Returns if the operation has ended meanwhile; else raises a Timeout that says as much as can be known."""

@@ -223,7 +223,7 @@ class PowerSGD(GradientHook):
 
     def _first_basis(self, matrix: Tensor) -> Tensor:
         columns = min(self._rank, *matrix.shape)
-        return torch.randn(matrix.shape[1], columns, generator=self._generator).to(matrix)
+        return torch.randn(matrix.shape[1], columns, generator=self._generator, device="cpu").to(matrix)
 
     def __repr__(self) -> str:
         return f"PowerSGD(rank={self._rank}, start_after={self._start_after}, seed={self._seed})"

@@ -77,7 +77,7 @@ class GroupBase(ABC):
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raises Closed after the group was closed, UnsupportedOp inside of FakeTensorMode."""
+        """Raises Closed after the group was closed, UnsupportedOp inside of FakeTensorMode or of torch.func."""
 
     def _check(self, tensor: Tensor, what: str, *, in_place: bool = False) -> HostCopy | None:
         """Returns None if a tensor can be moved where it is; else, where that is allowed, its copy on the host.

@@ -1,6 +1,6 @@
 """The user's object: a group of ranks and everything they can say to each other.
 
-What a group can be asked stands in `echelon.calls`, a file for each kind of call: `collectives`, `coalesced`,
+What a group can be asked stands in the files beside this one, one for each kind of call: `collectives`, `coalesced`,
 `objects`, `point_to_point`; how a collective is run, in `caller`. Here is how a group begins, is divided, and ends.
 """
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon._torch_private import is_faking
+from echelon._torch_private import wraps_new_tensors
 from echelon.arguments import check_seconds, named
+from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend
 from echelon.backends.inherited import inherited_error
 from echelon.backends.work import Work
@@ -254,7 +255,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
         seconds = self.timeout if timeout is None else check_seconds(timeout)
-        return not self._closed and not is_faking() and self._caller.all_reduce_known(tensor, op, seconds)
+        return not self._closed and not wraps_new_tensors() and self._caller.all_reduce_known(tensor, op, seconds)
 
     def _know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
         self._caller.know_all_reduce(tensor, op, note)
@@ -266,10 +267,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             raise Closed(
                 f"group {self.name!r} of rank {self.backend.rank} is closed: make a new one with echelon.init()"
             )
-        if is_faking():
-            raise UnsupportedOp(
-                f"group {self.name!r} was called inside of FakeTensorMode, where tensors have no values: call outside"
-            )
+        if wraps_new_tensors():
+            check_mode(f"group {self.name!r}")
 
 
 def check_group(group: object, what: str = "group") -> ProcessGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from echelon.backends.base import Backend
 from echelon.backends.status import Question
@@ -50,6 +50,8 @@ def wait_for(
                 return work.wait(0.0)
             now = backend.now()
             where = describe_peers(backend, peers, members, context, min(timeout, ANSWER_SECONDS))
+            if work.has_ended:  # while the others were asked
+                continue
             text = f"rank {backend.rank} in {work.flight or work.description}: waited {now - begun:.1f} s for {where}"
             if now >= deadline:
                 raise Timeout(text, where.ranks)
@@ -59,6 +61,30 @@ def wait_for(
             if error.operation:
                 raise
             raise error.noticed_by(f"rank {backend.rank} in {work.flight or work.description}") from error
+
+
+def receive(
+    backend: Backend,
+    work: Work[Any],
+    peers: Collection[int],
+    members: Collection[int],
+    context: int,
+    timeout: float,
+) -> Any:
+    """Waits as `wait_for` does, and withdraws the receive if the wait ends without it: the next one gets the message.
+
+    A message that has come before it could be withdrawn is returned, however late it is: else it would be lost.
+    """
+    try:
+        return wait_for(backend, work, peers, members, context, timeout)
+    except Timeout:
+        backend.cancel(work)
+        if isinstance(work.exception(), Timeout):
+            raise
+        return wait_for(backend, work, peers, members, context, 0.0)
+    except (Exception, KeyboardInterrupt):  # such as one that a handler of a signal raises
+        backend.cancel(work)
+        raise
 
 
 class MessageLateness:

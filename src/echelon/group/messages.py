@@ -13,9 +13,9 @@ from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import describe, is_ordinary, plain
 from echelon.backends.modes import announce_change
 from echelon.backends.work import Received, Work, end_with
-from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize, Timeout
+from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize
 from echelon.group.base import GroupBase, Seconds
-from echelon.group.message_wait import MessageLateness, wait_for
+from echelon.group.message_wait import MessageLateness, receive, wait_for
 from echelon.operation_records import OperationRecord
 
 T = TypeVar("T")
@@ -272,11 +272,11 @@ class PointToPoint(GroupBase):
 
     def _receive(self, work: Work[T], peers: Sequence[int], timeout: Seconds) -> T:
         """Waits for a receive, and withdraws it when its time is up."""
-        try:
-            return self._wait(work, peers, timeout)
-        except Timeout:
-            self.backend.cancel(cast("Work[Tensor]", work))
-            raise
+        seconds = self.timeout if timeout is None else max(0.0, timeout)
+        return cast(
+            "T",
+            receive(self.backend, work, [self.ranks[peer] for peer in peers], self.ranks, self.context, seconds),
+        )
 
 
 def _remember(known: dict[K, _Known], kind: K, call: _Known) -> None:

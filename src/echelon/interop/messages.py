@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from echelon.backends.work import Received, Work
-from echelon.errors import Timeout
 from echelon.group.group import ProcessGroup
-from echelon.group.message_wait import wait_for
+from echelon.group.message_wait import receive, wait_for
 from echelon.interop.works import UNSET, Outcome, seconds
 
 T = TypeVar("T")
@@ -51,19 +50,9 @@ class Message(TorchWork, Generic[T]):
         """
         limit = seconds(timeout)
         group = self._group
-        try:
-            wait_for(
-                group.backend,
-                self._work,
-                self._peers,
-                group.ranks,
-                group.context,
-                group.timeout if limit is None else limit,
-            )
-        except Timeout:
-            if self._receives:
-                group.backend.cancel(cast("Work[Tensor]", self._work))
-            raise
+        wait = receive if self._receives else wait_for
+        timeout_seconds = group.timeout if limit is None else limit
+        wait(group.backend, self._work, self._peers, group.ranks, group.context, timeout_seconds)
         self.result()
         return True
 

@@ -61,7 +61,8 @@ class Parting:
         if self._is_silent():
             return
         kind = wire.FrameKind.TALLY
-        yield wire.Frame(kind, sequence=self._mailbox.claimed[peer])
+        if not self._mailbox.awaits(peer):  # else one may be on its way that this rank would have received
+            yield wire.Frame(kind, sequence=self._mailbox.claimed[peer])
         shared = [context for context, ranks in self._groups.items() if peer in ranks]
         for context in shared[-(MAX_TALLIES - 1) :]:
             if (last := self._recorder.latest(context)) is not None:

@@ -135,7 +135,7 @@ class LossScale:
         self._total = sum(self._weights)
         self._sum: Work[torch.Tensor] | None = None
         if self._replicas > 1 and data_parallel is not None and reduction == "mean":
-            total = torch.tensor([self._total], dtype=torch.float64)
+            total = torch.tensor([self._total], dtype=torch.float64, device="cpu")
             self._sum = data_parallel.all_reduce(total, async_op=True)
         if reduction == "sum":
             self._total = 1.0
@@ -187,7 +187,7 @@ def no_loss(output: Value) -> torch.Tensor:
     """Returns the loss of a microbatch that does not count: 0, with gradients of 0, whatever the output is."""
     made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     nothing = [tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0).sum().real for tensor in made]
-    return sum(nothing[1:], nothing[0]) if nothing else torch.zeros(())
+    return sum(nothing[1:], nothing[0]) if nothing else torch.zeros((), device="cpu")
 
 
 def is_here(number: torch.Tensor) -> bool:

@@ -99,7 +99,9 @@ def tell(
     """
     code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
     head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value]
-    numbers = group.all_gather(torch.tensor([*head, *chain.from_iterable(times)], dtype=torch.float64)).tolist()
+    numbers = group.all_gather(
+        torch.tensor([*head, *chain.from_iterable(times)], dtype=torch.float64, device="cpu")
+    ).tolist()
     rows, begin = [], 0
     for order in schedule.orders:
         rows.append(numbers[begin : begin + _HEAD + 2 * len(order)])
@@ -110,7 +112,7 @@ def tell(
         if row[2]:
             _compare("keyword arguments of step()", int(first[0]), int(row[2]))
     all_times = [list(zip(row[_HEAD::2], row[_HEAD + 1 :: 2], strict=True)) for row in rows]
-    return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3]))), all_times)
+    return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3])), device="cpu"), all_times)
 
 
 def _compare(what: str, samples: int, got: int) -> None:
@@ -131,10 +133,10 @@ def tell_metrics(group: ProcessGroup, data_parallel: ProcessGroup | None, last: 
     if batch.measured:
         assert batch.scale is not None
         names = list(batch.measured[0])
-        total = torch.zeros(len(names), dtype=torch.float64)
+        total = torch.zeros(len(names), dtype=torch.float64, device="cpu")
         for microbatch, found in batch.measured.items():
             if batch.scale.counts(microbatch):
-                numbers = torch.tensor([float(number) for number in found.values()], dtype=torch.float64)
+                numbers = torch.tensor([float(number) for number in found.values()], dtype=torch.float64, device="cpu")
                 total += numbers * batch.scale.factor(microbatch)
         if data_parallel is not None:
             data_parallel.all_reduce(total)

@@ -252,7 +252,7 @@ class Weights:
             for _, parameter in self.named_parameters()
             if problem is None and parameter.grad is not None and self._ties.is_counted_here(parameter)
         ]
-        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device="cpu")
         is_largest = norm_type == float("inf")
         part = mine.max() if is_largest else mine.pow(norm_type).sum()
         told = torch.stack([part, torch.tensor(float(problem is not None), dtype=part.dtype, device="cpu")])

@@ -120,7 +120,7 @@ def num_tensors(structure: str) -> int:
 
     def one(requires_grad: bool) -> torch.Tensor:
         found.append(requires_grad)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     value_of(structure, one)
     return len(found)
