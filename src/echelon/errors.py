@@ -57,7 +57,10 @@ class InvalidRank(EchelonError, ValueError):
     def __init__(self, rank: object, world_size: int, what: str = "rank") -> None:
         self.rank = rank
         self.world_size = world_size
-        super().__init__(f"{what}={rank!r} is not a rank of this group of {world_size}: use 0 to {world_size - 1}")
+        kind = "" if isinstance(rank, int) else "an int, "
+        super().__init__(
+            f"{what}={rank!r} is not a rank of this group of {world_size}: use {kind}0 to {world_size - 1}"
+        )
 
 
 class InvalidWorldSize(EchelonError, ValueError):
