@@ -197,6 +197,16 @@ Failure: TypeAlias = PeerFailed | CollectiveMismatch
 """What ends the collectives of a group on all its ranks."""
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """Removes the traceback of a failure, which is kept and raised at each later call; returns the same error.
+
+    The traceback would grow by the frames of each call, and keep their tensors alive. Other errors stay as they are.
+    """
+    if isinstance(error, PeerFailed | CollectiveMismatch):
+        error.__traceback__ = None
+    return error
+
+
 def failure_of(error: BaseException, rank: int) -> PeerFailed:
     """Returns an error of a rank as the other ranks are to hear it.
 
