@@ -27,7 +27,7 @@ from echelon.collectives.operations import Operation, write_out
 from echelon.collectives.run import Channel
 from echelon.collectives.select import Selector
 from echelon.collectives.watch import ANSWER_SECONDS, Watch
-from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of
+from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of, without_frames
 from echelon.flights import Flight
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ class Caller:
         flight.end(told)
         if told is error:
             raise error
-        raise told from error
+        raise told from without_frames(error)
 
     def _channel(self, call: Call, watch: Watch) -> Channel:
         return Channel(

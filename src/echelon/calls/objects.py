@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+from echelon.arguments import named
 from echelon.backends.work import Work
 from echelon.calls.member import Member, No, Seconds, Yes
 from echelon.collectives import objects
 from echelon.collectives.objects import JsonLike
-from echelon.errors import SizeMismatch
+from echelon.errors import InvalidArgument, SizeMismatch
 
 
 class ObjectCollectives(Member):
@@ -98,12 +99,15 @@ class ObjectCollectives(Member):
             async_op, timeout: as in `all_reduce`.
 
         Raises:
+            InvalidArgument: on rank `src`, `values` is no list.
             SizeMismatch: there are not as many values as ranks.
         """
         self._check_open()
         self._check_rank(src, "src")
         if self.rank != src:
             values = None
+        elif values is not None and not isinstance(values, list | tuple):
+            raise InvalidArgument(f"scatter_object: values is {named(values)}: give a list with one for each rank")
         elif values is None or len(values) != self.world_size:
             got = "None" if values is None else len(values)
             raise SizeMismatch(

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from echelon.arguments import named
 from echelon.backends.memory import describe
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group import JsonLike, ProcessGroup
 
 
@@ -72,3 +73,12 @@ def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> 
 
 def _strings(value: JsonLike) -> list[str]:
     return [str(line) for line in value] if isinstance(value, list) else []
+
+
+def check_module(module: object) -> None:
+    """Raises InvalidArgument unless `module` is an instance of a module."""
+    if isinstance(module, torch.nn.Module):
+        return
+    if isinstance(module, type):
+        raise InvalidArgument(f"module is {named(module)}: pass an instance of it, such as {module.__name__}(...)")
+    raise InvalidArgument(f"module is {named(module)}: pass the model, a torch.nn.Module")

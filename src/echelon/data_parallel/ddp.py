@@ -19,7 +19,7 @@ import torch
 from echelon._torch_private import at_end_of_backward
 from echelon.arguments import check_bucket_mb, choices, named
 from echelon.backends.admission import check_values
-from echelon.data_parallel.agreement import check_same_model
+from echelon.data_parallel.agreement import check_module, check_same_model
 from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.buffers import Buffers, synchronize_buffers
 from echelon.data_parallel.forwards import watch_forwards
@@ -85,7 +85,7 @@ class DistributedDataParallel(Transparent):
         """
         super().__init__()
         check_group(group)
-        _check_module(module)
+        check_module(module)
         _check_choice("buffers", buffers, get_args(Buffers))
         _check_choice("average", average, get_args(Average))
         if not isinstance(hook, GradientHook | None):
@@ -285,14 +285,6 @@ class DistributedDataParallel(Transparent):
 
 
 DDP = DistributedDataParallel
-
-
-def _check_module(module: object) -> None:
-    if isinstance(module, torch.nn.Module):
-        return
-    if isinstance(module, type):
-        raise InvalidArgument(f"module is {named(module)}: pass an instance of it, such as {module.__name__}(...)")
-    raise InvalidArgument(f"module is {named(module)}: pass the model, a torch.nn.Module")
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 
 import torch
 from torch import nn
 
+from echelon.arguments import shown
 from echelon.backends.admission import check_values
-from echelon.errors import NotFinite, SizeMismatch, UnsupportedOp
+from echelon.errors import InvalidArgument, NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group import ProcessGroup
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.ties import TiedWeights
@@ -92,10 +94,16 @@ class Weights:
         """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
 
         Raises:
+            InvalidArgument: `max_norm` is not a number of at least 0, or `norm_type` is no number.
             UnsupportedOp: there is no such norm, or on all ranks, a gradient has no memory of its own; nothing was
                 scaled.
             NotFinite: the norm is not, and that is to be an error; nothing was scaled.
         """
+        # A limit below 0 would turn all gradients round, and nan would spread to them.
+        if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
+            raise InvalidArgument(f"max_norm={shown(max_norm)}: give a number of at least 0, such as 1.0")
+        if not isinstance(norm_type, Real | str):
+            raise InvalidArgument(f"norm_type={shown(norm_type)}: give a number above 0, or inf")
         norm = self._norm(float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise NotFinite(
