@@ -17,7 +17,7 @@ from echelon import functional
 from echelon.arguments import check_default_timeout, check_seconds, choices, named
 from echelon.collectives.plans import algorithms
 from echelon.errors import InvalidArgument, LaunchError
-from echelon.pipeline import Pipeline, schedules
+from echelon.pipeline import Costs, Pipeline, Schedule, schedules, split
 
 BAD_TIMEOUTS = ("60", -1, -0.5, float("nan"), True, [1.0])
 
@@ -148,6 +148,22 @@ def wrong_kinds(group):
         "an optimizer": lambda: echelon.ZeroOptimizer(adam, model.parameters(), group),
         "its name": lambda: echelon.ZeroOptimizer("adam", model.parameters(), group),
         "no tensor": lambda: functional.all_reduce([1.0], group),
+        "a root of functional.gather": lambda: functional.gather(ones, 2, group),
+        "a root of functional.scatter": lambda: functional.scatter(ones, "0", group),
+        "a root below 0": lambda: functional.scatter(ones, -1, group),  # it gave an empty tensor
+        "splits of functional": lambda: functional.all_to_all(ones, group, 2),
+        "a rank of numpy": lambda: group.broadcast(ones, src=np.int64(0)),
+        "a rank twice": lambda: group.subgroup([0, 0]),
+        "no ranks": lambda: group.subgroup([]),
+        "text for ranks": lambda: group.subgroup("01"),
+        "an axis": lambda: echelon.Mesh(group, dp="2"),
+        "text for values": lambda: group.scatter_object("ab", src=group.rank),
+        "a number for values": lambda: group.scatter_object(3, src=group.rank),
+        "a callback": lambda: group.when_closed(3),
+        "a tensor of a timeout": lambda: group.barrier(timeout=torch.ones(9, 9)),
+        "a tensor of parameters": lambda: echelon.ZeroOptimizer(torch.optim.Adam, model.weight, group),
+        "a model of parameters": lambda: echelon.ZeroOptimizer(torch.optim.Adam, model, group),
+        "no module to convert": lambda: echelon.SyncBatchNorm.convert(nn.BatchNorm1d, group),
     }
     messages = {name: refused(call) for name, call in calls.items()}
     group.barrier()
@@ -183,6 +199,22 @@ WRONG_KINDS = {
     ),
     "its name": ("InvalidArgument", "optimizer_class is 'adam' (str): pass a class"),
     "no tensor": ("UnsupportedOp", "functional.all_reduce takes a tensor, not list"),
+    "a root of functional.gather": ("InvalidRank", "dst=2 is not a rank of this group of 2: use 0 to 1"),
+    "a root of functional.scatter": ("InvalidRank", "src='0' is not a rank of this group of 2: use an int, 0 to 1"),
+    "a root below 0": ("InvalidRank", "src=-1 is not a rank"),
+    "splits of functional": ("InvalidArgument", "in_splits=2: give a list"),
+    "a rank of numpy": ("InvalidRank", "use an int, 0 to 1"),
+    "a rank twice": ("InvalidArgument", "ranks=[0, 0] names a rank twice: give at least one rank, and each once"),
+    "no ranks": ("InvalidArgument", "ranks=[] is empty: give at least one rank"),
+    "text for ranks": ("InvalidArgument", "ranks='01': give a list of ranks"),
+    "an axis": ("InvalidArgument", "dp is '2' (str): give the size of an axis, a whole number of at least 1"),
+    "text for values": ("InvalidArgument", "values is 'ab' (str): give a list with one for each rank"),
+    "a number for values": ("InvalidArgument", "values is 3 (int): give a list with one for each rank"),
+    "a callback": ("InvalidArgument", "callback is 3 (int): give a function without arguments"),
+    "a tensor of a timeout": ("InvalidArgument", "timeout=<Tensor>: use a number of seconds"),
+    "a tensor of parameters": ("InvalidArgument", "params is of type Parameter: pass the parameters, such as model.p"),
+    "a model of parameters": ("InvalidArgument", "params is of type Linear: pass the parameters, such as model.param"),
+    "no module to convert": ("InvalidArgument", "module is the class BatchNorm1d: pass an instance of it"),
 }
 
 
@@ -281,6 +313,45 @@ def test_a_schedule_that_is_no_name():
     assert refused(lambda: schedules.build(["1f1b"], 2, 2))[1].startswith(
         "no schedule is called ['1f1b']: choose from "
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda schedule: schedule.simulate(3), "costs is 3 (int): give Costs(...)"),
+        (lambda schedule: schedule.simulate(0), "costs is 0 (int): give Costs(...)"),
+        (lambda _: schedules.search({"forward": 1}, 2, 4), "costs is of type dict: give Costs(...)"),
+        (lambda _: schedules.recommend(Costs, 2, 4), "costs is the class Costs: give Costs(...)"),
+        (lambda _: schedules.recommend(Costs(), 2, 4, "x"), "memory_limit is 'x' (str): give a number"),
+        (lambda _: schedules.recommend(Costs(), 2, 4, capacity="x"), "capacity is 'x' (str): give a number"),
+        (lambda _: Schedule.from_text(None), "text is None: give the orders as text"),
+        (lambda _: Schedule.from_text("0F0,0B0", "1"), "num_microbatches='1': a schedule needs at least 1"),
+        (lambda schedule: schedule.to_csv("a\0b.csv"), "path is 'a\\x00b.csv', with a null character: give the name"),
+        (lambda _: split(nn.Sequential(nn.Linear(2, 2)), "1"), "num_stages='1': give a whole number of at least 1"),
+    ],
+)
+def test_wrong_kinds_for_schedules_and_cuts(call, message):
+    assert refused(lambda: call(schedules.build("1f1b", 2, 2)))[1].startswith(message)
+
+
+def wrong_kinds_for_a_pipeline(group):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(
+        echelon.UnsupportedOp, match=r"loss_fn is the class MSELoss: pass an instance of it, such as MS"
+    ):
+        Pipeline(model, group, "1f1b", 2, loss_fn=nn.MSELoss)
+    pipe = Pipeline(model, group, "1f1b", 2, loss_fn=nn.MSELoss())
+    inputs = torch.ones(2, 2)
+    pipe.step(inputs, target=inputs)
+    gradient = model[0].weight.grad.clone()
+    for limits in (("1",), (-1.0,), (math.nan,), (None,), (1.0, None)):
+        assert refused(lambda limits=limits: pipe.clip_grad_norm_(*limits))[0] == "InvalidArgument"
+    assert torch.equal(model[0].weight.grad, gradient)
+    pipe.clip_grad_norm_(math.inf)
+
+
+def test_a_pipeline_clips_by_no_limit_that_is_none():
+    echelon.simulate(wrong_kinds_for_a_pipeline, 1)
 
 
 def wrong_mesh(group):

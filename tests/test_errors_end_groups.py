@@ -168,3 +168,42 @@ def test_an_error_that_nobody_has_seen_is_raised_at_close(run):
         assert "float32[1]" in text
         assert "float32[2]" in text
         assert seen is None
+
+
+def num_frames(error):
+    """Returns how many frames the tracebacks of an error and its causes hold."""
+    count = 0
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            count, trace = count + 1, trace.tb_next
+        error = error.__cause__ or error.__context__
+    return count
+
+
+def call_again_and_again(group, kind):
+    """Returns the number of frames of the second error and of the 20th."""
+    ones = torch.ones(3)
+    calls = {
+        "collective": lambda: group.all_reduce(ones),
+        "asynchronous": lambda: group.all_reduce(ones, async_op=True).wait(),
+        "recv": lambda: group.recv(1),
+        "irecv": lambda: group.irecv(1).wait(),
+    }
+    group.barrier()
+    if group.rank == 1:
+        group.abort("enough")
+        return None
+    counts = []
+    for _ in range(20):
+        with pytest.raises(echelon.PeerFailed) as caught:
+            calls[kind]()
+        counts.append(num_frames(caught.value))
+    return counts[1], counts[-1]
+
+
+@pytest.mark.parametrize("kind", ["collective", "asynchronous", "recv", "irecv"])
+def test_a_failure_that_is_raised_again_keeps_no_frames_of_earlier_calls(run, kind):
+    """Each frame keeps the tensors of its call alive."""
+    (early, late), _ = run(call_again_and_again, kind)
+    assert late <= early

@@ -57,21 +57,27 @@ def check_seconds(timeout: object) -> float:
         return timeout
     if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) >= 0:  # numpy's, fractions
         return float(timeout)
-    raise InvalidArgument(f"timeout={timeout!r}: use a number of seconds, 0 or more, or None for the group's own")
+    raise InvalidArgument(f"timeout={shown(timeout)}: use a number of seconds, 0 or more, or None for the group's own")
 
 
 def check_default_timeout(timeout: object, error: type[EchelonError]) -> float:
     """Returns the timeout that holds for all calls of a group; raises `error` unless it is a number above 0."""
     if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) > 0:
         return float(timeout)
-    raise error(f"timeout={timeout!r}: use a number of seconds above 0")
+    raise error(f"timeout={shown(timeout)}: use a number of seconds above 0")
 
 
 def check_bucket_mb(size: object) -> float:
     """Returns the size of a bucket; raises InvalidArgument unless it is a number of mebibytes above 0."""
     if isinstance(size, Real) and not isinstance(size, bool) and float(size) > 0:
         return float(size)
-    raise InvalidArgument(f"bucket_mb={size!r}: use a size in mebibytes above 0, such as 25")
+    raise InvalidArgument(f"bucket_mb={shown(size)}: use a size in mebibytes above 0, such as 25")
+
+
+def shown(value: object) -> str:
+    """Returns the repr of a wrong value. Objects whose repr may have many lines, such as tensors, by their type."""
+    text = repr(value)
+    return text if len(text) <= 100 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def named(value: object) -> str:

@@ -59,7 +59,10 @@ class InvalidRank(EchelonError, ValueError):
     def __init__(self, rank: object, world_size: int, what: str = "rank") -> None:
         self.rank = rank
         self.world_size = world_size
-        super().__init__(f"{what}={rank!r} is not a rank of this group of {world_size}: use 0 to {world_size - 1}")
+        kind = "" if isinstance(rank, int) else "an int, "
+        super().__init__(
+            f"{what}={rank!r} is not a rank of this group of {world_size}: use {kind}0 to {world_size - 1}"
+        )
 
 
 class InvalidWorldSize(EchelonError, ValueError):
@@ -194,6 +197,16 @@ class Timeout(EchelonError, TimeoutError):
 
 Failure: TypeAlias = PeerFailed | CollectiveMismatch
 """What ends the collectives of a group on all its ranks."""
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Removes the traceback of a failure, which is kept and raised at each later call; returns the same error.
+
+    The traceback would grow by the frames of each call, and keep their tensors alive. Other errors stay as they are.
+    """
+    if isinstance(error, PeerFailed | CollectiveMismatch):
+        error.__traceback__ = None
+    return error
 
 
 def failure_of(error: BaseException, rank: int) -> PeerFailed:

@@ -14,7 +14,10 @@ def check_path(path: object) -> str:
     """Returns a path as text; raises InvalidArgument if it is none."""
     if not isinstance(path, str | os.PathLike):
         raise InvalidArgument(f"path is {named(path)}: give the name of a file, such as 'plan.svg'")
-    return os.fsdecode(path)
+    name = os.fsdecode(path)
+    if "\0" in name:
+        raise InvalidArgument(f"path is {name!r}, with a null character: give the name of a file, such as 'plan.svg'")
+    return name
 
 
 @contextmanager

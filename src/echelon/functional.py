@@ -19,7 +19,8 @@ from echelon.backends.admission import check_mode, check_values
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import plain
 from echelon.backends.operators import check_op
-from echelon.errors import SizeMismatch, UnsupportedOp
+from echelon.errors import InvalidRank, SizeMismatch, UnsupportedOp
+from echelon.group.collectives import check_splits
 from echelon.group.group import ProcessGroup, check_group
 
 __all__ = [
@@ -113,8 +114,13 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
-    """Returns what `all_gather` does on rank `dst`, and a tensor without rows on the others."""
+    """Returns what `all_gather` does on rank `dst`, and a tensor without rows on the others.
+
+    Raises:
+        InvalidRank: `dst` is not a rank of the group.
+    """
     _check(tensor, group, "gather")
+    _check_root(dst, group, "dst")
     tensor = _rows(tensor)
     sizes = _all_sizes(tensor, group)
     ranks = range(group.world_size)
@@ -129,9 +135,14 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
         tensor: on rank `src`, what to split; on others any tensor of the same dtype and the same dims but the first.
         src: the rank whose tensor it is.
         group: the ranks.
+
+    Raises:
+        InvalidRank: `src` is not a rank of the group.
+        SizeMismatch: a tensor without dims.
     """
     _check(tensor, group, "scatter")
     _check_dims(tensor, "scatter")
+    _check_root(src, group, "src")
     rows = _all_sizes(tensor, group)[src]
     sizes = _even(rows, group.world_size)
     nothing = [0] * group.world_size
@@ -174,9 +185,15 @@ def all_to_all(
         group: the ranks.
         in_splits: rows for each rank; None: split as torch.tensor_split does.
         out_splits: rows from each rank; None: asked of them, in a small collective before.
+
+    Raises:
+        InvalidArgument: splits that are no list of whole numbers.
+        SizeMismatch: splits that do not add up.
     """
     _check(tensor, group, "all_to_all")
     tensor = _rows(tensor)
+    check_splits(in_splits, "in_splits")
+    check_splits(out_splits, "out_splits")
     sends = _even(len(tensor), group.world_size) if in_splits is None else list(in_splits)
     if out_splits is None:
         out_splits = group.all_to_all(torch.tensor(sends, device="cpu")).tolist()
@@ -426,6 +443,12 @@ def _check_dims(tensor: Tensor, what: str) -> None:
     check_values(tensor, f"functional.{what}")
     if tensor.dim() == 0:
         raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", f"functional.{what}", "reshape it")
+
+
+def _check_root(rank: object, group: ProcessGroup, what: str) -> None:
+    """Raises InvalidRank before the ranks exchange their sizes, which a wrong root would index."""
+    if not isinstance(rank, int) or not 0 <= rank < group.world_size:
+        raise InvalidRank(rank, group.world_size, what)
 
 
 def _check_requires_grad(tensor: Tensor, what: str) -> None:

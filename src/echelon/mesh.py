@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from echelon.arguments import choices
-from echelon.errors import InvalidWorldSize
+from echelon.arguments import choices, named
+from echelon.errors import InvalidArgument, InvalidWorldSize
 from echelon.group.group import ProcessGroup, check_group
 
 
@@ -25,10 +25,16 @@ class Mesh:
             axes: name and size of each axis, the slowest first.
 
         Raises:
+            InvalidArgument: a size is no whole number.
             InvalidWorldSize: the product of the sizes is not the group's number of ranks.
         """
         check_group(group)
-        wrong = {name: size for name, size in axes.items() if not isinstance(size, int) or size < 1}
+        for name, size in axes.items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise InvalidArgument(
+                    f"{name} is {named(size)}: give the size of an axis, a whole number of at least 1"
+                )
+        wrong = {name: size for name, size in axes.items() if size < 1}
         if not axes or wrong or math.prod(axes.values()) != group.world_size:
             product = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
             count = "N" if not axes or wrong else math.prod(axes.values())

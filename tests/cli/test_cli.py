@@ -17,6 +17,7 @@ from tests.cli.commands import imported_by, printed, refusal
         (["run", "-n", "0", __file__], "-n 0: a world has at least 1 rank: give -n 1 or more"),
         (["run", "-n", "1000000", __file__], "-n 1000000: one host starts at most 1024 ranks"),
         (["run", "-n", "2", "no.py"], "script 'no.py' does not exist in "),
+        (["run", "-n", "2", "/"], "script '/' is a folder: name a file in it, or run a package with -m"),
         (["run", "-n", "two", __file__], "Invalid value for '-n'"),
         (["run", "-n", "2", "--grace", "-1", __file__], "--grace -1: use a number of seconds, 0 or more"),
         (["run", "-n", "2"], "Missing argument 'SCRIPT'"),

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from echelon.arguments import check_seconds
 from echelon.backends.admission import check_mode
 from echelon.backends.memory import describe
-from echelon.errors import Timeout
+from echelon.errors import Timeout, without_frames
 from echelon.operation_records import OperationRecord
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class Work(Generic[T]):
             raise Timeout(f"{self.description}: still under way; call wait() first")
         if self._error is not None:
             self._when_seen()
-            raise self._error
+            raise without_frames(self._error)
         if self._when_taken is not None:
             self._when_taken()
         return self._result  # type: ignore[return-value]

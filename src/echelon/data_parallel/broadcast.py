@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from echelon.arguments import named
 from echelon.backends.memory import as_bytes, check_writable, describe, plain
 from echelon.data_parallel.layout.buckets import bucket_layout
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group.group import JsonLike, ProcessGroup
 
 # Checks that all ranks have built the same model, before any of its tensors travels.
@@ -75,6 +76,15 @@ def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> 
 
 def _strings(value: JsonLike) -> list[str]:
     return [str(line) for line in value] if isinstance(value, list) else []
+
+
+def check_module(module: object) -> None:
+    """Raises InvalidArgument unless `module` is an instance of a module."""
+    if isinstance(module, torch.nn.Module):
+        return
+    if isinstance(module, type):
+        raise InvalidArgument(f"module is {named(module)}: pass an instance of it, such as {module.__name__}(...)")
+    raise InvalidArgument(f"module is {named(module)}: pass the model, a torch.nn.Module")
 
 
 def broadcast_tensors(

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from echelon._torch_private import at_end_of_backward
 from echelon.arguments import check_bucket_mb, choices, named
 from echelon.backends.admission import check_values
-from echelon.data_parallel.broadcast import average_tensors, broadcast_tensors, check_same_model
+from echelon.data_parallel.broadcast import average_tensors, broadcast_tensors, check_module, check_same_model
 from echelon.data_parallel.forwards import Joining, Next, first_active, watch_forwards
 from echelon.data_parallel.gradients import take_over, watch_gradients
 from echelon.data_parallel.hooks import GradientHook
@@ -151,7 +151,7 @@ class DistributedDataParallel(ModuleProxy):
         """
         super().__init__()
         check_group(group)
-        _check_module(module)
+        check_module(module)
         _check_choice("buffers", buffers, get_args(Buffers))
         _check_choice("average", average, get_args(Average))
         if not isinstance(hook, GradientHook | None):
@@ -351,14 +351,6 @@ class DistributedDataParallel(ModuleProxy):
 
 
 DDP = DistributedDataParallel
-
-
-def _check_module(module: object) -> None:
-    if isinstance(module, torch.nn.Module):
-        return
-    if isinstance(module, type):
-        raise InvalidArgument(f"module is {named(module)}: pass an instance of it, such as {module.__name__}(...)")
-    raise InvalidArgument(f"module is {named(module)}: pass the model, a torch.nn.Module")
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

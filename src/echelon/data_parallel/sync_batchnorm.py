@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.backends.admission import check_values
+from echelon.data_parallel.broadcast import check_module
 from echelon.errors import SizeMismatch
 from echelon.group.group import ProcessGroup, check_group
 
@@ -55,8 +56,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Replaces every BatchNorm1d, 2d and 3d inside `module`, and returns it, or its replacement.
 
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
+
+        Raises:
+            InvalidArgument: `module` is no instance of a module, or `group` is no group.
         """
         check_group(group)
+        check_module(module)
         known: dict[int, SyncBatchNorm] = {}  # a layer under two names stays one layer
         for path, layer in list(module.named_modules(remove_duplicate=False)):
             if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):

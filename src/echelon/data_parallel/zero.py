@@ -166,7 +166,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
             UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory,
                 or without memory of its own.
-            InvalidArgument: `optimizer_class` is no class of optimizers, `group` is no group, or `bucket_mb` no size.
+            InvalidArgument: `optimizer_class` is no class of optimizers, `params` are no parameters, `group` is no
+                group, or `bucket_mb` no size.
             ValueError: the optimizer itself refuses an option.
         """
         check_group(group)
@@ -181,6 +182,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{optimizer_class.__name__} does not update each element by itself, so its state cannot be cut "
                 "anywhere: use the plain optimizer, or AdamW or SGD here"
             )
+        if isinstance(params, Tensor) or not isinstance(params, Iterable):
+            raise InvalidArgument(f"params is {named(params)}: pass the parameters, such as model.parameters()")
         params = list(params)
         _check_values(params)
         whole = optimizer_class(params, **options)  # checks the options and fills in the defaults; keeps no state

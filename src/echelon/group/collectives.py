@@ -271,8 +271,8 @@ class Collectives(GroupBase):
         away = self._check(tensor, "all_to_all")
         self._check_place(out, "all_to_all")
         num_rows = len(tensor) if tensor.dim() else 1
-        _check_splits(in_splits, "in_splits")
-        _check_splits(out_splits, "out_splits")
+        check_splits(in_splits, "in_splits")
+        check_splits(out_splits, "out_splits")
         if in_splits is not None and (
             len(in_splits) != self.world_size or sum(in_splits) != num_rows or min(in_splits) < 0
         ):
@@ -322,7 +322,8 @@ class Collectives(GroupBase):
         return self._call(operations.barrier(), async_op, timeout)
 
 
-def _check_splits(splits: object, what: str) -> None:
+def check_splits(splits: object, what: str) -> None:
+    """Raises InvalidArgument unless `splits` is None or a list of whole numbers."""
     if splits is None:
         return
     if not isinstance(splits, Sequence) or not all(isinstance(rows, int) for rows in splits):

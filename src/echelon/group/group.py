@@ -31,7 +31,6 @@ from echelon.errors import (
     Closed,
     EchelonError,
     InvalidArgument,
-    InvalidRank,
     PeerFailed,
     Timeout,
     UnsupportedOp,
@@ -145,16 +144,18 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             table: which algorithms its collectives run by, the same on every rank; None: as in this group.
 
         Raises:
-            InvalidRank: a rank that is not in this group, or twice in the list.
+            InvalidArgument: `ranks` is no list, is empty, or names a rank twice.
+            InvalidRank: a rank that is not in this group.
         """
         self._check_open()
-        if not isinstance(ranks, Iterable):
+        if not isinstance(ranks, Iterable) or isinstance(ranks, str):
             raise InvalidArgument(f"ranks={ranks!r}: give a list of ranks, such as [0, 1]")
         members = list(ranks)
         for rank in members:
             self._check_rank(rank, "ranks")
         if len(set(members)) != len(members) or not members:
-            raise InvalidRank(members, self.world_size, "ranks")
+            problem = "names a rank twice" if members else "is empty"
+            raise InvalidArgument(f"ranks={members} {problem}: give at least one rank, and each once")
         self._num_subgroups += 1
         self._caller.mark(f"subgroup({members})")
         context = _context_of(self.context, self._num_subgroups)
@@ -208,7 +209,13 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         write_records(self.backend.flight_recorder, self.backend.rank)
 
     def when_closed(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` once, when this group has closed or given up."""
+        """Calls `callback` once, when this group has closed or given up.
+
+        Raises:
+            InvalidArgument: `callback` cannot be called.
+        """
+        if not callable(callback):
+            raise InvalidArgument(f"callback is {named(callback)}: give a function without arguments")
         self._callbacks.append(callback)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

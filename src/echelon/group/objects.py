@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+from echelon.arguments import named
 from echelon.backends.work import Work
 from echelon.collectives.calls import objects
 from echelon.collectives.calls.objects import JsonLike
-from echelon.errors import SizeMismatch
+from echelon.errors import InvalidArgument, SizeMismatch
 from echelon.group.base import GroupBase, No, Seconds, Yes
 
 
@@ -98,12 +99,15 @@ class ObjectCollectives(GroupBase):
             async_op, timeout: as in `all_reduce`.
 
         Raises:
+            InvalidArgument: on rank `src`, `values` is no list.
             SizeMismatch: there are not as many values as ranks.
         """
         self._check_open()
         self._check_rank(src, "src")
         if self.rank != src:
             values = None
+        elif values is not None and not isinstance(values, list | tuple):
+            raise InvalidArgument(f"scatter_object: values is {named(values)}: give a list with one for each rank")
         elif values is None or len(values) != self.world_size:
             got = "None" if values is None else len(values)
             raise SizeMismatch(

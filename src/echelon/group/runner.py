@@ -27,7 +27,7 @@ from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, HangDiagnos
 from echelon.collectives.calls.operations import Operation, write_out
 from echelon.collectives.calls.run import Channel
 from echelon.collectives.plans.select import Selector
-from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of
+from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of, without_frames
 from echelon.operation_records import OperationRecord
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ class CollectiveRunner:
         flight.end(told)
         if told is error:
             raise error
-        raise told from error
+        raise told from without_frames(error)
 
     def _channel(self, call: Call, watch: HangDiagnosis) -> Channel:
         return Channel(

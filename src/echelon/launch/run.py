@@ -41,6 +41,8 @@ class Program:
 
     def check(self) -> None:
         """Raises LaunchError if there is no such script."""
+        if not self.is_module and os.path.isdir(self.name):
+            raise LaunchError(f"script {self.name!r} is a folder: name a file in it, or run a package with -m")
         if not self.is_module and not os.path.isfile(self.name):
             raise LaunchError(f"script {self.name!r} does not exist in {os.getcwd()}: check its path")
 

@@ -88,6 +88,8 @@ def split(
     if not isinstance(model, nn.Module):
         _refuse_hints("a list of stages is cut already", at, inputs)
         return _of_list(model, num_stages)
+    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+        raise PartitionError(f"num_stages={num_stages!r}: give a whole number of at least 1")
     if num_stages is None:
         raise PartitionError("into how many parts? name the layers that parts begin with (at=), or give num_stages")
     if isinstance(model, nn.Sequential) and (at is None or set(at) <= {name for name, _ in _layers(model)}):

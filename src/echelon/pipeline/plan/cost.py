@@ -8,7 +8,8 @@ from fractions import Fraction
 from numbers import Real
 from typing import NamedTuple, TypeAlias
 
-from echelon.errors import ScheduleError
+from echelon.arguments import named
+from echelon.errors import InvalidArgument, ScheduleError
 from echelon.timeline.timeline import Time
 
 Amount: TypeAlias = Time | Sequence[Time]
@@ -145,6 +146,19 @@ def _add(left: Time, right: Time) -> Time:
 
 _MOST = 10**100
 """What is larger would overflow when it is added up."""
+
+
+def check_costs(costs: object) -> Costs:
+    """Returns costs that were given to a call; None stands for the defaults.
+
+    Raises:
+        InvalidArgument: it is something else.
+    """
+    if costs is None:
+        return Costs()
+    if not isinstance(costs, Costs):
+        raise InvalidArgument(f"costs is {named(costs)}: give Costs(...), such as Costs(forward=1.0, transfer=0.1)")
+    return costs
 
 
 def _validate(name: str, value: object) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from echelon.errors import ScheduleError
+from echelon.arguments import named, shown
+from echelon.errors import InvalidArgument, ScheduleError
 from echelon.files import reading, writing
 from echelon.pipeline.plan.action import Action, Overlapped, Step
 from echelon.pipeline.plan.check import find_problems, over_limit, report
-from echelon.pipeline.plan.cost import Amount, Costs
+from echelon.pipeline.plan.cost import Amount, Costs, check_costs
 from echelon.pipeline.plan.csv_format import read, to_text
 from echelon.pipeline.plan.grid import Problem
 from echelon.pipeline.plan.simulate import recorded, simulate
@@ -47,8 +48,8 @@ class Schedule:
         object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
         if not all(set(map(type, order)) <= {Action, Overlapped} for order in self.orders):
             raise ScheduleError("an order holds something else than steps: give Action and Overlapped values")
-        if self.num_microbatches < 1:
-            raise ScheduleError(f"num_microbatches={self.num_microbatches}: a schedule needs at least 1")
+        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+            raise ScheduleError(f"num_microbatches={shown(self.num_microbatches)}: a schedule needs at least 1")
         if not self.orders or not self.placement:
             raise ScheduleError("a schedule needs an order for at least one rank and a placement of at least one stage")
         for stage, rank in enumerate(self.placement):
@@ -108,10 +109,11 @@ class Schedule:
         """Plays the schedule on a virtual clock.
 
         Raises:
+            InvalidArgument: `costs` is no Costs.
             ScheduleError: the schedule has problems (as `check` says), or the costs are not for its number of stages.
         """
         self.check()
-        return simulate(self, costs or Costs())
+        return simulate(self, check_costs(costs))
 
     def recorded(self, times: Sequence[Sequence[tuple[Time, Time]]], costs: Costs | None = None) -> Timeline:
         """Makes the timeline of a run of this schedule that was measured.
@@ -121,9 +123,10 @@ class Schedule:
             costs: What an activation counts, for `Timeline.peak_activations`.
 
         Raises:
+            InvalidArgument: `costs` is no Costs.
             ScheduleError: not one pair per step of each rank.
         """
-        return recorded(self, times, costs or Costs())
+        return recorded(self, times, check_costs(costs))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the orders as torch.distributed.pipelining reads them (its "compute_only" format).
@@ -159,8 +162,11 @@ class Schedule:
             name: What to call the schedule.
 
         Raises:
+            InvalidArgument: `text` is no text.
             ScheduleError: a cell is not a step, with its rank and column.
         """
+        if not isinstance(text, str):
+            raise InvalidArgument(f"text is {named(text)}: give the orders as text; Schedule.from_csv reads a file")
         found = read(text)
         return cls(
             name=name,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from echelon.arguments import named
 from echelon.errors import CollectiveMismatch, PartitionError, ScheduleError, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup, check_group
 from echelon.pipeline import schedules
@@ -79,6 +80,8 @@ def check_arguments(
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight), ("metrics", metrics)):
         if not (function is None or callable(function)):
             raise UnsupportedOp(f"{name} is a {type(function).__name__}: pass a function, or leave it out")
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            raise UnsupportedOp(f"{name} is {named(function)}: pass an instance of it, such as {function.__name__}()")
     if loss_reduction not in ("mean", "sum"):
         raise UnsupportedOp(f'loss_reduction={loss_reduction!r}: use "mean" or "sum"')
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -260,6 +260,7 @@ class Pipeline:
         call it.
 
         Raises:
+            InvalidArgument: `max_norm` is not a number of at least 0, or `norm_type` is no number.
             UnsupportedOp: a norm_type that is not above 0, or on all ranks, a gradient that is not dense or has no
                 memory of its own, such as a DTensor; nothing was scaled.
             NotFinite: with `error_if_nonfinite`, on all ranks, if the norm is not; nothing was scaled.

@@ -6,16 +6,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from echelon.arguments import shown
 from echelon.backends.admission import check_values
 from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.reducer import GradientReducer
-from echelon.errors import NotFinite, SizeMismatch, UnsupportedOp
+from echelon.errors import InvalidArgument, NotFinite, SizeMismatch, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.ties import TiedWeights
 from echelon.pipeline.stage.stage import Stage
@@ -224,10 +226,16 @@ class Weights:
         """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
 
         Raises:
+            InvalidArgument: `max_norm` is not a number of at least 0, or `norm_type` is no number.
             UnsupportedOp: there is no such norm, or on all ranks, a gradient has no memory of its own; nothing was
                 scaled.
             NotFinite: the norm is not, and that is to be an error; nothing was scaled.
         """
+        # A limit below 0 would turn all gradients round, and nan would spread to them.
+        if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
+            raise InvalidArgument(f"max_norm={shown(max_norm)}: give a number of at least 0, such as 1.0")
+        if not isinstance(norm_type, Real | str):
+            raise InvalidArgument(f"norm_type={shown(norm_type)}: give a number above 0, or inf")
         norm = self._norm(float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise NotFinite(

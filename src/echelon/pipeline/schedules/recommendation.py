@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from numbers import Real
 
-from echelon.errors import ScheduleError
+from echelon.arguments import named
+from echelon.errors import InvalidArgument, ScheduleError
 from echelon.pipeline.plan.action import loop
-from echelon.pipeline.plan.cost import Amount, Costs
+from echelon.pipeline.plan.cost import Amount, Costs, check_costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.registry import build, names
 from echelon.pipeline.search.engine import search as search_schedule
@@ -83,9 +85,13 @@ def recommend(
         search: Look for a schedule made to measure as well. This may take long.
 
     Raises:
+        InvalidArgument: `costs` is no Costs, or a limit no number.
         ScheduleError: sizes that no schedule has, or costs that are not for one stage per rank.
     """
-    costs.per_stage(build("1f1b", num_ranks, num_microbatches).placement)
+    check_costs(costs).per_stage(build("1f1b", num_ranks, num_microbatches).placement)
+    for name, limit in (("memory_limit", memory_limit), ("capacity", capacity)):
+        if limit is not None and not isinstance(limit, Real):
+            raise InvalidArgument(f"{name} is {named(limit)}: give a number, or None for no limit")
     throughout = _per_rank(parameters, num_ranks)
     known = list(_named(num_ranks, num_microbatches))
     if search:

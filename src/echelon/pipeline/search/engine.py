@@ -8,7 +8,7 @@ from numbers import Real
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import loop, vee
 from echelon.pipeline.plan.check import over_limit
-from echelon.pipeline.plan.cost import Costs
+from echelon.pipeline.plan.cost import Costs, check_costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.plan.simulate import play
 from echelon.pipeline.search.problem import problem, rank_limits
@@ -39,8 +39,10 @@ def search(
             round the ranks and on a V.
 
     Raises:
+        InvalidArgument: `costs` is no Costs.
         ScheduleError: sizes or a limit that cannot be, or costs that are not for so many stages.
     """
+    check_costs(costs)
     if memory_limit == float("inf"):
         memory_limit = None
     _validate(num_ranks, num_microbatches, 1 if num_chunks is None else num_chunks, memory_limit)
