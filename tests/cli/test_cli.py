@@ -58,7 +58,7 @@ def test_the_command_line_is_part_of_a_plain_installation():
 @pytest.mark.parametrize("command", ["run", "plan", "bench", "tune", "doctor"])
 def test_help_does_not_wait_for_torch(command):
     imported = imported_by(command, "--help")
-    assert f"echelon.cli.{command}" in imported
+    assert "echelon.cli.app" in imported
     assert not {"torch", "numpy"} & imported
 
 

@@ -379,7 +379,7 @@ def test_all_is_one_bucket_while_no_rank_has_an_idle_core(monkeypatch):
     idle = [(), (), (1,), (), (0, 1), ()]
     asked = {0: iter(idle), 1: iter(idle)}
     monkeypatch.setattr(
-        "echelon.data_parallel.reducer.has_time_beside", lambda group: group.rank in next(asked[group.rank])
+        "echelon.data_parallel.reducer.can_overlap", lambda group: group.rank in next(asked[group.rank])
     )
     ranks = echelon.simulate(reduce_with_idle_cores, 2, (5,)).results
     alone = single(mlp(), batch())

@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.backends.connect.interfaces import Interface
-from echelon.doctor import network, variables
+from echelon.doctor import host, network
 from echelon.doctor.finding import Finding, Status
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536, True, True)
@@ -47,68 +47,68 @@ CASES = [
     (network.check_master_port, ["10.0.0.1", "29500", ""], {}, "ok", "29500 is free here"),
     (network.check_master_port, ["10.0.0.1", "", ""], {}, "ok", "not set"),
     (network.check_master_port, ["10.0.0.1", "29500", "in use"], {}, "error", "10.0.0.1 port 29500: in use"),
-    (variables.check_shared_memory, [""], {"is_wanted": True}, "ok", "share memory"),
-    (variables.check_shared_memory, ["no memfd"], {"is_wanted": False}, "warning", "TCP"),
-    (variables.check_shared_memory, ["no memfd"], {"is_wanted": True}, "error", "unset ECHELON_BACKEND=shm"),
-    (variables.check_secret_file, [""], {}, "ok", "in a file"),
-    (variables.check_secret_file, ["/tmp/x is no folder: remove it"], {}, "error", "remove it"),
-    (variables.check_pidfd, [""], {}, "ok", "noticed at once"),
-    (variables.check_pidfd, ["Function not implemented"], {}, "error", "Linux 5.3"),
-    (variables.check_open_files, [1024, 4096], {}, "ok", "1024, can be raised to 4096"),
-    (variables.check_open_files, [-1, -1], {}, "ok", "unlimited"),
-    (variables.check_open_files, [256, -1], {}, "warning", "ulimit -n 1024"),
-    (variables.check_open_files, [256, 512], {}, "warning", "ulimit -n 512"),
-    (variables.check_open_files, [32, 4096], {}, "error", "ulimit -n 4096"),
-    (variables.check_locked_memory, [8 << 20], {"has_gpu": False}, "ok", "matters only for GPUs"),
-    (variables.check_locked_memory, [-1], {"has_gpu": True}, "ok", "unlimited"),
-    (variables.check_locked_memory, [8 << 20], {"has_gpu": True}, "warning", "ulimit -l unlimited"),
-    (variables.check_clock, [], {"is_synchronised": True, "year": 2026}, "ok", "synchronised"),
-    (variables.check_clock, [], {"is_synchronised": None, "year": 2026}, "ok", "does not say"),
-    (variables.check_clock, [], {"is_synchronised": False, "year": 2026}, "warning", "chrony"),
-    (variables.check_clock, [], {"is_synchronised": True, "year": 1970}, "error", "it is 1970 here"),
-    (variables.check_torch, ["2.13.0+cpu"], {"has_distributed": True, "lacking": ()}, "ok", "2.13.0"),
-    (variables.check_torch, ["3.0.0"], {"has_distributed": True, "lacking": ()}, "ok", "3.0.0; 2.15.0 is the newest"),
+    (host.check_shared_memory, [""], {"is_wanted": True}, "ok", "share memory"),
+    (host.check_shared_memory, ["no memfd"], {"is_wanted": False}, "warning", "TCP"),
+    (host.check_shared_memory, ["no memfd"], {"is_wanted": True}, "error", "unset ECHELON_BACKEND=shm"),
+    (host.check_secret_file, [""], {}, "ok", "in a file"),
+    (host.check_secret_file, ["/tmp/x is no folder: remove it"], {}, "error", "remove it"),
+    (host.check_pidfd, [""], {}, "ok", "noticed at once"),
+    (host.check_pidfd, ["Function not implemented"], {}, "error", "Linux 5.3"),
+    (host.check_open_files, [1024, 4096], {}, "ok", "1024, can be raised to 4096"),
+    (host.check_open_files, [-1, -1], {}, "ok", "unlimited"),
+    (host.check_open_files, [256, -1], {}, "warning", "ulimit -n 1024"),
+    (host.check_open_files, [256, 512], {}, "warning", "ulimit -n 512"),
+    (host.check_open_files, [32, 4096], {}, "error", "ulimit -n 4096"),
+    (host.check_locked_memory, [8 << 20], {"has_gpu": False}, "ok", "matters only for GPUs"),
+    (host.check_locked_memory, [-1], {"has_gpu": True}, "ok", "unlimited"),
+    (host.check_locked_memory, [8 << 20], {"has_gpu": True}, "warning", "ulimit -l unlimited"),
+    (host.check_clock, [], {"is_synchronised": True, "year": 2026}, "ok", "synchronised"),
+    (host.check_clock, [], {"is_synchronised": None, "year": 2026}, "ok", "does not say"),
+    (host.check_clock, [], {"is_synchronised": False, "year": 2026}, "warning", "chrony"),
+    (host.check_clock, [], {"is_synchronised": True, "year": 1970}, "error", "it is 1970 here"),
+    (host.check_torch, ["2.13.0+cpu"], {"has_distributed": True, "lacking": ()}, "ok", "2.13.0"),
+    (host.check_torch, ["3.0.0"], {"has_distributed": True, "lacking": ()}, "ok", "3.0.0; 2.15.0 is the newest"),
     (
-        variables.check_torch,
+        host.check_torch,
         ["2.9.1"],
         {"has_distributed": True, "lacking": ()},
         "error",
         "pip install 'torch>=2.11,<2.",
     ),
     (
-        variables.check_torch,
+        host.check_torch,
         ["2.16.0"],
         {"has_distributed": True, "lacking": ("torch._C._x", "torch._y")},
         "error",
         "torch 2.16.0 lacks torch._C._x and torch._y",
     ),
     (
-        variables.check_torch,
+        host.check_torch,
         ["2.13.0"],
         {"has_distributed": False, "lacking": ()},
         "error",
         "without torch.distributed",
     ),
-    (variables.check_threads, [2, 2, 1], {}, "ok", "2 a rank, 2 cores"),
-    (variables.check_threads, [1, 2, 4], {}, "ok", "1 a rank"),
-    (variables.check_threads, [8, 8, 4], {}, "warning", "OMP_NUM_THREADS=2"),
-    (variables.check_threads, [4, 2, 1], {}, "warning", "OMP_NUM_THREADS=2"),
-    (variables.check_gpu, [None, [], ""], {"has_driver": False}, "ok", "none"),
-    (variables.check_gpu, ["13.0", ["H100"], ""], {"has_driver": True}, "ok", "H100 (CUDA 13.0)"),
-    (variables.check_gpu, [None, [], ""], {"has_driver": True}, "warning", "without CUDA"),
-    (variables.check_gpu, ["13.0", [], ""], {"has_driver": True}, "warning", "CUDA_VISIBLE_DEVICES"),
+    (host.check_threads, [2, 2, 1], {}, "ok", "2 a rank, 2 cores"),
+    (host.check_threads, [1, 2, 4], {}, "ok", "1 a rank"),
+    (host.check_threads, [8, 8, 4], {}, "warning", "OMP_NUM_THREADS=2"),
+    (host.check_threads, [4, 2, 1], {}, "warning", "OMP_NUM_THREADS=2"),
+    (host.check_gpu, [None, [], ""], {"has_driver": False}, "ok", "none"),
+    (host.check_gpu, ["13.0", ["H100"], ""], {"has_driver": True}, "ok", "H100 (CUDA 13.0)"),
+    (host.check_gpu, [None, [], ""], {"has_driver": True}, "warning", "without CUDA"),
+    (host.check_gpu, ["13.0", [], ""], {"has_driver": True}, "warning", "CUDA_VISIBLE_DEVICES"),
     (
-        variables.check_gpu,
+        host.check_gpu,
         ["13.0", ["H100"], "an illegal access"],
         {"has_driver": True},
         "error",
         "H100: an illegal access",
     ),
-    (variables.check_nccl, [None, 0], {"is_wanted": False}, "ok", "no GPU"),
-    (variables.check_nccl, ["2.27.5", 1], {"is_wanted": True}, "ok", "2.27.5"),
-    (variables.check_nccl, [None, 1], {"is_wanted": False}, "warning", "ECHELON_ENABLE_GPU_FALLBACK"),
-    (variables.check_nccl, [None, 0], {"is_wanted": True}, "error", "without it"),
-    (variables.check_nccl, ["2.27.5", 0], {"is_wanted": True}, "error", "no GPU for it"),
+    (host.check_nccl, [None, 0], {"is_wanted": False}, "ok", "no GPU"),
+    (host.check_nccl, ["2.27.5", 1], {"is_wanted": True}, "ok", "2.27.5"),
+    (host.check_nccl, [None, 1], {"is_wanted": False}, "warning", "ECHELON_ENABLE_GPU_FALLBACK"),
+    (host.check_nccl, [None, 0], {"is_wanted": True}, "error", "without it"),
+    (host.check_nccl, ["2.27.5", 0], {"is_wanted": True}, "error", "no GPU for it"),
 ]
 
 
@@ -122,10 +122,7 @@ def test_a_check(check, facts, options, status, said):
 
 def test_every_check_is_seen_to_pass_and_to_fail():
     checks = {
-        function
-        for module in (network, variables, variables)
-        for name, function in vars(module).items()
-        if name.startswith("check_")
+        function for module in (network, host) for name, function in vars(module).items() if name.startswith("check_")
     }
     for check in checks:
         seen = {status for function, _, _, status, _ in CASES if function is check}

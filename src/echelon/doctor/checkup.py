@@ -14,7 +14,7 @@ import torch.distributed
 from echelon import _torch_versions
 from echelon.backends.connect.interfaces import default_address, interfaces, is_loopback
 from echelon.backends.shared.memory.support import obstacle
-from echelon.doctor import network, probes, variables
+from echelon.doctor import host, network, probes
 from echelon.doctor.finding import Finding
 from echelon.doctor.variables import check_variables
 
@@ -61,12 +61,12 @@ def _master_port(environ: Mapping[str, str], addresses: list[str]) -> Finding:
 def _host(environ: Mapping[str, str]) -> list[Finding]:
     has_gpu = probes.has_nvidia_driver()
     return [
-        variables.check_shared_memory(obstacle(), is_wanted=environ.get("ECHELON_BACKEND") == "shm"),
-        variables.check_secret_file(probes.secret_file_problem(environ)),
-        variables.check_pidfd(probes.pidfd_problem()),
-        variables.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
-        variables.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=has_gpu),
-        variables.check_clock(is_synchronised=probes.clock_is_synchronised(), year=time.gmtime().tm_year),
+        host.check_shared_memory(obstacle(), is_wanted=environ.get("ECHELON_BACKEND") == "shm"),
+        host.check_secret_file(probes.secret_file_problem(environ)),
+        host.check_pidfd(probes.pidfd_problem()),
+        host.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        host.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=has_gpu),
+        host.check_clock(is_synchronised=probes.clock_is_synchronised(), year=time.gmtime().tm_year),
     ]
 
 
@@ -74,12 +74,12 @@ def _engine(environ: Mapping[str, str]) -> list[Finding]:
     names, problem = probes.gpus()
     local = environ.get("LOCAL_WORLD_SIZE", "")
     return [
-        variables.check_torch(
+        host.check_torch(
             torch.__version__, has_distributed=torch.distributed.is_available(), lacking=_torch_versions.lacking()
         ),
-        variables.check_threads(
+        host.check_threads(
             torch.get_num_threads(), len(os.sched_getaffinity(0)), int(local) if local.isdecimal() and int(local) else 1
         ),
-        variables.check_gpu(torch.version.cuda, names, problem, has_driver=probes.has_nvidia_driver()),
-        variables.check_nccl(probes.nccl_version(), len(names), is_wanted=environ.get("ECHELON_BACKEND") == "nccl"),
+        host.check_gpu(torch.version.cuda, names, problem, has_driver=probes.has_nvidia_driver()),
+        host.check_nccl(probes.nccl_version(), len(names), is_wanted=environ.get("ECHELON_BACKEND") == "nccl"),
     ]
