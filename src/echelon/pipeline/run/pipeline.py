@@ -101,11 +101,12 @@ class Pipeline:
                 has sharded the parameters of a stage.
             CollectiveMismatch: the ranks of the group were given different schedules.
         """
-        check_groups(group, data_parallel)
+        check_groups(group, data_parallel)  # what a rank can find alone comes before the first exchange
         check_arguments(loss_fn, loss_weight, metrics, loss_reduction, seed)
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
         recomputed = stages_to_recompute(recompute, self.num_stages)
         self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={recomputed}, seed={seed}"])
+        # Groups of its own: a step that fails revokes them, and the caller's groups stay usable.
         self._data_parallel = None if data_parallel is None else own_group(data_parallel)
         self._objective = Objective(loss_fn, loss_reduction, loss_weight, metrics)
         self._seed = seed
@@ -182,7 +183,7 @@ class Pipeline:
         self._settle(batch)
         with self._runtime.failures.told(), self._replicas.synchronizing():
             times = self._runtime.run(self.schedule, batch, self._replicas.start)
-        self.num_steps += 1
+        self.num_steps += 1  # after the batch, whose random numbers it keys
         loss = self._tell(batch, times)
         metrics = None if self._objective.metrics is None else self._tell_metrics(batch)
         return StepOutput(loss, _merged(batch) if batch.outputs else None, metrics)
@@ -214,6 +215,7 @@ class Pipeline:
                 raise SizeMismatch(
                     f"at least {least} samples", f"{samples or 0}", "inputs of forward()", "pass a larger batch"
                 )
+        # Only the first stage sees the inputs, and all ranks must run the same number of microbatches.
         told = self._group.broadcast_object(samples, src=self.schedule.placement[0])
         assert isinstance(told, int)
         count = min(self.num_microbatches, told)
@@ -222,6 +224,7 @@ class Pipeline:
             batch = self._batch(inputs, kwargs, count, self.num_steps)
             self.num_steps += 1
             return self._by_hand.forward(self.schedule.placement, batch)
+        # Numbers below 0: inference draws other random numbers than training, and does not move those of later steps.
         self._num_inferences += 1
         batch = self._batch(inputs, kwargs, count, -self._num_inferences)
         with torch.no_grad():
@@ -327,6 +330,8 @@ class Pipeline:
 
     def _settle_early(self, example: Sequence[Value] | None, kwargs: Mapping[str, Value] | None) -> None:
         """Tries split backwards with the example, if all ranks have one and their stages have values."""
+        # At build a trial costs no step its time. It needs values: a model on the meta device is tried in its first
+        # step.
         if split_stages(self.schedule):
             is_ready = example is not None and self._weights.have_memory
             if all(self._group.all_gather_object(is_ready)):
@@ -354,6 +359,8 @@ class Pipeline:
     def _training_batch(
         self, inputs: tuple[Value, ...], target: Value, kwargs: Mapping[str, Value], keeps_outputs: bool
     ) -> Batch:
+        # A mistake on one rank is raised there and revokes the step, so that the other ranks do not wait for its
+        # messages.
         with self._runtime.failures.told():
             _require_gradients("step()")
             self._require_memory()
@@ -397,7 +404,7 @@ class Pipeline:
                     [batch.losses[index] * batch.scale.factor(index) for index in range(self.num_microbatches)]
                 ).sum()
                 if self._data_parallel is not None:
-                    self._data_parallel.all_reduce(loss)
+                    self._data_parallel.all_reduce(loss)  # a sum: factors are shares of the batch of all replicas
         told = tell(self._group, self.schedule, times, batch, loss)
         self._times = told.times
         return told.loss
