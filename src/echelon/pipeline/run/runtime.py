@@ -78,7 +78,7 @@ class Failures:
             if place and not isinstance(error, PeerFailed):
                 error.add_note(f"on rank {self._group.backend.rank}{place}")
             mine = PeerFailed(self._group.backend.rank, _reason(error, place))
-            if isinstance(error, Timeout):  # a rank whose time is up has not failed, but the one it waited for
+            if isinstance(error, Timeout):  # a rank that it waited for may be the cause
                 mine = failure_of(error, self._group.backend.rank)
             # A mismatch keeps its type on the other ranks, which have the same disagreement.
             self._first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
