@@ -28,7 +28,7 @@ from echelon.pipeline.stage.stage import Stage
 
 _MOST_BYTES = 900
 """Limit of the reason that is sent to other ranks; the note of a message holds some more."""
-_WORDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 class Failures:
@@ -156,7 +156,7 @@ class Runtime:
         return self._load(schedule).program
 
     def settle(self, schedule: Schedule, batch: Batch) -> Schedule:
-        """Tries the split backward of each stage, and plans again, on all ranks, with B for stages that cannot be split.
+        """Tries the split backward of each stage. Plans again, on all ranks, with B for stages that cannot split it.
 
         Every rank must call it. It runs the first microbatch through all stages, and leaves their state as it was.
 

@@ -266,8 +266,8 @@ class SavedTensors:
         tensor = box.tensor
         if tensor is None:
             raise RuntimeError(
-                "a tensor saved for backward was asked for again after it was let go of: a formula of this stage looks "
-                "at what it saved outside of its own call; use a schedule with whole backwards (B) for it"
+                "a tensor saved for backward was read again after its release: a formula of this stage reads its saved "
+                "tensors outside of its own call; use a schedule with whole backwards (B) for it"
             )
         if version_of(tensor) != box.version:
             raise RuntimeError(

@@ -274,7 +274,7 @@ class Stage:
         found = [Root(edge, value) for edge, value in zip(held.roots, gradients, strict=True) if value is not None]
         if gradients and not found:
             raise ScheduleError(
-                f"no gradient came back for what stage {self.index} returned for microbatch {microbatch}: stage "
+                f"no gradient came back for the output of stage {self.index} for microbatch {microbatch}: stage "
                 f"{self.index + 1} does not use it, or detaches it; if that is meant, freeze stages 0 to {self.index}"
             )
         return found
