@@ -39,7 +39,7 @@ class GraphCut:
         self.bodies = [self._body(stage) for stage in range(len(starts))]
         """Operations of every stage, in order."""
         self.entering = self._find_entering()
-        """Inputs of every stage: positional inputs of the model for the first, values from the stage before for others."""
+        """Inputs of every stage: of the first the positional inputs, of others the values from the stage before."""
 
     def results(self, stage: int) -> list[fx.Node]:
         """Returns the values that a stage returns."""
@@ -187,7 +187,7 @@ def _is_number(node: fx.Node) -> bool:
 def _is_pure(node: fx.Node, trace: Trace) -> bool:
     """Whether an operation, with the operations inside of it, neither writes in place nor draws random numbers."""
     if node.op == "get_attr":
-        # A graph inside of the graph, as for the body of a `with` block: as pure as its operations.
+        # A graph inside of the graph, such as the body of `with torch.no_grad()`: as pure as its operations.
         inside = trace.modules.get(str(node.target))
         steps = inside.graph.nodes if isinstance(inside, fx.GraphModule) else ()
         return all(_is_pure(step, trace) for step in steps if step.op == "call_function")
