@@ -174,6 +174,7 @@ def _of_list(model: object, num_stages: int | None) -> Parts:
             f"{len(model)} stages were given, but the schedule has {num_stages}: pass one entry per stage "
             "(num_ranks x num_chunks)"
         )
+    # The names of an nn.Sequential of these stages.
     return Parts(tuple(model), prefixes=tuple(f"{index}." for index in range(len(model))))
 
 
@@ -202,6 +203,7 @@ def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | No
         # Plus 1, so that layers without parameters count as well.
         sizes = [1 + sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
         begins = [stage[0] for stage in partition(sizes, num_stages).stages]
+    # Layers keep their names in the parts, so that a part's state dict is a part of the model's.
     modules = [nn.Sequential() for _ in begins]
     for module, begin, end in zip(modules, begins, [*begins[1:], len(names)], strict=True):
         for name, layer in layers[begin:end]:

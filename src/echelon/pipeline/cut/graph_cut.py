@@ -53,6 +53,7 @@ class GraphCut:
         """Returns the operations of a stage: first the ones of earlier stages that it repeats, then its own."""
         own = [node for node, home in self._stage_of.items() if home == stage]
         again: set[fx.Node] = set()
+        # From the needed values back: a repeated operation needs its own inputs repeated.
         missing = [needed for node in own for needed in node.all_input_nodes]
         missing += self.outputs if stage == self._last else []
         while missing:
@@ -64,6 +65,7 @@ class GraphCut:
 
     def _find_entering(self) -> list[list[fx.Node]]:
         inputs = [node for node, source in self.trace.sources.items() if isinstance(source, Positional)]
+        # The positional inputs count as made in stage 0: later stages get them through it.
         made = dict.fromkeys(inputs, 0) | {
             node: stage for node, stage in self._stage_of.items() if node not in self._repeatable
         }
@@ -72,6 +74,7 @@ class GraphCut:
             for node in body:
                 last_use |= dict.fromkeys(node.all_input_nodes, stage)
         last_use |= dict.fromkeys(self.outputs, self._last)
+        # A value enters every stage after its own, up to the last one that uses it.
         return [
             inputs if stage == 0 else [node for node, home in made.items() if home < stage <= last_use.get(node, 0)]
             for stage in range(self._last + 1)

@@ -55,7 +55,7 @@ def measure(pieces: Sequence[nn.Module], example: Example, *, spreads: bool) -> 
             arguments = value if isinstance(value, tuple) and (spreads or index == 0) else (value,)
             try:
                 run = _best(piece, arguments, kwargs)
-            except Exception as error:  # whatever the model raises
+            except Exception as error:  # a model may raise anything
                 raise PartitionError(
                     f"part {index} of the model cannot be run with this example: {type(error).__name__}: {error}"
                 ) from error
@@ -75,6 +75,7 @@ def _best(piece: nn.Module, arguments: tuple[Value, ...], kwargs: Mapping[str, V
 def _timed(piece: nn.Module, arguments: tuple[Value, ...], kwargs: Mapping[str, Value]) -> _Run:
     tensors = {**dict(piece.named_parameters()), **dict(piece.named_buffers())}
     copies = {name: _materialised(tensor) for name, tensor in tensors.items()}
+    # Entered as in a stage, since a piece may write to its input in place.
     leaves = tuple(enter(map_tensors(_materialised, argument)) for argument in arguments)
     with torch.enable_grad():
         _synchronize(copies)
@@ -104,5 +105,6 @@ def _kind(piece: nn.Module, arguments: tuple[Value, ...]) -> str:
 
 
 def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
+    # A device only queues the work: without this, the clock would measure the queueing.
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors.values()):
         torch.accelerator.synchronize()

@@ -160,6 +160,7 @@ def _keyword_leaves(one: Program, kwargs: Mapping[str, object], stage: int) -> l
                 "pass it on every rank whose stages use it",
             )
         leaves.append(tree_leaves(kwargs[keyword.name])[keyword.leaf])
+    # Keyword arguments that the stage does not use are checked too: a mistake is found on every rank that has them.
     for name, value in kwargs.items():
         expected, got = tree_leaves(known[name]), tree_leaves(value)
         _compare_leaves(expected, got, f"{name}=")
@@ -171,11 +172,13 @@ def _tensors_of_inputs(trace: Trace, values: Sequence[object], kwargs: Mapping[s
     if spec != trace.inputs_spec:
         raise SizeMismatch(trace.inputs_spec, spec, "inputs", "pass inputs that are put together as those of example=")
     _compare_leaves([trace.plain_inputs.get(index, TENSOR) for index in range(len(leaves))], leaves, "inputs")
+    # Guards take all inputs of the trace, so they can be checked only on a rank that has all keyword arguments.
     if trace.guards is not None and all(name in kwargs for name in trace.keywords):
         keyword_leaves = [leaf for name in trace.keywords for leaf in tree_leaves(kwargs[name])]
         try:
             trace.guards(*leaves, *keyword_leaves)
         except AssertionError as error:
+            # torch says "Guard failed: " and the condition, which names the inputs and their sizes.
             condition = str(error).removeprefix("Guard failed: ")
             raise SizeMismatch(
                 f"{condition}, as when the model was traced",

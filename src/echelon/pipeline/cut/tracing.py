@@ -151,7 +151,7 @@ def _trace(model: nn.Module, example: tuple[object, ...], example_kwargs: dict[s
     assert isinstance(inputs, tuple)
     try:
         exported = export(_Flat(model, outputs), inputs, dynamic_shapes=tree_map(_open_sizes, inputs), strict=False)
-    except Exception as error:  # torch raises all sorts
+    except Exception as error:  # export raises errors of many types
         raise PartitionError(
             f"a {type(model).__name__} cannot be traced with this example ({_first_line(error)}): "
             "mend that, or pass a list with one module per stage"
@@ -208,7 +208,7 @@ def _sources(
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         kind, target = spec.kind.name, spec.target
         if kind == "USER_INPUT":
-            source = next(users)
+            source = next(users)  # plain values have placeholders as well, which nothing reads
             if isinstance(node.meta.get("val"), torch.Tensor):
                 yield node, source
         elif kind in ("PARAMETER", "BUFFER") and target is not None:
@@ -256,6 +256,7 @@ def _without_data(leaf: object) -> object:
 
 
 def _open_sizes(leaf: object) -> object:
+    # AUTO leaves a size open unless the model fixes it; `_read` then refuses a fixed number of samples in one line.
     return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if isinstance(leaf, torch.Tensor) else None
 
 

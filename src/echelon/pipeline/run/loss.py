@@ -87,6 +87,7 @@ class Meter:
         return Memory(int(planned), self.peak)
 
     def _look(self, stage: int, microbatch: int) -> int:
+        # 0 bytes after the end of its backward, so the sum follows the microbatches in flight.
         self._held[stage, microbatch] = size = self.stages[stage].num_bytes(microbatch, self.but)
         self.peak = max(self.peak, sum(self._held.values()))
         return size

@@ -101,7 +101,7 @@ class Pipeline:
                 has sharded the parameters of a stage.
             CollectiveMismatch: the ranks of the group were given different schedules.
         """
-        check_groups(group, data_parallel)  # what a rank can find alone comes before the first exchange
+        check_groups(group, data_parallel)  # checks of one rank alone, before the first exchange
         check_arguments(loss_fn, loss_weight, metrics, loss_reduction, seed)
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
         recomputed = stages_to_recompute(recompute, self.num_stages)

@@ -82,6 +82,7 @@ class Failures:
                 mine = failure_of(error, self._group.backend.rank)
             # A mismatch keeps its type on the other ranks, which have the same disagreement.
             self._first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
+            # This rank may have noticed a consequence of the failure. It raises the first cause.
             if isinstance(error, PeerFailed):
                 raise self._first.noticed_by(error.operation) from error
             raise
@@ -103,6 +104,7 @@ def _place(current: object) -> str:
 def _reason(error: BaseException, place: str) -> str:
     """Returns type, place and message of an error, with the innermost lines of its traceback that fit."""
     text = f"{type(error).__name__}{place}: {error}"
+    # From the innermost frame outwards, since the outer ones are the pipeline's own.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         line = f"\n  from {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
         if len((text + line).encode()) > _MOST_BYTES:
@@ -173,6 +175,7 @@ class Runtime:
         reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
         with self.failures.told():
             told = self._group.all_gather_object(list(reasons))
+        # Each rank probes only its own stages, and all must plan the same schedule.
         refused = [stage for stages in told if isinstance(stages, list) for stage in stages if isinstance(stage, int)]
         with self.failures.told():  # a rank with warnings as errors fails here alone
             for stage, reason in reasons.items():

@@ -94,8 +94,8 @@ def tell(
     Raises:
         SizeMismatch: on every rank: the target or the keyword arguments have another number of samples than the inputs.
     """
-    # One all_gather for all of it. float64 holds every loss, and the counts up to 2^53, exactly. Ranks have as many
-    # times as the schedule gives them steps, so nobody sends lengths.
+    # One all_gather for all of it. float64 holds every loss, and the counts up to 2^53, exactly. The
+    # schedule has the number of each rank's times.
     code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
     head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value]
     numbers = group.all_gather(torch.tensor([*head, *chain.from_iterable(times)], dtype=torch.float64)).tolist()
@@ -103,10 +103,11 @@ def tell(
     for order in schedule.orders:
         rows.append(numbers[begin : begin + _HEAD + 2 * len(order)])
         begin += len(rows[-1])
+    # Compared here, on every rank, since a rank alone sees only its own part of the batch.
     first, last = (rows[schedule.placement[stage]] for stage in (0, -1))
     _compare("target of step()", int(first[0]), int(last[1]))
     for row in rows:
-        if row[2]:
+        if row[2]:  # 0: no keyword arguments on this rank
             _compare("keyword arguments of step()", int(first[0]), int(row[2]))
     all_times = [list(zip(row[_HEAD::2], row[_HEAD + 1 :: 2], strict=True)) for row in rows]
     return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3]))), all_times)
@@ -136,7 +137,7 @@ def tell_metrics(group: ProcessGroup, data_parallel: ProcessGroup | None, last: 
                 numbers = torch.tensor([float(number) for number in found.values()], dtype=torch.float64)
                 total += numbers * batch.scale.factor(microbatch)
         if data_parallel is not None:
-            data_parallel.all_reduce(total)
+            data_parallel.all_reduce(total)  # a sum: factors are shares of the batch of all replicas
         mine = dict(zip(names, total.tolist(), strict=True))
     told = group.broadcast_object(mine, src=last)
     assert isinstance(told, dict)

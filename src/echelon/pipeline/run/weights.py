@@ -235,6 +235,7 @@ class Weights:
                 f"the norm of all gradients is {norm.item()}: leave this step out, or lower the learning rate; nothing "
                 "was scaled"
             )
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # NaN spreads to all gradients, as in torch
         if factor != 1.0:
             with torch.no_grad():

@@ -148,9 +148,10 @@ def _try(stage: Stage, forward: Forward, reused: tuple[nn.Parameter, ...]) -> Ha
         roots = forward.run().roots
     split = SplitBackward([Root(edge_of(tensor), torch.ones_like(tensor)) for tensor in roots], ends)
     _refuse_custom_formulas(split.groups)
-    del roots
+    del roots  # only `split` holds the graph now, as in a step
     before = num_bytes(saved.tensors())
     try:
+        # Outside of autocast, as the halves are run in a step.
         with outside_autocast(), watch, saved.dropping():
             split.run_input(saved)
         frees = num_bytes(saved.tensors()) < before

@@ -53,7 +53,7 @@ class SeparateUses(TorchFunctionMode):
     def _view(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Parameter) and id(value) in self._ids:
             return value.view_as(value)
-        if isinstance(value, tuple | list):
+        if isinstance(value, tuple | list):  # as torch.cat takes them
             return type(value)(map(self._view, value)) if any(id(item) in self._ids for item in value) else value
         return value
 
@@ -120,6 +120,7 @@ def split_graph(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> SplitG
         side = [GradientEdge(*edge) for edge in children.get(node, ()) if edge[0] not in path]
         if side:
             junctions.append(Branch(node, tuple(side)))
+    # Outputs that depend on weights alone have no path to the input: W starts at them.
     aside = [root for root in roots if root.edge.node not in path]
     groups = _grouped(junctions, aside, children)
     for group in groups:
@@ -133,6 +134,7 @@ _Parents: TypeAlias = dict[Node, list[Node]]
 
 def _graph(roots: Sequence[Root], ends: Iterable[Node]) -> tuple[_Children, _Parents]:
     """Returns the edges from each node, and the nodes with edges to each node, from the roots to the ends."""
+    # The stage's inputs count as visited, so the walk does not go on into the graph before them.
     children: _Children = {end: [] for end in ends}
     parents: _Parents = {}
     stack = [root.edge.node for root in roots]
@@ -342,8 +344,8 @@ class SplitBackward:
         try:
             if not self._roots:
                 return [None for _ in self._inputs]
-            return run_backward(self._roots, inputs=self._inputs, keep_graph=True)
-        finally:
+            return run_backward(self._roots, inputs=self._inputs, keep_graph=True)  # W runs a part of it again
+        finally:  # the hooks must not see W, which runs the same nodes
             for handle in handles:
                 handle.remove()
             self._roots = ()

@@ -223,6 +223,7 @@ class Stage:
             ScheduleError: there are more or fewer gradients than roots, or all are None.
         """
         held = self._held.pop(microbatch)
+        # Without roots (a frozen stage, whose input needs no gradient) there is nothing to compute.
         if roots := self._roots(held, microbatch, gradients):
             run_backward(roots, into_leaves=True)
         return [gradient_at(entry) for entry in held.entries]
