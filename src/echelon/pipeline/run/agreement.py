@@ -96,7 +96,7 @@ def choose_schedule(
     model: nn.Module | Sequence[StageMaker] | Parts,
     at: Sequence[str] | None,
 ) -> Schedule:
-    """Returns the given schedule, or the one of this name, after checking it.
+    """Returns the given schedule, or builds the one of this name, and checks it.
 
     Raises:
         ScheduleError: the schedule has problems, or is for other numbers of ranks or microbatches.

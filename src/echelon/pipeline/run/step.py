@@ -94,8 +94,8 @@ def tell(
     Raises:
         SizeMismatch: on every rank: the target or the keyword arguments have another number of samples than the inputs.
     """
-    # One all_gather for all of it. float64 holds every loss, and the counts up to 2^53, exactly. The
-    # schedule has the number of each rank's times.
+    # One all_gather for all of it. float64 holds every loss, and the counts up to 2^53, exactly. The number
+    # of each rank's times is in the schedule.
     code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
     head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value]
     numbers = group.all_gather(torch.tensor([*head, *chain.from_iterable(times)], dtype=torch.float64)).tolist()

@@ -9,7 +9,7 @@ A message of another shape comes in memory of its own. If the backend keeps mess
 (`keeps_messages`), nothing is posted before the value is needed: an early receive gains nothing there.
 
 The messages of a transfer have the same tags in every step. Messages with one tag keep their order, which tells the
-steps apart. So whatever both ends have prepared for a message serves the next step too.
+steps apart. So state that both ends have prepared for a message serves the next step too.
 """
 
 from __future__ import annotations
