@@ -62,7 +62,7 @@ def test_check_finds_weights_that_differ(tmp_path, monkeypatch):
     [
         ("--dp 3 --pp 2", echelon.InvalidWorldSize, "dp=3 x pp=2 does not make 4 ranks"),
         ("--pp 3", echelon.InvalidWorldSize, "dp=1 x pp=3 does not make 4 ranks"),
-        ("--pp 4 --layers 1", echelon.PartitionError, "3 layers cannot make 4 stages"),
+        ("--pp 4 --layers 1", echelon.PartitionError, "cannot cut 3 layers into 4 stages"),
         ("--pp 4 --batch 2", echelon.SizeMismatch, "2"),
     ],
 )

@@ -312,10 +312,10 @@ def test_a_chain_can_be_cut_inside_of_a_layer():
     [
         (3, {}, "a int cannot be cut: pass an nn.Module"),
         ([1, 2], {}, "entry 0 of the list of stages is 1"),
-        (nn.Sequential(), {"num_stages": 2}, "0 layers cannot make 2 stages"),
+        (nn.Sequential(), {"num_stages": 2}, "cannot cut 0 layers into 2 stages"),
         (nn.Linear(2, 2), {"num_stages": 2}, "pass example="),
         (language(), {"at": ["blocks.2"]}, "must be run once to be cut: pass example="),
-        (nn.Linear(2, 2), {}, "into how many parts"),
+        (nn.Linear(2, 2), {}, "the number of parts is missing"),
         (nn.Linear(2, 2), {"at": "h.1"}, "give a list of names"),
         (nn.Linear(2, 2), {"num_stages": 2, "example": torch.ones(2, 2)}, "example=\\(inputs,\\)"),
         (nn.Linear(2, 2), {"num_stages": 2, "example": (torch.ones(2, 2),)}, "use at most 1"),

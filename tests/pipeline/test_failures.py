@@ -112,7 +112,7 @@ def test_an_exception_anywhere_is_raised_everywhere_and_ends_the_pipeline(run, n
     stage = 1 if place in ("forward", "backward") else num_stages - 1
     rank = 1 if name == "1f1b" or stage == 1 else 0
     if place == "backward":
-        kind, words = ("I", "backward for the input") if name == "zb-v" else ("B", "backward")
+        kind, words = ("I", "input gradient") if name == "zb-v" else ("B", "backward")
     else:
         kind, words = "F", "forward"
     where = f"in {stage}{kind}0, {words} of microbatch 0 in stage {stage}"
@@ -275,7 +275,7 @@ def lose_gradient(group, frozen):
 def test_a_missing_gradient_is_named():
     first, last = simulate(lose_gradient, 2, False)
     assert first[0] == "ScheduleError"
-    assert "no gradient came back for what stage 0 returned for microbatch 0: stage 1 does not use it" in first[1]
+    assert "no gradient came back for the output of stage 0 for microbatch 0: stage 1 does not use it" in first[1]
     assert last[0] == "PeerFailed"
     assert simulate(lose_gradient, 2, True) == [("no error", "")] * 2
 

@@ -76,11 +76,11 @@ def told(model, group, schedule, count, samples, kwargs):
     ("case", "kind", "words"),
     [
         ("unknown schedule", "ScheduleError", "1f1b"),
-        ("too few layers", "PartitionError", "1 layers cannot make 2 stages"),
+        ("too few layers", "PartitionError", "cannot cut 1 layer into 2 stages"),
         ("not cuttable", "PartitionError", "pass example=(inputs,)"),
         ("a number", "PartitionError", "pass an nn.Module"),
         ("numbers", "PartitionError", "entry 0 of the list of stages is 1"),
-        ("no layers", "PartitionError", "0 layers cannot make 2 stages"),
+        ("no layers", "PartitionError", "cannot cut 0 layers into 2 stages"),
         ("no such replicas", "InvalidArgument", "data_parallel is 3 (int): pass the group that"),
         ("replicas of itself", "UnsupportedOp", "ranks [0, 1] are in the pipeline's group and in data_parallel"),
         ("recompute no stage", "UnsupportedOp", "recompute=[2]: give True, or a list of stages from 0 to 1"),

@@ -1,6 +1,6 @@
 """Pipeline parallelism: schedules as data, and the runtime that runs them.
 
-`Schedule`, `Costs` and `schedules` need no torch; `Pipeline`, which does, is imported when it is first used.
+`Schedule`, `Costs` and `schedules` need no torch. `Pipeline` needs it, and is imported on first use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from echelon.pipeline.run.step import StepOutput
     from echelon.pipeline.stage.replay import keyed
 
+# Importing torch takes seconds; planning and drawing a schedule do not need it.
 _NEED_TORCH = {
     "Parts": "echelon.pipeline.cut.cut",
     "Pipeline": "echelon.pipeline.run.pipeline",
@@ -33,5 +34,5 @@ def __getattr__(name: str) -> object:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_NEED_TORCH[name]), name)
-    globals()[name] = value
+    globals()[name] = value  # the next access does not come here
     return value

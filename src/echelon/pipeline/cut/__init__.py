@@ -1,1 +1,1 @@
-"""Cutting: any module into stages, by name or balanced by a measured run."""
+"""Cutting of any module into stages, at named layers or balanced by measured time."""

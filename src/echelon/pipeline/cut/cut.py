@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline."""
+"""Cutting a model into the stages of a pipeline: at named layers, by measured time, or as a list of modules."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from echelon.pipeline.cut.stage_modules import build_stages
 from echelon.pipeline.cut.tracing import trace
 from echelon.pipeline.plan.partition import partition
 from echelon.pipeline.stage.stage import Stage
+from echelon.wording import counted
 
 StageMaker: TypeAlias = nn.Module | Callable[[], nn.Module] | None
-"""An entry of a list of stages: the module, what makes it, or None where another rank holds it."""
+"""Entry of a list of stages: the module, a callable that makes it, or None where another rank holds it."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model in parts, to be run one after another.
+    """Model cut into parts that run one after another.
 
     Args:
-        modules: The parts. What one returns is the next one's input: a tuple its positional arguments, if `spreads`.
-        at: The layers that parts 1, 2, ... begin with; none for a list.
-        prefixes: What the names of a part's parameters begin with in the unsplit model.
-        spreads: Whether a tuple becomes positional arguments.
+        modules: The parts. The output of a part is the input of the next one.
+        at: Names of the layers that parts 1, 2, ... begin with; empty for a list.
+        prefixes: Prefix of each part's parameter names in the unsplit model.
+        spreads: Whether a tuple that a part returns becomes the positional arguments of the next one.
         costs: With a measured cut, the time of each part's forward and backward, in seconds.
     """
 
@@ -59,19 +60,19 @@ def split(
     example: Sequence[object] | None = None,
     example_kwargs: Mapping[str, object] | None = None,
 ) -> Parts:
-    """Cuts a model into parts. Their parameters are those of the model, not copies, under its names.
+    """Cuts a model into parts. They share the parameters of the model, under the same names.
 
     An nn.Sequential is cut between its layers. Any other module is traced with `example` first; see
     `echelon.pipeline.cut.tracing`. A list is cut already.
 
     Args:
-        model: what to cut.
-        num_stages: into how many parts; None: as `at` says, or a list has.
-        at: names of the layers that parts 1, 2, ... begin with, or how the names end. None: the layers are measured
-            with `example` and divided so that the slowest part is as fast as can be; an nn.Sequential without example
-            so that the largest has as few parameters as can be.
-        example: positional inputs such as the model will get, as a tuple. Sizes of 1, and values that are no tensors,
-            are fixed by it; the number of samples is not, and other sizes are not.
+        model: the model, a list of stages, or Parts.
+        num_stages: number of parts. None: from `at`, or the length of the list.
+        at: names, or ends of names, of the layers that parts 1, 2, ... begin with. None: the layers are measured with
+            `example` and divided so that the slowest part is as fast as possible. An nn.Sequential without example is
+            divided so that the largest part has as few parameters as possible.
+        example: positional inputs such as the model will get, as a tuple. It fixes sizes of 1, and values that are no
+            tensors. It does not fix the number of samples, or other sizes.
         example_kwargs: keyword inputs, likewise.
 
     Raises:
@@ -91,7 +92,10 @@ def split(
     if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
         raise PartitionError(f"num_stages={num_stages!r}: give a whole number of at least 1")
     if num_stages is None:
-        raise PartitionError("into how many parts? name the layers that parts begin with (at=), or give num_stages")
+        raise PartitionError(
+            "the number of parts is missing: name the layers that parts begin with (at=), or give num_stages"
+        )
+    # A name inside of a layer needs a trace, like a cut inside of any other module.
     if isinstance(model, nn.Sequential) and (at is None or set(at) <= {name for name, _ in _layers(model)}):
         return _of_sequential(model, num_stages, at, inputs)
     return _of_any(model, num_stages, at, inputs)
@@ -130,12 +134,12 @@ def _refuse_hints(why: str, at: Sequence[str] | None, inputs: Example | None) ->
 
 
 def keep(parts: Parts, placement: Sequence[int], rank: int) -> list[Stage]:
-    """Returns the stages that a rank holds; makes those that are callables.
+    """Returns the stages that a rank holds. Callable entries are called, on this rank only.
 
     Args:
-        parts: those of the whole model.
+        parts: all parts of the model.
         placement: the rank of each stage.
-        rank: this one.
+        rank: this rank.
 
     Raises:
         PartitionError: a part is not a module.
@@ -157,9 +161,6 @@ def _made(entry: StageMaker, index: int, rank: int) -> nn.Module:
     return module
 
 
-# A list
-
-
 def _of_list(model: object, num_stages: int | None) -> Parts:
     if isinstance(model, str) or not isinstance(model, Sequence):
         raise PartitionError(
@@ -176,14 +177,12 @@ def _of_list(model: object, num_stages: int | None) -> Parts:
             f"{len(model)} stages were given, but the schedule has {num_stages}: pass one entry per stage "
             "(num_ranks x num_chunks)"
         )
+    # The names of an nn.Sequential of these stages.
     return Parts(tuple(model), prefixes=tuple(f"{index}." for index in range(len(model))))
 
 
-# A chain of layers
-
-
 def _layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Returns the layers by name, one that is there twice under both."""
+    """Returns the layers with their names. A layer that is there twice has two entries."""
     return [(name, layer) for name, layer in model.named_modules(remove_duplicate=False) if name and "." not in name]
 
 
@@ -192,7 +191,7 @@ def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | No
     names = [name for name, _ in layers]
     if len(names) < num_stages:
         raise PartitionError(
-            f"{len(names)} layers cannot make {num_stages} stages: use at most {len(names)} stages, or more layers"
+            f"cannot cut {counted(len(names), 'layer')} into {num_stages} stages: use at most {len(names)} stages, or more layers"
         )
     costs = None
     if at is not None:
@@ -200,11 +199,14 @@ def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | No
         if begins != sorted(set(begins)):
             raise PartitionError(f"at={list(at)}: name layers in their order, and not the first ({names[0]})")
     elif inputs is not None:
+        # nn.Sequential passes a tuple on as one argument.
         cut = partition(measure([layer for _, layer in layers], inputs, spreads=False), num_stages)
         begins, costs = [stage[0] for stage in cut.stages], cut.costs
     else:
+        # Plus 1, so that layers without parameters count as well.
         sizes = [1 + sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
         begins = [stage[0] for stage in partition(sizes, num_stages).stages]
+    # Layers keep their names in the parts, so that a part's state dict is a part of the model's.
     modules = [nn.Sequential() for _ in begins]
     for module, begin, end in zip(modules, begins, [*begins[1:], len(names)], strict=True):
         for name, layer in layers[begin:end]:
@@ -212,9 +214,6 @@ def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | No
     return Parts(
         tuple(modules), tuple(names[begin] for begin in begins[1:]), ("",) * len(begins), False, _seconds(costs)
     )
-
-
-# Any module
 
 
 def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs: Example | None) -> Parts:
@@ -237,6 +236,7 @@ def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs:
                 f"{len(candidates)} layers of the {type(model).__name__} can begin a stage, which does not make "
                 f"{num_stages} stages: use at most {len(candidates) + 1}, or name layers with at="
             )
+        # A piece for each candidate is measured. Neighbouring pieces are then joined to stages of even time.
         pieces = build_stages(model, traces, candidates)
         cut = partition(measure(pieces, inputs, spreads=True), num_stages)
         at, costs = [candidates[stage[0] - 1] for stage in cut.stages[1:]], cut.costs

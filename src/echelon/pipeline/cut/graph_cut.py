@@ -1,7 +1,7 @@
-"""Which operations of a traced model each stage runs, when it is cut before certain layers.
+"""Cut of a traced model before certain layers: the operations of each stage, and the values that cross.
 
-A value that a later stage needs travels through all stages between. What can be made again from sizes alone, such as a
-mask or the positions, is made again where it is needed and does not travel.
+A value that a later stage needs travels through all stages in between. A value that depends on sizes alone, such as a
+mask or the positions, does not travel: it is computed again where it is needed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from echelon.pipeline.cut.tracing import Constant, Positional, Trace, Weight
 
 
 class GraphCut:
-    """A trace, and the operations and values of every stage."""
+    """Trace with the operations and the values of every stage."""
 
     def __init__(self, trace: Trace, at: Sequence[str]) -> None:
-        """Cuts.
+        """Assigns each operation of a trace to a stage.
 
         Args:
-            trace: what the model does.
+            trace: the operations of the model.
             at: names of the layers before which stages 1, 2, ... begin.
 
         Raises:
@@ -35,14 +35,14 @@ class GraphCut:
         self._stage_of = {node: sum(start <= number for start in starts) - 1 for number, node in enumerate(trace.body)}
         self._repeatable = set(_repeatable(trace))
         self.outputs = [value for value in trace.outputs if isinstance(value, fx.Node)]
-        """What of the model's outputs is computed; a value may be there twice."""
+        """Outputs of the model that are computed; a value may be there twice."""
         self.bodies = [self._body(stage) for stage in range(len(starts))]
-        """The operations of every stage, in order."""
+        """Operations of every stage, in order."""
         self.entering = self._find_entering()
-        """What every stage takes: the first the positional inputs, others what comes from the stage before."""
+        """Inputs of every stage: of the first the positional inputs, of others the values from the stage before."""
 
     def results(self, stage: int) -> list[fx.Node]:
-        """Returns what a stage returns."""
+        """Returns the values that a stage returns."""
         return self.outputs if stage == self._last else self.entering[stage + 1]
 
     def used(self, stage: int) -> set[fx.Node]:
@@ -50,9 +50,10 @@ class GraphCut:
         return {needed for node in self.bodies[stage] for needed in node.all_input_nodes} | set(self.results(stage))
 
     def _body(self, stage: int) -> list[fx.Node]:
-        """The operations of a stage: its own, and before them those of earlier stages that it does again."""
+        """Returns the operations of a stage: first the ones of earlier stages that it repeats, then its own."""
         own = [node for node, home in self._stage_of.items() if home == stage]
         again: set[fx.Node] = set()
+        # From the needed values back: a repeated operation needs its own inputs repeated.
         missing = [needed for node in own for needed in node.all_input_nodes]
         missing += self.outputs if stage == self._last else []
         while missing:
@@ -64,6 +65,7 @@ class GraphCut:
 
     def _find_entering(self) -> list[list[fx.Node]]:
         inputs = [node for node, source in self.trace.sources.items() if isinstance(source, Positional)]
+        # The positional inputs count as made in stage 0: later stages get them through it.
         made = dict.fromkeys(inputs, 0) | {
             node: stage for node, stage in self._stage_of.items() if node not in self._repeatable
         }
@@ -72,6 +74,7 @@ class GraphCut:
             for node in body:
                 last_use |= dict.fromkeys(node.all_input_nodes, stage)
         last_use |= dict.fromkeys(self.outputs, self._last)
+        # A value enters every stage after its own, up to the last one that uses it.
         return [
             inputs if stage == 0 else [node for node, home in made.items() if home < stage <= last_use.get(node, 0)]
             for stage in range(self._last + 1)
@@ -81,20 +84,22 @@ class GraphCut:
 def boundaries(trace: Trace) -> list[str]:
     """Returns the layers before which the fewest values that need a gradient cross, in the order in which they run.
 
-    In most models one crosses: between the blocks, and not inside of them, where what they add to is needed as well.
+    In most models one value crosses between blocks. Inside of a block more do, since its residual is needed as well.
     """
     places = _first_operations(trace)
     crossing = _crossing(trace)
     begins: dict[int, str] = {}
     for layer, place in places.items():
+        # Several layers may begin with one operation: the outermost names the place.
         if place > 0 and (place not in begins or layer.count(".") < begins[place].count(".")):
             begins[place] = layer
+    # Nothing with a gradient crosses before the first weight: a stage that ends there would have nothing to train.
     fewest = min((crossing[place] for place in begins if crossing[place]), default=0)
     return [layer for place, layer in sorted(begins.items()) if crossing[place] == fewest]
 
 
 def _crossing(trace: Trace) -> list[int]:
-    """For each operation, how many values with a gradient are made before it and used by it or after it."""
+    """Returns, for each operation, the number of values with a gradient that are made before it and used from it on."""
     active: dict[fx.Node, int] = {}
     last_use: dict[fx.Node, int] = {}
     for number, node in enumerate(trace.body):
@@ -135,7 +140,7 @@ def _starts(trace: Trace, at: Sequence[str]) -> list[int]:
 
 
 def _first_operations(trace: Trace) -> dict[str, int]:
-    """Returns the layers that run something, in the order in which they begin, and where that is."""
+    """Returns the layers that run operations, in order, with the number of their first operation."""
     places: dict[str, int] = {}
     for number, node in enumerate(trace.body):
         for layer in trace.layers_of(node):
@@ -144,7 +149,7 @@ def _first_operations(trace: Trace) -> dict[str, int]:
 
 
 def _full_name(name: str, known: Mapping[str, int]) -> str:
-    """Returns the one layer that is called so, or whose name ends so."""
+    """Returns the full name of a layer from its name or the end of it."""
     if name in known:
         return name
     found = [layer for layer in known if layer.endswith(f".{name}")]
@@ -156,14 +161,14 @@ def _full_name(name: str, known: Mapping[str, int]) -> str:
 
 
 def _some(known: Mapping[str, int]) -> str:
-    """A few layers, those whose names have the most neighbours first: blocks that follow each other."""
+    """Returns a few names of layers for an error: of the largest set of siblings, mostly the blocks of the model."""
     parents = [layer.rpartition(".")[0] for layer in known]
     most = max(parents, key=parents.count, default="")
     return ", ".join([layer for layer in known if layer.rpartition(".")[0] == most][:4])
 
 
 def _repeatable(trace: Trace) -> Iterator[fx.Node]:
-    """Yields the operations whose results depend on nothing but sizes, constants and buffers that never change."""
+    """Yields the operations whose results depend only on sizes, constants and buffers that are not written to."""
     written = {needed for node in trace.body if writes_in_place(node.target) for needed in node.all_input_nodes}
     fixed = {
         node
@@ -172,7 +177,7 @@ def _repeatable(trace: Trace) -> Iterator[fx.Node]:
     } - written
     for node in trace.body:
         if _is_number(node) or node in written or not _is_pure(node, trace):
-            continue  # numbers travel: they cost nothing
+            continue  # numbers are not repeated: they cost nothing to send
         if all(needed in fixed or _is_number(needed) for needed in node.all_input_nodes):
             fixed.add(node)
             yield node
@@ -183,8 +188,9 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node, trace: Trace) -> bool:
-    """Whether an operation, and those inside of it, neither write nor draw random numbers."""
+    """Whether an operation, with the operations inside of it, neither writes in place nor draws random numbers."""
     if node.op == "get_attr":
+        # A graph inside of the graph, such as the body of `with torch.no_grad()`: as pure as its operations.
         inside = trace.modules.get(str(node.target))
         steps = inside.graph.nodes if isinstance(inside, fx.GraphModule) else ()
         return all(_is_pure(step, trace) for step in steps if step.op == "call_function")

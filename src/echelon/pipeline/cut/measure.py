@@ -1,4 +1,4 @@
-"""How long each part of a model takes, forward and backward."""
+"""Measurement of the time that each part of a model takes for forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPEATS = 3
 
 
 class Example(NamedTuple):
-    """Inputs such as a model will get."""
+    """Example inputs, such as a model will get."""
 
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
@@ -33,29 +33,29 @@ class _Run(NamedTuple):
 
 
 def measure(pieces: Sequence[nn.Module], example: Example, *, spreads: bool) -> list[float]:
-    """Returns the seconds that each piece takes for one forward and backward, the best of a few.
+    """Returns the seconds of one forward and backward of each piece, the fastest of a few runs.
 
-    Pieces that do the same with tensors of the same shapes count the same, so that chance does not tell them apart.
-    Nothing is changed: weights are copied, a piece at a time, and those on the meta device made up.
+    Pieces with the same operations and shapes get the same time (their median), so that chance does not tell them
+    apart. The model is unchanged: weights are copied, a piece at a time. Weights on the meta device are made up.
 
     Args:
-        pieces: run one after another.
-        example: what the first one gets; all get its keyword arguments.
-        spreads: whether a tuple that a piece returns becomes positional arguments of the next.
+        pieces: parts of the model, which run one after another.
+        example: positional arguments of the first piece, and keyword arguments of all.
+        spreads: whether a tuple that a piece returns becomes the positional arguments of the next one.
 
     Raises:
-        PartitionError: a piece cannot be run with it.
+        PartitionError: a piece cannot be run with the example.
     """
     value: Value = map_tensors(_materialised, tuple(example.args))
     kwargs = {name: map_tensors(_materialised, item) for name, item in example.kwargs.items()}
     times: list[float] = []
     kinds: list[str] = []
-    with keyed():
+    with keyed():  # the caller's random generators stay as they are
         for index, piece in enumerate(pieces):
             arguments = value if isinstance(value, tuple) and (spreads or index == 0) else (value,)
             try:
                 run = _best(piece, arguments, kwargs)
-            except Exception as error:  # whatever the model raises
+            except Exception as error:  # a model may raise anything
                 raise PartitionError(
                     f"part {index} of the model cannot be run with this example: {type(error).__name__}: {error}"
                 ) from error
@@ -68,13 +68,14 @@ def measure(pieces: Sequence[nn.Module], example: Example, *, spreads: bool) -> 
 
 
 def _best(piece: nn.Module, arguments: tuple[Value, ...], kwargs: Mapping[str, Value]) -> _Run:
-    runs = [_timed(piece, arguments, kwargs) for _ in range(1 + _REPEATS)]  # the first one is slow
+    runs = [_timed(piece, arguments, kwargs) for _ in range(1 + _REPEATS)]  # the first run is slow, and does not count
     return _Run(min(run.seconds for run in runs[1:]), runs[0].output)
 
 
 def _timed(piece: nn.Module, arguments: tuple[Value, ...], kwargs: Mapping[str, Value]) -> _Run:
     tensors = {**dict(piece.named_parameters()), **dict(piece.named_buffers())}
     copies = {name: _materialised(tensor) for name, tensor in tensors.items()}
+    # Entered as in a stage, since a piece may write to its input in place.
     leaves = tuple(enter(map_tensors(_materialised, argument)) for argument in arguments)
     with torch.enable_grad():
         _synchronize(copies)
@@ -88,7 +89,7 @@ def _timed(piece: nn.Module, arguments: tuple[Value, ...], kwargs: Mapping[str, 
 
 
 def _materialised(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy that is a leaf, with small numbers if there are none."""
+    """Returns a copy that is a leaf. A tensor on the meta device gets memory with small random numbers."""
     if not tensor.is_meta:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     values = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -104,5 +105,6 @@ def _kind(piece: nn.Module, arguments: tuple[Value, ...]) -> str:
 
 
 def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
+    # A device only queues the work: without this, the clock would measure the queueing.
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors.values()):
         torch.accelerator.synchronize()

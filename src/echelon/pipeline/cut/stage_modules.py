@@ -1,7 +1,7 @@
-"""A traced model cut into modules that run one after another, each with its own part of the weights.
+"""Modules of the stages of a traced model, which run one after another, each with its own part of the weights.
 
-Every stage has the weights that its operations use, under the names that the unsplit model has for them: of a weight
-with several names, those of the layers that run in the stage.
+A stage has the weights that its operations use, under their names in the unsplit model. If a weight has several names,
+the stage has the names that belong to layers that run in it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from echelon.pipeline.cut.tracing import Traces, Weight
 
 
 def build_stages(model: nn.Module, traces: Traces, at: Sequence[str]) -> list[nn.Module]:
-    """Returns one module per stage. Their parameters are those of `model`, not copies.
+    """Returns one module per stage. They share the parameters of `model`.
 
     Args:
-        model: what was traced.
-        traces: what it does.
+        model: the model that was traced.
+        traces: its operations.
         at: names of the layers before which stages 1, 2, ... begin.
 
     Raises:
@@ -45,7 +45,7 @@ def build_stages(model: nn.Module, traces: Traces, at: Sequence[str]) -> list[nn
 
 
 class _Weights:
-    """The parameters and buffers of a model under all their names."""
+    """Parameters and buffers of a model under all their names."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -58,20 +58,21 @@ class _Weights:
     def hand_out(self, cuts: Sequence[GraphCut], num_stages: int) -> list[list[str]]:
         """Returns the names of the weights of every stage."""
         taken = [list(dict.fromkeys(self._taken(cuts, stage))) for stage in range(num_stages)]
+        # Weights that no operation uses get a stage too, so that the stages' state dicts make up that of the model.
         for name, tensor in self._tensors.items():
             if not any(name in names for names in taken):
                 taken[self._nearest(name, tensor, taken, cuts[0])].append(name)
         return taken
 
     def calling(self, names: Sequence[str]) -> dict[str, str]:
-        """Returns for all names of the weights in a stage the one by which the stage calls them."""
+        """Returns the name that a stage uses for each weight, by every name that the weight has in the model."""
         called: dict[str, str] = {}
-        for name in reversed(names):
+        for name in reversed(names):  # of several names in the stage, the first stays
             called |= dict.fromkeys(self._names[id(self._tensors[name])], name)
         return called
 
     def put(self, stage: nn.Module, name: str) -> None:
-        """Gives a weight to a stage."""
+        """Registers a weight in a stage, under its name in the unsplit model."""
         *path, last = name.split(".")
         for part in path:
             children = dict(stage.named_children())
@@ -85,13 +86,14 @@ class _Weights:
             stage.register_buffer(last, tensor, persistent=name in self._saved)
 
     def _taken(self, cuts: Sequence[GraphCut], stage: int) -> Iterator[str]:
-        """Yields the names of what a stage uses."""
+        """Yields the names of the weights that a stage uses, in training or evaluation."""
         for cut in cuts:
             layers: dict[str, set[str]] = {}
             for node in cut.bodies[stage]:
                 for needed in node.all_input_nodes:
                     if isinstance(source := cut.trace.sources.get(needed), Weight):
                         layers.setdefault(source.name, set()).update(cut.trace.layers_of(node))
+            # A model may return a weight itself, which no operation of the stage uses.
             for node in cut.results(stage):
                 if isinstance(source := cut.trace.sources.get(node), Weight):
                     layers.setdefault(source.name, set())
@@ -100,7 +102,7 @@ class _Weights:
                 yield from [one for one in names if one.rpartition(".")[0] in running] or names[:1]
 
     def _nearest(self, name: str, tensor: Tensor, taken: Sequence[Sequence[str]], cut: GraphCut) -> int:
-        """Finds a stage for a name that nothing uses: that of its tensor, else that of its layer or one around it."""
+        """Places an unused weight: with an alias of it, else with its layer, else with the nearest layer around it."""
         for stage, names in enumerate(taken):
             if any(self._tensors[one] is tensor for one in names):
                 return stage

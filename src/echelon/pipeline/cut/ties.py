@@ -1,7 +1,7 @@
-"""Parameters that are in several stages, such as an embedding that is also the head.
+"""Tied weights: parameters that are in several stages, such as an embedding that is also the head.
 
-Every rank that holds such a stage has the parameter, and gets a part of its gradient. After each step the parts are
-added up, so the same optimizer keeps the parameter the same everywhere.
+Every rank with such a stage holds the parameter, and computes a part of its gradient. At the end of each step the parts
+are summed over these ranks, so that the same optimizer keeps the parameter equal on all of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from echelon.pipeline.stage.stage import Stage
 
 
 class Place(NamedTuple):
-    """Where a parameter is."""
+    """Place of a parameter: a stage, and a name."""
 
     stage: int
     name: str
-    """In the unsplit model."""
+    """Name in the unsplit model."""
 
 
 Tie: TypeAlias = tuple[Place, ...]
-"""All places of one parameter, in the order of the stages."""
+"""All places of one parameter, ordered by stage."""
 
 
 def find_ties(parts: Parts) -> list[Tie]:
-    """Returns the parameters that are in several parts, as far as the parts are modules here."""
+    """Returns the parameters that are in several parts. Sees only parts that are modules on this rank."""
     places: dict[int, list[Place]] = {}
     for stage, module in enumerate(parts.modules):
         if isinstance(module, nn.Module):
@@ -44,46 +44,50 @@ def find_ties(parts: Parts) -> list[Tie]:
 
 
 def agree_on_ties(ties: Sequence[Tie], group: ProcessGroup) -> list[Tie]:
-    """Returns what any rank knows to be tied: where a rank has not all stages of a list, it cannot see it itself."""
+    """Merges the ties that the ranks have found, and returns them on every rank. Waits for all ranks.
+
+    A rank that does not have all stages of a list cannot see all ties itself.
+    """
     mine = [json.dumps(tie) for tie in ties]
     merged: list[set[Place]] = []
     for theirs in group.all_gather_object(list[JsonLike](mine)):
         for text in theirs if isinstance(theirs, list) else ():
+            # Ties with a place in common are one: two ranks may each know a part of it.
             together = {Place(stage, name) for stage, name in json.loads(str(text))}
             for other in [other for other in merged if other & together]:
                 merged.remove(other)
                 together |= other
             merged.append(together)
-    return sorted(tuple(sorted(tie)) for tie in merged)
+    return sorted(tuple(sorted(tie)) for tie in merged)  # in one order everywhere: ranks then make groups of them
 
 
 class _Held(NamedTuple):
-    """A tied parameter that this rank holds."""
+    """Tied parameter that this rank holds."""
 
     parameter: nn.Parameter
     group: ProcessGroup | None
-    """The ranks that hold it; None: this one alone."""
+    """Ranks that hold it. None if this rank alone does."""
 
 
 class TiedWeights:
-    """The tied parameters of this rank."""
+    """Tied parameters of this rank, and the sums of their gradients."""
 
     def __init__(
         self, ties: Sequence[Tie], stages: Sequence[Stage], placement: Sequence[int], group: ProcessGroup
     ) -> None:
-        """Makes them equal: they start as on the rank of the first stage. Every rank must call it.
+        """Makes them equal by broadcasts from the rank of their first stage. Every rank must call it.
 
         Args:
-            ties: the same on all ranks.
-            stages: this rank's.
+            ties: ties of all ranks, the same everywhere.
+            stages: this rank's stages.
             placement: the rank of each stage.
             group: the ranks of the pipeline.
 
         Raises:
-            PartitionError: a stage has no such parameter.
+            PartitionError: a stage has no parameter of this name.
         """
         self.names: dict[str, tuple[str, ...]] = {}
-        """For each name of a tied parameter all its names."""
+        """All names of a tied parameter, by each of them."""
         self._held: list[_Held] = []
         self._counted_elsewhere: set[int] = set()
         mine = {stage.index: stage for stage in stages}
@@ -91,6 +95,7 @@ class TiedWeights:
             names = tuple(place.name for place in tie)
             self.names |= dict.fromkeys(names, names)
             ranks = sorted({placement[place.stage] for place in tie})
+            # Every rank of the pipeline has to make the group, members or not.
             shared = group.subgroup(ranks, f"{group.name}/tied-{number}") if len(ranks) > 1 else None
             if group.rank in ranks:
                 parameter = _joined([(mine[place.stage], place.name) for place in tie if place.stage in mine])
@@ -103,21 +108,22 @@ class TiedWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All of them."""
+        """Tied parameters that this rank holds."""
         return [held.parameter for held in self._held]
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """The groups whose ranks wait for this one."""
+        """Groups whose ranks wait for this one in a step; a failure revokes them."""
         return [held.group for held in self._held if held.group is not None]
 
     def is_counted_here(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the one to count it, in sums over all ranks."""
+        """Whether sums over all ranks count the parameter here: true on one of its ranks."""
         return id(parameter) not in self._counted_elsewhere
 
     @contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Adds up, at the end, the gradients that all holders made inside; what was there before stays."""
+        """At its end, sums the gradients that were made inside over the ranks of each parameter. Waits for them."""
+        # Gradients of earlier steps were summed already. They are put aside and added to the sum, so they count once.
         shared = [(held.parameter, held.group) for held in self._held if held.group is not None]
         before = [parameter.grad for parameter, _ in shared]
         for parameter, _ in shared:
@@ -133,7 +139,7 @@ class TiedWeights:
 
 
 def _joined(places: Sequence[tuple[Stage, str]]) -> nn.Parameter:
-    """Returns the parameter, after it was made one object in all stages of this rank."""
+    """Returns the tied parameter, as one object in all stages of this rank."""
     found: nn.Parameter | None = None
     for stage, name in places:
         path, _, last = name.removeprefix(stage.prefix).rpartition(".")
@@ -154,8 +160,9 @@ def _joined(places: Sequence[tuple[Stage, str]]) -> nn.Parameter:
 
 
 def _sum(parameter: nn.Parameter, group: ProcessGroup) -> torch.Tensor | None:
-    """Returns the sum of the gradients of all ranks; None if none has one."""
+    """Returns the sum of the gradients of all ranks. None if no rank has a gradient."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    # One element more counts the ranks with a gradient, which takes no message of its own.
     flat = torch.cat([gradient.detach().reshape(-1), gradient.new_tensor([float(parameter.grad is not None)])])
     group.all_reduce(flat)
     return flat[:-1].view(parameter.shape) if flat[-1] > 0 else None

@@ -1,4 +1,4 @@
-"""A stage of a traced model, as a module."""
+"""Stage of a traced model as a module, with one program for training and one for evaluation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from echelon.pipeline.cut.tracing import TENSOR, Constant, Keyword, Trace, Weigh
 
 @dataclass(frozen=True)
 class Program:
-    """What a stage runs in one mode.
+    """Program of a stage in one mode.
 
     Args:
-        trace: What it is a part of.
-        run: Called with the stage, the values that enter, and the leaves of keyword arguments that it takes.
-        num_values: How many values enter; of the first stage, that are tensors.
-        keywords: Which leaves of keyword arguments it takes.
-        constants: Tensors that the model had made itself, by the name they have in the stage.
-        modules: What it calls by name, by the name it has in the stage.
-        operations: What it does, for comparing.
+        trace: Trace of the whole model.
+        run: Function of the stage, the entering values, and the leaves of keyword arguments in `keywords`.
+        num_values: Number of entering values; for the first stage, of tensors among them.
+        keywords: Leaves of keyword arguments that the stage takes.
+        constants: Tensors that the model made itself, by their name in the stage.
+        modules: Modules that the graph calls by name, by their name in the stage.
+        operations: Names of the operations, for comparison.
     """
 
     trace: Trace
@@ -39,13 +39,13 @@ class Program:
 
 
 def program(cut: GraphCut, stage: int, names: Mapping[str, str], mode: str) -> Program:
-    """Writes what a stage runs.
+    """Writes the program of a stage.
 
     Args:
         cut: the trace and its cut.
-        stage: which.
-        names: what each parameter and buffer that it uses is called in the stage.
-        mode: what the names of constants begin with.
+        stage: index of the stage.
+        names: name in the stage of each parameter and buffer that it uses.
+        mode: prefix of the names of constants and modules: both modes have programs in one stage.
     """
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -80,26 +80,26 @@ def program(cut: GraphCut, stage: int, names: Mapping[str, str], mode: str) -> P
 
 
 def _compiled(graph: fx.Graph) -> Callable[..., tuple[object, ...]]:
-    code = graph.python_code("self")
+    code = graph.python_code("self")  # self is the stage, whose weights the code reads by name in each call
     names = dict(code.globals)
     exec(compile(code.src, "<a stage of a traced model>", "exec"), names)
     return names["forward"]  # type: ignore[no-any-return]
 
 
 class TracedStage(nn.Module):
-    """Runs a part of a traced model.
+    """Module of one stage of a traced model.
 
-    The first stage takes what the model takes, the last returns what the model returns; between them, the values that
-    cross are positional arguments: one if it is one, else a tuple.
+    The first stage takes the model's inputs, and the last returns the model's outputs. In between, a stage takes the
+    values that cross as positional arguments. It returns a single value as it is, and several as a tuple.
     """
 
     def __init__(self, training: Program, evaluation: Program, stage: int, num_stages: int) -> None:
         """Makes a stage without its weights.
 
         Args:
-            training, evaluation: what it runs in these modes.
-            stage: its number.
-            num_stages: how many there are.
+            training, evaluation: programs of the stage in these modes.
+            stage: index of the stage.
+            num_stages: number of stages of the model.
         """
         super().__init__()
         self._programs = {True: training, False: evaluation}
@@ -107,22 +107,23 @@ class TracedStage(nn.Module):
         self._is_last = stage == num_stages - 1
         for one in self._programs.values():
             for name, constant in one.constants.items():
-                with normal_mode():
+                with normal_mode():  # an ordinary tensor, even if the stage is built in inference mode
                     self.register_buffer(name, constant.detach().clone(), persistent=False)
-            # Not as children: what they do belongs to the stage, and they have no weights.
+            # Not as submodules: they have no weights, and their operations belong to the stage.
             self.__dict__.update(one.modules)
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """What it does in training: stages of which this and the weights' shapes are equal take equally long."""
+        """Names of the operations in training. Stages with equal names and equal weight shapes take equally long."""
         return self._programs[True].operations
 
     def forward(self, *values: object, **kwargs: object) -> object:
         """Runs the stage.
 
         Raises:
-            SizeMismatch: the inputs are not like those that the model was traced with.
-            ScheduleError: the ranks are in different modes.
+            SizeMismatch: the inputs do not fit the trace: other structures, other plain values, or sizes that take
+                another path.
+            ScheduleError: the stage before is in another mode (training or evaluation).
         """
         one = self._programs[self.training]
         leaves = _keyword_leaves(one, kwargs, self._stage)
@@ -159,6 +160,7 @@ def _keyword_leaves(one: Program, kwargs: Mapping[str, object], stage: int) -> l
                 "pass it on every rank whose stages use it",
             )
         leaves.append(tree_leaves(kwargs[keyword.name])[keyword.leaf])
+    # Keyword arguments that the stage does not use are checked too: a mistake is found on every rank that has them.
     for name, value in kwargs.items():
         expected, got = tree_leaves(known[name]), tree_leaves(value)
         _compare_leaves(expected, got, f"{name}=")
@@ -170,11 +172,13 @@ def _tensors_of_inputs(trace: Trace, values: Sequence[object], kwargs: Mapping[s
     if spec != trace.inputs_spec:
         raise SizeMismatch(trace.inputs_spec, spec, "inputs", "pass inputs that are put together as those of example=")
     _compare_leaves([trace.plain_inputs.get(index, TENSOR) for index in range(len(leaves))], leaves, "inputs")
+    # Guards take all inputs of the trace, so they can be checked only on a rank that has all keyword arguments.
     if trace.guards is not None and all(name in kwargs for name in trace.keywords):
         keyword_leaves = [leaf for name in trace.keywords for leaf in tree_leaves(kwargs[name])]
         try:
             trace.guards(*leaves, *keyword_leaves)
         except AssertionError as error:
+            # torch says "Guard failed: " and the condition, which names the inputs and their sizes.
             condition = str(error).removeprefix("Guard failed: ")
             raise SizeMismatch(
                 f"{condition}, as when the model was traced",
@@ -186,9 +190,9 @@ def _tensors_of_inputs(trace: Trace, values: Sequence[object], kwargs: Mapping[s
 
 
 def _compare_leaves(expected: Sequence[object], got: Sequence[object], what: str) -> None:
-    """Tensors must be where they were, and what is no tensor must be what it was: the trace has it as a constant."""
+    """Checks leaves against the trace: tensors in the same places, and equal plain values (constants there)."""
     shown = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in got]
     if shown != list(expected):
         raise SizeMismatch(
-            list(expected), shown, what, "what is no tensor is fixed by example=: pass the same, or trace with this"
+            list(expected), shown, what, "plain values are fixed by example=: pass the same, or trace with this"
         )

@@ -1,8 +1,8 @@
-"""A model as the operations that it computes, in their order, each with the layer that it belongs to.
+"""Trace of a model: its operations in their order, each with the layer that it belongs to.
 
-`torch.export` runs the model once, on tensors without data, with every size left open, and writes down what it does. So
-any model will do whose path depends on its inputs' sizes and not on their values. It is traced twice, for training and
-for evaluation, because dropout and normalisation are other operations then.
+`torch.export` runs the model once, on tensors without data, with every size left open, and records its operations. So
+the model's path may depend on the sizes of its inputs, but not on their values. It is traced twice, for training and
+for evaluation, because dropout and normalisation are different operations then.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from echelon.errors import PartitionError
 logger = logging.getLogger("echelon")
 
 TENSOR: Final = "a tensor"
-"""Stands for one."""
+"""Placeholder for a tensor."""
 
 _CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
-"""What export adds to check dtypes, which autocast may change."""
+"""Checks of dtypes that export adds. They are left out, since autocast may change dtypes."""
 
 
 class Weight(NamedTuple):
-    """A parameter or a buffer of the model."""
+    """Parameter or buffer of the model."""
 
     name: str
     is_parameter: bool
 
 
 class Constant(NamedTuple):
-    """A tensor that the model made itself."""
+    """Tensor that the model made itself."""
 
     value: torch.Tensor
 
 
 class Positional(NamedTuple):
-    """A tensor of the positional inputs: their leaf with this number."""
+    """Tensor of the positional inputs, by the number of its leaf."""
 
     leaf: int
 
 
 class Keyword(NamedTuple):
-    """A tensor of a keyword argument: its leaf with this number."""
+    """Tensor of a keyword argument, by the number of its leaf."""
 
     name: str
     leaf: int
 
 
 Source: TypeAlias = Weight | Constant | Positional | Keyword
-"""Where a placeholder of the graph gets its value."""
+"""Source of the value of a placeholder in the graph."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a model does in one mode.
+    """Operations of a model in one mode.
 
     Args:
-        sources: For each placeholder of the graph, where its value comes from.
-        body: The operations in their order.
-        outputs: What the model returns, flat: nodes, and plain data.
-        output_spec: How to put the outputs together.
-        inputs_spec: How the positional inputs were put together.
-        plain_inputs: For each leaf of the positional inputs that is no tensor, what it was.
-        keywords: The keyword arguments it was traced with; of tensors only where they are.
-        guards: Says whether inputs take the path that was traced; see `echelon._torch_private.guards_of`.
-        modules: What the graph calls by name: operations inside of operations.
+        sources: Source of the value of each placeholder.
+        body: Operations in their order.
+        outputs: Outputs of the model, flat: nodes and plain values.
+        output_spec: Structure of the outputs.
+        inputs_spec: Structure of the positional inputs.
+        plain_inputs: Leaves of the positional inputs that are no tensors, by number.
+        keywords: Keyword arguments of the example, with TENSOR in place of each tensor.
+        guards: Check that inputs take the path that was traced; see `echelon._torch_private.guards_of`.
+        modules: Modules that the graph calls by name: graphs inside of the graph.
     """
 
     sources: Mapping[fx.Node, Source]
@@ -86,30 +86,30 @@ class Trace:
     modules: Mapping[str, nn.Module]
 
     def layers_of(self, node: fx.Node) -> tuple[str, ...]:
-        """Returns the names of the modules that were running, the outermost first."""
+        """Returns the names of the modules that an operation ran in, the outermost first."""
         stack = node.meta.get("nn_module_stack", {})
         paths = (str(path).partition("@")[0] for path, _ in stack.values())
         return tuple(path.removeprefix(_PREFIX) for path in paths if path.startswith(_PREFIX))
 
 
 class Traces(NamedTuple):
-    """What a model does in both modes."""
+    """Traces of a model in training and in evaluation mode."""
 
     training: Trace
     evaluation: Trace
 
 
 def trace(model: nn.Module, example: Sequence[object], example_kwargs: Mapping[str, object]) -> Traces:
-    """Traces a model, in training and in evaluation mode; the model is as before.
+    """Traces a model in training and in evaluation mode. The model is unchanged afterwards.
 
     Args:
-        model: any module; parameters on the meta device will do.
-        example: positional inputs. What they hold does not matter, but sizes of 1 other than the number of samples are
-            taken to be always 1.
+        model: any module; its parameters may be on the meta device.
+        example: positional inputs. Their values do not matter. A size of 1, other than the number of samples, is taken
+            to be always 1.
         example_kwargs: keyword inputs.
 
     Raises:
-        PartitionError: it cannot be traced, or works for one number of samples only.
+        PartitionError: the model cannot be traced, or works for one number of samples only.
     """
     modes = {module: module.training for module in model.modules()}
     traced = _on_a_device(model)
@@ -121,7 +121,7 @@ def trace(model: nn.Module, example: Sequence[object], example_kwargs: Mapping[s
 
 
 class _Outputs:
-    """What the model returned, without its tensors."""
+    """Structure and plain values of the model's outputs, kept aside while the model is exported."""
 
     def __init__(self) -> None:
         self.leaves: list[object] = []
@@ -129,7 +129,7 @@ class _Outputs:
 
 
 class _Flat(nn.Module):
-    """Calls the model, and returns what is computed of its outputs only."""
+    """Wrapper of a model that returns a flat tuple of its computed outputs only."""
 
     def __init__(self, model: nn.Module, outputs: _Outputs) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Flat(nn.Module):
         return tuple(leaf for leaf in leaves if _is_computed(leaf))
 
 
-_PREFIX = "model."
+_PREFIX = "model."  # of all names in the graph: the wrapper holds the model in this attribute
 
 
 def _trace(model: nn.Module, example: tuple[object, ...], example_kwargs: dict[str, object]) -> Trace:
@@ -151,7 +151,7 @@ def _trace(model: nn.Module, example: tuple[object, ...], example_kwargs: dict[s
     assert isinstance(inputs, tuple)
     try:
         exported = export(_Flat(model, outputs), inputs, dynamic_shapes=tree_map(_open_sizes, inputs), strict=False)
-    except Exception as error:  # torch raises all sorts
+    except Exception as error:  # export raises errors of many types
         raise PartitionError(
             f"a {type(model).__name__} cannot be traced with this example ({_first_line(error)}): "
             "mend that, or pass a list with one module per stage"
@@ -173,7 +173,7 @@ def _read(
             )
     (result,) = (node.args[0] for node in exported.graph.nodes if node.op == "output")
     assert isinstance(result, Sequence)
-    computed = iter(result)
+    computed = iter(result)  # the plain outputs did not pass through the graph
     assert given.spec is not None
     return Trace(
         sources=sources,
@@ -193,7 +193,7 @@ def _read(
 
 
 def _is_known(size: int | torch.SymInt) -> bool:
-    """Whether a size is a number; a SymInt may be one, too."""
+    """Whether a size is a fixed number. A SymInt may be one too."""
     return str(size).isdecimal()
 
 
@@ -208,7 +208,7 @@ def _sources(
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         kind, target = spec.kind.name, spec.target
         if kind == "USER_INPUT":
-            source = next(users)
+            source = next(users)  # plain values have placeholders as well, which nothing reads
             if isinstance(node.meta.get("val"), torch.Tensor):
                 yield node, source
         elif kind in ("PARAMETER", "BUFFER") and target is not None:
@@ -222,10 +222,11 @@ def _sources(
 
 
 def _on_a_device(model: nn.Module) -> nn.Module:
-    """Returns a module whose parameters are where its inputs will be: the meta device mixes with no other."""
+    """Returns the model. If it is on the meta device, which mixes with no other, a fake copy on the inputs' device."""
     tensors = [*model.parameters(), *model.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
         return model
+    # Fake tensors have a device but no data, so a model of any size can be traced.
     stand_in = copy.deepcopy(model)
     with fake_tensors():
         for module in stand_in.modules():
@@ -241,9 +242,11 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fresh(leaf: object) -> object:
-    """Returns a tensor of its own, so that one given twice is traced as two, with samples enough to be many."""
+    """Returns a copy of a tensor for export, with at least two samples."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    # A copy, because one tensor that is given twice would be traced as one input. Export takes a size of 1 to be always
+    # 1, so that a single sample is doubled to leave their number open.
     tensor = torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().clone()
     return torch.cat([tensor, tensor]) if tensor.dim() and len(tensor) == 1 else tensor
 
@@ -253,6 +256,7 @@ def _without_data(leaf: object) -> object:
 
 
 def _open_sizes(leaf: object) -> object:
+    # AUTO leaves a size open unless the model fixes it; `_read` then refuses a fixed number of samples in one line.
     return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if isinstance(leaf, torch.Tensor) else None
 
 

@@ -1,1 +1,1 @@
-"""The runtime: one rank's program of a schedule, run over a group."""
+"""Runtime of pipelines: runs one rank's program of a schedule over a group."""

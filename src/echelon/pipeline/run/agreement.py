@@ -1,4 +1,7 @@
-"""What all ranks of a pipeline must have in common before anything is cut: the schedule above all."""
+"""Checks of a Pipeline's arguments, and agreement on them by all ranks.
+
+Ranks agree on the schedule before the model is cut, on the cut, and on refusing stages that FSDP has sharded.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,15 @@ from echelon.pipeline.cut.cut import Parts, StageMaker, split
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.stage.stage import Stage
 
-# Refusal of stages whose parameters are sharded by FSDP.
-#
-# FSDP gathers a block's parameters before its forward and its backward, and frees them afterwards. A backward in two
-# halves (I and W) computes weight gradients after that, with wrong values and without an error.
-
 _FSDP = "torch.distributed.fsdp"
 
 
 def refuse_sharded_stages(stages: Sequence[Stage], group: ProcessGroup) -> None:
-    """Raises UnsupportedOp on all ranks if a stage of any of them is sharded by FSDP."""
+    """Raises UnsupportedOp on all ranks if a stage of any of them is sharded by FSDP.
+
+    FSDP gathers a block's parameters before its forward and before its backward, and frees them afterwards. W of a
+    split backward runs after that: it would compute wrong weight gradients, without an error.
+    """
     told = [str(found) for found in group.all_gather_object(_sharded(stages)) if found]
     if told:
         raise UnsupportedOp(
@@ -36,9 +38,9 @@ def refuse_sharded_stages(stages: Sequence[Stage], group: ProcessGroup) -> None:
 
 
 def _sharded(stages: Sequence[Stage]) -> str:
-    """Returns the first module of these stages that FSDP has wrapped, in words; empty if there is none."""
+    """Returns the first FSDP module of these stages, in words. Empty if there is none."""
     fsdp = sys.modules.get(_FSDP)
-    if fsdp is None:  # to import it takes a second, and nothing can be sharded without it
+    if fsdp is None:  # nothing is sharded then, and importing it takes a second
         return ""
     for stage in stages:
         for name, module in stage.module.named_modules():
@@ -51,16 +53,17 @@ logger = logging.getLogger("echelon")
 
 
 def check_groups(group: object, data_parallel: object) -> None:
-    """Refuses what are no groups, or not two that cross.
+    """Checks that both are groups, and that they have at most one rank in common.
 
     Raises:
-        InvalidArgument: one is no group.
-        UnsupportedOp: they cross.
+        InvalidArgument: one of them is not a group.
+        UnsupportedOp: they have more ranks in common.
     """
     group = check_group(group)
     if data_parallel is None:
         return
     data_parallel = check_group(data_parallel, "data_parallel")
+    # This rank is in both. Rank numbers of different backends cannot be compared.
     both = sorted(set(group.ranks) & set(data_parallel.ranks))
     if data_parallel.backend is group.backend and len(both) > 1:
         raise UnsupportedOp(
@@ -72,10 +75,10 @@ def check_groups(group: object, data_parallel: object) -> None:
 def check_arguments(
     loss_fn: object, loss_weight: object, metrics: object, loss_reduction: object, seed: object
 ) -> None:
-    """Refuses what is of the wrong kind.
+    """Checks the types of the other arguments.
 
     Raises:
-        UnsupportedOp: an argument is.
+        UnsupportedOp: an argument is of the wrong type.
     """
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight), ("metrics", metrics)):
         if not (function is None or callable(function)):
@@ -96,11 +99,11 @@ def choose_schedule(
     model: nn.Module | Sequence[StageMaker] | Parts,
     at: Sequence[str] | None,
 ) -> Schedule:
-    """Returns the schedule asked for.
+    """Returns the given schedule, or builds the one of this name, and checks it.
 
     Raises:
-        ScheduleError: it has problems, or is not for these numbers.
-        UnsupportedOp: it has no backward.
+        ScheduleError: the schedule has problems, or is for other numbers of ranks or microbatches.
+        UnsupportedOp: the schedule has no backward.
     """
     found = _schedule(schedule, num_ranks, num_microbatches, num_chunks, model, at)
     found.check()
@@ -134,16 +137,17 @@ def _schedule(
             f"num_microbatches is missing: say into how many parts a batch is cut, such as {2 * num_ranks}"
         )
     if num_chunks is None:
+        # A list and `at` fix the number of stages, so they fix the chunks per rank. Else the schedule's default counts.
         parts = len(model) if isinstance(model, Parts | list | tuple) else 0
         num_chunks = max(1, (parts if at is None else len(at) + 1) // num_ranks) if parts or at is not None else None
     return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
 
 
 def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:
-    """Returns the stages that are to run their forward again.
+    """Returns the sorted indices of the stages that run their forward again before their backward.
 
     Raises:
-        UnsupportedOp: there are no such stages.
+        UnsupportedOp: `recompute` is neither a bool nor a list of existing stages.
     """
     if isinstance(recompute, bool):
         return list(range(num_stages)) if recompute else []
@@ -153,11 +157,14 @@ def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:
 
 
 def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str]) -> ProcessGroup:
-    """Returns a group of the same ranks with messages of its own, once all ranks have shown the same arguments.
+    """Compares the arguments of all ranks, and returns a new group of these ranks for the pipeline's messages.
+
+    Blocks until all ranks have called it.
 
     Raises:
-        CollectiveMismatch: they have not.
+        CollectiveMismatch: the arguments differ; raised on every rank.
     """
+    # The repr names the schedule in the error. The hash stands for all its actions, which would be a longer message.
     mine = [repr(schedule), hashlib.sha256(str(schedule).encode()).hexdigest()[:16], *others]
     for rank, theirs in enumerate(group.all_gather_object(list(mine))):
         if theirs != mine:
@@ -168,7 +175,7 @@ def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str])
 
 
 def own_group(group: ProcessGroup) -> ProcessGroup:
-    """Returns a group of the same ranks, which ends with the pipeline if a step fails; the given one goes on."""
+    """Returns a new group of the same ranks. A failed step revokes it; the given group stays usable."""
     own = group.subgroup(range(group.world_size), f"{group.name}/pipeline")
     assert own is not None
     return own
@@ -183,27 +190,32 @@ def agreed_parts(
     example: Sequence[object] | None,
     example_kwargs: Mapping[str, object] | None,
 ) -> Parts:
-    """Cuts the model, the same everywhere: where layers are measured, one rank does it and tells the others.
+    """Cuts the model at the same layers on all ranks.
 
-    What is cut already needs no example for that.
+    If layers are measured, one rank measures and broadcasts the names of the chosen layers. Lists and Parts are cut
+    already: their example is for the trial of split backwards alone.
 
     Raises:
         PartitionError: the model cannot be cut so.
     """
     if not isinstance(model, nn.Module):
         return split(model, schedule.num_stages, at=at)
+    # Named layers and numbers of parameters give the same cut on every rank: nothing to broadcast.
     if at is not None or (example is None and example_kwargs is None):
         return split(model, schedule.num_stages, at=at, example=example, example_kwargs=example_kwargs)
     mine: dict[str, JsonLike] = {}
+    # Measured times differ from rank to rank, so one rank of all replicas measures for all.
     is_first = group.rank == 0 and (data_parallel is None or data_parallel.rank == 0)
     if is_first:
         try:
             parts = split(model, schedule.num_stages, example=example, example_kwargs=example_kwargs)
         except PartitionError as error:
-            mine = {"error": str(error)}
+            mine = {"error": str(error)}  # broadcast like names, so that every rank raises it
         else:
             mine = {"at": list(parts.at)}
             logger.info("cut by measured time:\n%s", parts)
+    # From the measuring rank to rank 0 of each replica, then within each replica. Data-parallel groups of other ranks
+    # carry nothing in the first broadcast.
     told = mine if data_parallel is None else data_parallel.broadcast_object(mine, src=0)
     told = group.broadcast_object(told, src=0)
     assert isinstance(told, dict)

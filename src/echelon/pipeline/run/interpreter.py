@@ -1,8 +1,9 @@
-"""The interpreter: runs this rank's part of a program once, instruction by instruction, exactly as it was checked.
+"""Interpreter of one rank's part of a program, and the clocks that time its steps.
 
-Strategy. Nothing is decided here but what the program says. What a step needs from another rank was posted a few steps
-before; what it makes for another rank is sent without waiting; between two stages of one rank values are handed over
-directly.
+Strategy. The interpreter runs the instructions exactly in the order that was checked, and decides nothing itself.
+Receives are posted a few steps before their value is needed. Sends are started and not waited for. Between two stages
+of one rank, values are handed over directly. It blocks at a Receive until the message is there, and at the Flush until
+all sends have left; `check_program` has proven that every rank gets past both.
 """
 
 from __future__ import annotations
@@ -28,28 +29,23 @@ from echelon.pipeline.stage.replay import Seeded, is_casting, number_of, outside
 from echelon.pipeline.stage.split_backward import Gradient
 from echelon.pipeline.stage.stage import Forward, Made, Stage
 
-# When a rank's steps began and ended: by the backend's clock, or, where they run on a device, by events in its stream.
-#
-# On a device the CPU only queues a step; what it would measure is how long that takes. An event is passed when the
-# device comes to it, so nothing is synchronised until somebody asks for the times.
-
 M = TypeVar("M")
 
 
 class Clock(ABC, Generic[M]):
-    """Marks moments, and tells later when they were."""
+    """Clock of a rank's steps: marks moments, and converts the marks to seconds later."""
 
     @abstractmethod
     def mark(self) -> M:
-        """Marks the moment at which everything is done that this thread has started so far."""
+        """Marks the moment at which all work that this thread has started is done. Does not wait for it."""
 
     @abstractmethod
     def seconds(self, spans: Sequence[tuple[M, M]]) -> list[tuple[float, float]]:
-        """Returns when pairs of moments were, by the backend's clock, once all of them are past."""
+        """Returns pairs of marks in seconds of the backend's clock. Blocks until the last mark has passed."""
 
 
 class HostClock(Clock[float]):
-    """What is started is done when the call returns."""
+    """Clock of work on the CPU, which is done when its call returns."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -62,7 +58,7 @@ class HostClock(Clock[float]):
 
 
 class Event(Protocol):
-    """What is needed of a torch.Event that can tell the time."""
+    """Part of torch.Event, made with enable_timing, that `EventClock` needs."""
 
     def record(self) -> None: ...  # noqa: D102
     def synchronize(self) -> None: ...  # noqa: D102
@@ -70,10 +66,14 @@ class Event(Protocol):
 
 
 class EventClock(Clock[Event]):
-    """What is started is done when the device comes to an event behind it."""
+    """Clock of work on a device, by events in its stream.
+
+    The CPU only queues a step, so its clock would measure the queueing. The device passes an event when it has done
+    the work before it; nothing is synchronised until `seconds` is called.
+    """
 
     def __init__(self, now: Callable[[], float], make_event: Callable[[], Event]) -> None:
-        """Reads both clocks at once, for which it waits for the device."""
+        """Reads both clocks at one moment, for which it waits for the device."""
         self._make_event = make_event
         self._first = self.mark()
         self._first.synchronize()
@@ -86,15 +86,15 @@ class EventClock(Clock[Event]):
 
     def seconds(self, spans: Sequence[tuple[Event, Event]]) -> list[tuple[float, float]]:  # noqa: D102
         if spans:
-            spans[-1][1].synchronize()
+            spans[-1][1].synchronize()  # a stream passes its events in order
         return [(self._when(begin), self._when(end)) for begin, end in spans]
 
     def _when(self, event: Event) -> float:
-        return self._begun + self._first.elapsed_time(event) / 1e3
+        return self._begun + self._first.elapsed_time(event) / 1e3  # from milliseconds
 
 
 def clock_for(tensors: Iterable[torch.Tensor], now: Callable[[], float]) -> Clock[object]:
-    """Returns a clock for work on these tensors; `now` is the backend's."""
+    """Returns a clock for work on these tensors: by events if one is on a device. `now` reads the backend's clock."""
     device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
     if device is None:
         return HostClock(now)  # type: ignore[return-value]
@@ -105,14 +105,14 @@ _NOTHING = nullcontext()
 
 
 class Loaded(NamedTuple):
-    """A program that was checked, and what is kept from one run to the next."""
+    """Checked program, with the state that is kept between its runs."""
 
     program: Program
-    """What all ranks do."""
+    """Orders of all ranks."""
     ports: Transfers
-    """This rank's end of its transfers."""
+    """This rank's end of the program's transfers."""
     split: frozenset[int]
-    """The stages whose backward has two halves."""
+    """Indices of the stages with a split backward (I and W)."""
 
 
 class Interpreter:
@@ -130,15 +130,15 @@ class Interpreter:
         """Prepares to run.
 
         Args:
-            loaded: what to run.
-            batch: what to work on; losses and outputs are added to it.
-            stages: this rank's, by their index.
+            loaded: the program.
+            batch: the batch; losses, outputs and metrics are added to it.
+            stages: this rank's stages by index.
             group: the ranks of the pipeline.
-            on_stage_done: called with the index of a stage when its gradients are to be reduced.
-            meter: is told of each action that has been run.
+            on_stage_done: called with the index of a stage when all its gradients are there and can be reduced.
+            meter: called after each action.
         """
         self.current: Instruction | Action | None = None
-        """What is being run."""
+        """The instruction or action that is running, for error messages."""
         schedule = loaded.program.schedule
         self._order = loaded.program.orders[group.rank]
         self._ports, self._split = loaded.ports, loaded.split
@@ -149,37 +149,39 @@ class Interpreter:
         self._meter = meter
         self._trains = not schedule.forward_only
         self._num_stages = schedule.num_stages
+        # All seeds before the first action: in a loop their code is warm, between actions it is cold. With
+        # `_is_casting` read once a run, `Seeded` and losses scaled at the end, a tiny 1F1B's action took 392 us instead
+        # of 418 (benchmarks/pipeline).
         self._numbers = {
             index: [number_of(batch.key, index, microbatch) for microbatch in range(len(batch.kwargs))]
             for index in stages
         }
-        """Of each stage and microbatch what its random numbers are made from; at once, while the code of it is warm."""
         self._is_casting = False
-        """Whether a backward has to leave autocast."""
+        """Whether autocast is on around the run, so that backwards have to leave it."""
         self._placement = schedule.placement
         self._incoming: dict[Transfer, PendingReceive] = {}
         self._here: dict[Transfer, Value] = {}
-        """What arrived for the next step, or was made here for another stage of this rank."""
+        """Values that arrived for the next step, or were made for another stage of this rank."""
         self._made: dict[Transfer, Value] = {}
-        """What the last step made for other ranks."""
+        """Values that the last step made for other ranks."""
         self._outbox = PendingSends(group)
-        firsts = (next(stage.module.parameters(), None) for stage in stages.values())  # the others are where they are
+        firsts = (next(stage.module.parameters(), None) for stage in stages.values())  # a stage is on one device
         self._clock = clock_for((first for first in firsts if first is not None), group.backend.now)
         self._spans: list[tuple[object, object]] = []
         self._num_run = 0
         self._began: object = None
-        """When a step began whose forward is run again first."""
+        """Start of a step whose forward is run again first, as part of it; None outside of such a step."""
 
     @property
     def times(self) -> list[tuple[float, float]]:
-        """When each step of this rank began and ended, by the backend's clock."""
+        """Begin and end of each step of this rank, in seconds of the backend's clock. Waits for the device."""
         return self._clock.seconds(self._spans)
 
     def run(self, *, until_backward: bool = False) -> None:
-        """Runs the instructions of this rank that were not run yet.
+        """Runs the instructions that were not run yet.
 
         Args:
-            until_backward: only those before the first that belongs to a backward.
+            until_backward: stop before the first instruction of a backward.
         """
         act: dict[type[Instruction], Callable[..., None]] = {
             program.Post: self._post,
@@ -200,7 +202,7 @@ class Interpreter:
                 self._num_run += 1
 
     def withdraw(self) -> None:
-        """Takes back the receives that were posted for instructions that will not be run."""
+        """Cancels the posted receives of instructions that will not run."""
         for incoming in self._incoming.values():
             incoming.withdraw()
         self._incoming.clear()
@@ -236,11 +238,14 @@ class Interpreter:
             for action in actions_of(step):
                 self.current = action
                 self._act(action)
-        self._spans.append((began, self._clock.mark()))  # before what it made leaves: who needs it starts later
-        self._outbox.look()
+        # The mark comes before the result leaves, so that in a timeline no receiver starts before this step has ended.
+        self._spans.append((began, self._clock.mark()))
+        self._outbox.look()  # sends may have left during the step; then the background thread need not stay awake
 
     def _act(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], action.microbatch
+        # step() may be called inside of `with torch.autocast`. Backwards run as they would after it, in the forward's
+        # dtypes.
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":
@@ -251,7 +256,7 @@ class Interpreter:
             with outside_autocast() if self._is_casting else _NOTHING:
                 found = backward(microbatch, self._gradients(action))
             if action.stage > 0:
-                # Mostly it is one tensor; alone, it travels without a structure to take apart.
+                # Fast path: most stages have one input. A bare tensor has no structure to write and parse.
                 alone = found[0] if len(found) == 1 and found[0] is not None else found
                 self._hand_over(Transfer(action.stage - 1, microbatch, True), alone)
         if self._meter is not None:
@@ -285,7 +290,7 @@ class Interpreter:
                 f"the loss of microbatch {microbatch} depends on nothing that requires a gradient: use forward(), or "
                 "unfreeze a parameter"
             )
-        if is_here(loss):  # those on a device are read at the end of the step, all at once
+        if is_here(loss):  # one on a device is read at the end of the step: here the CPU would wait for the device
             refuse_if_not_finite(microbatch, loss.item(), "no gradient of it was added")
         self._batch.losses[microbatch] = loss.detach()
 
@@ -302,19 +307,22 @@ class Interpreter:
         if self._batch.loss_fn is None:
             return list(self._batch.grad_outputs[action.microbatch])
         assert self._batch.scale is not None
+        # The scale enters as the gradient of the loss. The sum of the weights over replicas is waited for here: it was
+        # in flight during the first forwards.
         loss = self._batch.losses[action.microbatch]
         return [torch.full_like(loss, self._batch.scale.gradient_factor(action.microbatch))]
 
     def _hand_over(self, transfer: Transfer, value: Value) -> None:
-        """Keeps what was made for the stage that it is for, on this rank, or until it is sent."""
+        """Keeps a value for the other stage if that is on this rank, else until the Send instruction."""
         if self._placement[transfer.stage] != self._group.rank:
             self._made[transfer] = value
         else:
+            # As from another rank, activations enter the next stage without a graph: each stage has its own.
             self._here[transfer] = value if transfer.backward else detached(value)
 
 
 def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number: int, *, is_last: bool) -> Forward:
-    """Returns what runs a stage for one microbatch, and after the last one the loss; `number` is for random numbers."""
+    """Returns the forward of a stage for one microbatch, with the loss if it is the last; `number` is its seed."""
     loss_fn = batch.loss_fn if is_last else None
     target = None if loss_fn is None or batch.targets is None else batch.targets[microbatch]
 
@@ -323,6 +331,7 @@ def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number
             output = stage.call(value, kwargs)
             if loss_fn is None:
                 return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
+            # loss_fn is not called for weight 0: its mean over nothing would be NaN.
             if batch.scale is not None and not batch.scale.counts(microbatch):
                 return Made(output, [no_loss(output)])
             return Made(output, [check_loss(loss_fn(output, target))])

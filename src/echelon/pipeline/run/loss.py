@@ -1,4 +1,4 @@
-"""How the losses of microbatches make the loss of the batch."""
+"""Loss and metrics of a batch, summed up from its microbatches, and a meter of activation memory."""
 
 from __future__ import annotations
 
@@ -21,37 +21,35 @@ from echelon.pipeline.run.microbatch import batch_size
 from echelon.pipeline.stage.nested import Value, tensors_of
 from echelon.pipeline.stage.stage import Stage
 
-# Measures what one rank holds between forwards and backwards, as the plan counts it.
-
 
 class Memory(NamedTuple):
-    """The most bytes that this rank held of activations: saved for backward, and gradients that wait for a W."""
+    """Peak of this rank's activations in bytes: tensors saved for backward, and gradients that wait for a W."""
 
     planned: int
-    """What the schedule's peak comes to, with what the activations of this rank's stages were measured to be."""
+    """Peak of the schedule, with the measured activation sizes of this rank's stages."""
     measured: int
-    """What was counted after each action."""
+    """Largest sum that was counted after an action."""
 
 
 @dataclass
 class Activations:
-    """The bytes of one stage's activations for one microbatch; of the largest, where they differ."""
+    """Bytes that one stage holds for one microbatch; for the largest, if microbatches differ."""
 
     activation: int = 0
-    """From forward to the end of the backward, or to the end of I."""
+    """Held from the forward to the end of the backward, or to the end of I."""
     weight_activation: int = 0
-    """From the end of I to the end of W."""
+    """Held from the end of I to the end of W."""
     recomputed_activation: int = 0
-    """What running the forward again adds."""
+    """Added when the forward is run again."""
 
 
 @dataclass
 class Meter:
-    """Counts bytes, action by action, in one run.
+    """Byte counter of one run: measures a microbatch after each of its actions, as the plan counts it.
 
     Args:
-        stages: this rank's, by their index; they are metered.
-        but: addresses of memory that does not count: parameters, buffers, and what belongs to the user.
+        stages: this rank's stages by index, with `is_metered` set.
+        but: addresses of memory that is not counted: parameters, buffers, and the user's tensors.
     """
 
     stages: Mapping[int, Stage]
@@ -61,7 +59,7 @@ class Meter:
     _held: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def ran(self, action: Action) -> None:
-        """Looks at what an action left."""
+        """Measures a microbatch after an action."""
         stage, kind, microbatch = action
         found = self.of_stage.setdefault(stage, Activations())
         size = self._look(stage, microbatch)
@@ -71,23 +69,25 @@ class Meter:
             found.weight_activation = max(found.weight_activation, size)
 
     def recomputed(self, stage: int, microbatch: int) -> None:
-        """Looks at what a forward that was run again left."""
+        """Measures a microbatch after its forward was run again."""
         before = self._held[stage, microbatch]
         found = self.of_stage[stage]
         found.recomputed_activation = max(found.recomputed_activation, self._look(stage, microbatch) - before)
 
     def memory(self, schedule: Schedule, rank: int) -> Memory:
-        """Returns the peak, and what the schedule says it should be."""
+        """Returns the peak, planned and measured."""
         sizes = [self.of_stage.get(stage, Activations()) for stage in range(schedule.num_stages)]
         costs = Costs(
             activation=[size.activation for size in sizes],
             weight_activation=[size.weight_activation for size in sizes],
+            # Below 0 if a stage saves less than its input, which is no longer counted once the forward was run again.
             recomputed_activation=[max(0, size.recomputed_activation) for size in sizes],
         )
         planned = peaks(schedule, costs.per_stage(schedule.placement))[rank]
         return Memory(int(planned), self.peak)
 
     def _look(self, stage: int, microbatch: int) -> int:
+        # 0 bytes after the end of its backward, so the sum follows the microbatches in flight.
         self._held[stage, microbatch] = size = self.stages[stage].num_bytes(microbatch, self.but)
         self.peak = max(self.peak, sum(self._held.values()))
         return size
@@ -97,30 +97,30 @@ Reduction = Literal["mean", "sum"]
 Metrics: TypeAlias = Callable[[Value, Value], Mapping[str, torch.Tensor | float]]
 """metrics(output, target): numbers by name."""
 Number: TypeAlias = torch.Tensor | float
-"""One number; a tensor of one element while it has not been read."""
+"""A number, or a tensor of one element that was not read from its device yet."""
 
 
 class Objective(NamedTuple):
-    """What is trained for."""
+    """Loss and metrics to train with, and the weights of microbatches in them."""
 
     loss_fn: Callable[[Value, Value], torch.Tensor] | None
     reduction: Reduction
     weigh: Callable[[Value], float] | None
-    """weigh(target): what a microbatch counts in the mean; None: its samples."""
+    """weigh(target): weight of a microbatch in the mean. None: its number of samples."""
     metrics: Metrics | None
 
     def scale(self, targets: Sequence[Value], data_parallel: ProcessGroup | None) -> LossScale:
-        """Returns how much each of some microbatches counts."""
+        """Returns the factors of some microbatches. Starts to sum their weights over data-parallel ranks."""
         return LossScale(targets, self.reduction, self.weigh, data_parallel)
 
 
 class LossScale:
-    """Scales every microbatch's loss so that what is added up is the loss, and the gradient, of the whole batch.
+    """Factors with which the losses of microbatches add up to the loss, and the gradient, of the batch.
 
-    With "mean" microbatch i counts w_i / W, where w_i is its number of samples (or `weigh(target)`) and W the sum over
-    the whole batch, data-parallel ranks included; with "sum" it counts 1. The loss of one that counts 0 is not asked
-    for: a mean over nothing is no number. Data-parallel ranks average their gradients, so each scales by their number
-    as well. The sum over data-parallel ranks is under way while the first forwards run.
+    With "mean", microbatch i has the factor w_i / W: w_i is its number of samples (or `weigh(target)`), W the sum over
+    the whole batch, data-parallel ranks included. With "sum" it has 1. The loss of a microbatch of weight 0 is not
+    computed, since a mean over nothing is NaN. Data-parallel ranks average their gradients, so gradients are scaled by
+    the number of these ranks as well. The sum over data-parallel ranks is in flight while the first forwards run.
     """
 
     def __init__(
@@ -141,11 +141,15 @@ class LossScale:
             self._total = 1.0
 
     def counts(self, microbatch: int) -> bool:
-        """Says whether the microbatch counts at all; does not wait."""
+        """Whether the weight of the microbatch is above 0. Does not wait."""
         return self._weights[microbatch] > 0
 
     def factor(self, microbatch: int) -> float:
-        """Returns what the microbatch's loss counts in the loss of the batch."""
+        """Returns the factor of the microbatch's loss. The first call waits for the sum over data-parallel ranks.
+
+        Raises:
+            SizeMismatch: all weights of the batch are 0.
+        """
         if self._sum is not None:
             self._total, self._sum = float(self._sum.wait().item()), None
         if not self._total > 0:
@@ -153,7 +157,7 @@ class LossScale:
         return self._weights[microbatch] / self._total
 
     def gradient_factor(self, microbatch: int) -> float:
-        """Returns what its gradient counts on this rank, before data-parallel ranks average theirs."""
+        """Returns the factor of its gradient on this rank, before data-parallel ranks average their gradients."""
         return self.factor(microbatch) * self._replicas
 
 
@@ -162,7 +166,7 @@ def _weight(target: Value, reduction: Reduction, weigh: Callable[[Value], float]
         return 1.0
     if weigh is None:
         return float(batch_size(target, "target") or 0)
-    weight = weigh(target)
+    weight = weigh(target)  # the user's function: checked like an argument
     number = _number(weight)
     if number is None or not 0 <= float(number) < math.inf:
         raise SizeMismatch("a number of at least 0", weight, "loss_weight(target)", "say how much a microbatch counts")
@@ -170,11 +174,11 @@ def _weight(target: Value, reduction: Reduction, weigh: Callable[[Value], float]
 
 
 def check_loss(loss: object) -> torch.Tensor:
-    """Returns the loss if it is one number.
+    """Returns the loss as a tensor without dims.
 
     Raises:
-        SizeMismatch: loss_fn returned something else.
-        UnsupportedOp: it has no memory of its own.
+        SizeMismatch: the loss is not a tensor of one element.
+        UnsupportedOp: the loss has no memory of its own.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -184,43 +188,45 @@ def check_loss(loss: object) -> torch.Tensor:
 
 
 def no_loss(output: Value) -> torch.Tensor:
-    """Returns the loss of a microbatch that does not count: 0, with gradients of 0, whatever the output is."""
+    """Returns the loss of a microbatch of weight 0: 0, with gradients of 0 even if the output is NaN."""
     made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    # Not multiplied by 0: NaN and infinity times 0 are NaN.
     nothing = [tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0).sum().real for tensor in made]
     return sum(nothing[1:], nothing[0]) if nothing else torch.zeros((), device="cpu")
 
 
 def is_here(number: torch.Tensor) -> bool:
-    """Says whether a number can be read without waiting for a device."""
+    """Whether a number can be read without waiting for a device."""
     return number.is_cpu
 
 
 def check_finite(losses: Mapping[int, torch.Tensor], advice: str) -> None:
-    """Reads the losses of some microbatches, all at once.
+    """Reads the losses of some microbatches at once, and checks them. Waits for their device.
 
     Args:
         losses: by microbatch, on one device.
-        advice: what has become of the gradients.
+        advice: the state of the gradients, for the message.
 
     Raises:
-        NotFinite: one of them is not; of the first such microbatch.
+        NotFinite: a loss is NaN or infinite; it names the first such microbatch.
     """
     numbers = list(losses.values())
+    # One stacked read for all, since each read waits for the device. One loss needs no stack.
     values = [numbers[0].item()] if len(numbers) == 1 else torch.stack(numbers).tolist() if numbers else []
     for microbatch, value in sorted(zip(losses, values, strict=True)):
         refuse_if_not_finite(microbatch, value, advice)
 
 
 def refuse_if_not_finite(microbatch: int, loss: float, advice: str) -> None:
-    """Looks at the loss of a microbatch.
+    """Checks the loss of a microbatch.
 
     Args:
         microbatch: its number.
-        loss: what was read.
-        advice: what has become of the gradients.
+        loss: its loss, as read.
+        advice: the state of the gradients, for the message.
 
     Raises:
-        NotFinite: it is not.
+        NotFinite: the loss is NaN or infinite.
     """
     if not math.isfinite(loss):
         raise NotFinite(
@@ -229,18 +235,19 @@ def refuse_if_not_finite(microbatch: int, loss: float, advice: str) -> None:
 
 
 def check_metrics(found: object, measured: Mapping[int, Mapping[str, Number]]) -> dict[str, Number]:
-    """Returns metrics as numbers; those on a device stay tensors, so that nobody waits for it.
+    """Returns metrics as numbers. Tensors on a device stay tensors, so that the CPU does not wait.
 
     Args:
-        found: what the function returned.
-        measured: what it gave for other microbatches.
+        found: the result of the metrics function.
+        measured: its results for other microbatches.
 
     Raises:
-        SizeMismatch: that is something else than a dict of numbers, or one with other names.
+        SizeMismatch: the result is not a dict of numbers, or its names differ from earlier ones.
     """
     if isinstance(found, Mapping):
         numbers = {str(name): number for name, value in found.items() if (number := _number(value)) is not None}
         if len(numbers) == len(found):
+            # The metrics are averaged by position, so all microbatches must have the same names in the same order.
             for microbatch, others in measured.items():
                 if list(others) != list(numbers):
                     raise SizeMismatch(
@@ -268,7 +275,7 @@ def num_samples(value: Value, num_microbatches: int, what: str) -> int:
     """Returns the number of samples of a training batch.
 
     Raises:
-        SizeMismatch: there are no samples, or fewer than microbatches.
+        SizeMismatch: there are no samples, or fewer samples than microbatches.
     """
     samples = batch_size(value, what) if tensors_of(value) else None
     if samples is None:

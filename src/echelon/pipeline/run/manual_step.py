@@ -1,4 +1,4 @@
-"""Forward and backward by hand: between them a program does with the outputs what it likes."""
+"""Forward and backward as two calls, so that a program can compute with the outputs in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
 
 
 class _Begun(NamedTuple):
-    """A forward whose backward has not come yet."""
+    """Forward whose backward was not run yet."""
 
     schedule: Schedule
     batch: Batch
@@ -30,31 +30,31 @@ class _Begun(NamedTuple):
 
 
 class ManualStep:
-    """Runs forwards and backwards of the stages of one rank, in GPipe's order."""
+    """Forwards and backwards of the stages of one rank, as two calls in GPipe's order."""
 
     def __init__(self, runtime: Runtime, replicas: Replicas) -> None:
         """Prepares to run.
 
         Args:
-            runtime: of this rank.
-            replicas: what to do with the gradients.
+            runtime: this rank's runtime.
+            replicas: the reductions of the gradients.
         """
         self._runtime = runtime
         self._replicas = replicas
         self._begun: _Begun | None = None
 
     def forget(self) -> None:
-        """Lets go of a forward whose backward will not come."""
+        """Drops a forward whose backward will not be run, and cancels its receives."""
         if self._begun is not None:
             self._begun.run.withdraw()
             self._begun = None
             self._runtime.forget()
 
     def forward(self, placement: Sequence[int], batch: Batch) -> Value:
-        """Runs all microbatches forward; returns the outputs, as leaves, where the last stage is.
+        """Runs all microbatches forward. Returns the outputs, as leaves, on the rank of the last stage; else None.
 
         Raises:
-            PeerFailed, Timeout: as `Runtime.run`.
+            PeerFailed, Timeout, NotFinite: as for `Runtime.run`.
         """
         schedule = forward_then_backward(placement, len(batch.kwargs))
         self._begun = _Begun(schedule, batch, self._runtime.begin(schedule, batch, self._replicas.start))
@@ -62,6 +62,7 @@ class ManualStep:
             return None
         outputs = [batch.outputs[index] for index in range(len(batch.kwargs))]
         needs = iter([tensor.requires_grad for tensor in tensors_of(outputs[0])])
+        # Leaves: their .grad collects the gradients of the user's computation, and is the argument of `backward`.
         with torch.no_grad():
             whole = merge(outputs)
         return map_tensors(lambda tensor: tensor.requires_grad_(next(needs)), whole)
@@ -70,14 +71,16 @@ class ManualStep:
         """Runs all microbatches backward.
 
         Raises:
-            ScheduleError: there was no forward.
-            SizeMismatch: gradients that do not fit the outputs.
-            PeerFailed, Timeout: as `Runtime.run`.
+            ScheduleError: no forward was run before.
+            SizeMismatch: the gradients do not fit the outputs.
+            PeerFailed, Timeout: as for `Runtime.run`.
         """
         if self._begun is None:
             raise ScheduleError("there is nothing to run backward: call forward(..., train=True) first")
         schedule, batch, run = self._begun
-        self._begun = None
+        self._begun = None  # also if this backward fails: it cannot be run twice
+        # A gradient that does not fit is found on the rank of the last stage alone; the other ranks wait for it
+        # already.
         with self._runtime.failures.told():
             if batch.outputs:
                 batch.grad_outputs = _cut([batch.outputs[index] for index in range(len(batch.kwargs))], grad_outputs)
@@ -86,7 +89,7 @@ class ManualStep:
 
 
 def _cut(outputs: Sequence[Value], grad_outputs: Value) -> list[list[torch.Tensor | None]]:
-    """Cuts gradients as the outputs were cut: for each microbatch, one for each tensor that requires one."""
+    """Cuts gradients like the outputs: for each microbatch, one for each tensor that requires a gradient."""
     rows = [[tensor for tensor in tensors_of(output) if tensor.requires_grad] for output in outputs]
     given = tree_leaves(grad_outputs)
     if len(given) != len(rows[0]):
@@ -105,7 +108,7 @@ def _cut(outputs: Sequence[Value], grad_outputs: Value) -> list[list[torch.Tenso
 
 
 def _pieces(column: Sequence[torch.Tensor], gradient: object) -> Sequence[torch.Tensor]:
-    """Cuts the gradient of one tensor of the outputs."""
+    """Cuts the gradient of one tensor of the outputs along dim 0, or unstacks it if the outputs had no dim."""
     stacked = column[0].dim() == 0
     rows = len(column) if stacked else sum(map(len, column))
     shape = (rows, *column[0].shape[0 if stacked else 1 :])

@@ -1,4 +1,4 @@
-"""A batch cut into microbatches, and outputs put together again."""
+"""Cutting a batch into microbatches, and merging their outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def batch_size(value: Value, what: str) -> int | None:
     """Returns the length of dim 0 of the tensors in `value`; None if it has no tensor with a dim.
 
     Raises:
-        SizeMismatch: the tensors differ in it.
+        SizeMismatch: the tensors differ in this length.
     """
     sizes = {len(tensor) for tensor in tensors_of(value) if tensor.dim()}
     if len(sizes) > 1:
@@ -25,11 +25,11 @@ def batch_size(value: Value, what: str) -> int | None:
 
 
 def split(value: Value, num_microbatches: int) -> list[Value]:
-    """Cuts every tensor along dim 0; the first microbatches get one sample more if it does not divide.
+    """Cuts every tensor along dim 0. If the samples do not divide evenly, the first microbatches get one more.
 
-    What is no tensor, and tensors without a dim, go along whole.
+    Tensors without a dim, and values that are no tensors, are not cut: every microbatch has them whole.
     """
-    if isinstance(value, torch.Tensor):  # as mostly
+    if isinstance(value, torch.Tensor):  # fast path: most batches are one tensor
         return list(_pieces(value, num_microbatches))
     pieces = [_pieces(tensor, num_microbatches) for tensor in tensors_of(value)]
     return [_rebuilt(value, iter([row[index] for row in pieces])) for index in range(num_microbatches)]
@@ -48,7 +48,7 @@ def split_keywords(kwargs: Mapping[str, Value], num_microbatches: int) -> list[d
 
 
 def merge(values: Sequence[Value]) -> Value:
-    """Concatenates the tensors of several values of one structure along dim 0; the opposite of `split`.
+    """Concatenates the tensors of several values of one structure along dim 0; the inverse of `split`.
 
     Tensors without a dim, such as one loss per microbatch, are stacked.
     """
@@ -61,10 +61,11 @@ def _pieces(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
     if not tensor.dim():
         return [tensor] * count
     pieces = tensor.tensor_split(count)
-    # No views to autograd: a stage that writes to one microbatch in place has not written to the others.
+    # With .data, autograd takes the pieces for tensors of their own. As views they would share one version counter, and
+    # a stage that writes to one microbatch in place would have changed the saved tensors of the others.
     return pieces if tensor.requires_grad else [piece.data for piece in pieces]
 
 
 def _rebuilt(value: Value, tensors: Iterator[torch.Tensor]) -> Value:
-    """Returns the value with other tensors, from left to right."""
+    """Returns the value with its tensors replaced, from left to right."""
     return map_tensors(lambda _: next(tensors), value)

@@ -1,4 +1,4 @@
-"""The user's object: a model cut into stages over the ranks of a group, and the schedule that trains it."""
+"""Pipeline, the user's object: a model cut into stages over the ranks of a group, and trained by a schedule."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LossFn = Callable[[Value, Value], torch.Tensor]
 
 
 class Pipeline:
-    """Trains a model whose stages lie on the ranks of a group.
+    """Model cut into stages over the ranks of a group, with training steps and inference.
 
     Gradients equal those of one process that runs the microbatches one after another, each loss weighted by its share
     of the samples, and are added into .grad. Every rank of the group makes the same Pipeline and calls the same
@@ -68,49 +68,50 @@ class Pipeline:
         """Cuts the model, keeps this rank's stages, and checks the schedule.
 
         Args:
-            model: any nn.Module, cut as `split` says; what `split` made of one; or a list with one entry per stage: a
-                module, a callable that makes it, or None where another rank holds it. In a list, a tuple that a stage
-                returns becomes the next one's positional arguments.
+            model: any nn.Module, cut as `split` says; the Parts that `split` returned; or a list with one entry per
+                stage: a module, a callable that makes it, or None where another rank holds it. In a list, a tuple that
+                a stage returns becomes the positional arguments of the next stage.
             group: the ranks of the pipeline.
             schedule: a name that `schedules.build` knows, or a Schedule, for `group.world_size` ranks.
-            num_microbatches: into how many parts each batch is cut; None: as many as the Schedule has.
+            num_microbatches: number of parts that each batch is cut into. None: as many as the Schedule has.
             loss_fn: loss_fn(output, target), called for each microbatch where the last stage is.
-            num_chunks: stages per rank, for a schedule given by name; None: as many as a list has entries for, else 1.
+            num_chunks: stages per rank, for a schedule given by name. None: as many as a list has entries for, else 1.
             data_parallel: the group over which equal stages average their gradients. They start from the parameters and
                 buffers of its rank 0.
             at: names of the layers at which stages 1, 2, ... begin.
             example: positional inputs such as the model will get, as a tuple. Without `at`, one rank measures the
-                layers with them and divides them evenly; `Pipeline.at` says what it chose. If all ranks give it, stages
-                whose backward is to be done in two halves (I and W) are tried with it, those of a list as well; else
-                the first step tries them.
+                layers with them and divides them evenly; `Pipeline.at` has the layers that it chose. If all ranks give
+                it, stages with split backwards (I and W) are tried with it, stages of a list as well. Else the first
+                step tries them.
             example_kwargs: keyword inputs, likewise.
             loss_reduction: "mean" if loss_fn averages over samples, "sum" if it adds them up.
-            loss_weight: loss_weight(target), what a microbatch counts in the mean, such as its number of tokens that
-                loss_fn does not ignore; None: its number of samples. loss_fn is not called for one that counts 0.
-            metrics: metrics(output, target), a dict of numbers, called like loss_fn and without gradients; every rank
-                gets them from `step`, averaged (or added up) over the batch as the loss is.
-            seed: of the random numbers that stages draw, such as dropout's; see `echelon.pipeline.keyed`.
-            recompute: True, or the stages, that keep nothing but their input from forward to backward and then run the
-                forward again: less memory for a third more time.
+            loss_weight: loss_weight(target), the weight of a microbatch in the mean, such as its number of tokens that
+                loss_fn does not ignore. None: its number of samples. loss_fn is not called for weight 0.
+            metrics: metrics(output, target), a dict of numbers, called like loss_fn and without gradients. `step`
+                returns them on every rank, averaged (or added up) over the batch like the loss.
+            seed: seed of the random numbers that stages draw, such as dropout's; see `echelon.pipeline.keyed`.
+            recompute: True, or the indices of some stages: they keep only their input from forward to backward, and run
+                the forward again before it. That takes less memory and a third more time.
 
         Raises:
-            ScheduleError: an unknown name, a schedule with problems, or one for another number of ranks.
+            ScheduleError: the schedule's name is unknown, it has problems, or it is for another number of ranks.
             PartitionError: the model cannot be cut that way.
-            InvalidArgument: `group` or `data_parallel` is no group.
-            UnsupportedOp: another argument of the wrong kind, a schedule without a backward, or on all ranks, a stage
-                whose parameters are sharded by FSDP.
-            CollectiveMismatch: the ranks of the group were not given the same schedule.
+            InvalidArgument: `group` or `data_parallel` is not a group.
+            UnsupportedOp: another argument is of the wrong type, the schedule has no backward, or (on all ranks) FSDP
+                has sharded the parameters of a stage.
+            CollectiveMismatch: the ranks of the group were given different schedules.
         """
-        check_groups(group, data_parallel)
+        check_groups(group, data_parallel)  # checks of one rank alone, before the first exchange
         check_arguments(loss_fn, loss_weight, metrics, loss_reduction, seed)
         self.schedule = choose_schedule(schedule, group.world_size, num_microbatches, num_chunks, model, at)
         recomputed = stages_to_recompute(recompute, self.num_stages)
         self._group = agreed_group(group, self.schedule, [loss_reduction, f"recompute={recomputed}, seed={seed}"])
+        # Groups of its own: a step that fails revokes them, and the caller's groups stay usable.
         self._data_parallel = None if data_parallel is None else own_group(data_parallel)
         self._objective = Objective(loss_fn, loss_reduction, loss_weight, metrics)
         self._seed = seed
         self.num_steps = 0
-        """How many training steps were made; random numbers depend on it. Set it to go on where another run ended."""
+        """Number of training steps so far; random numbers depend on it. Set it to resume another run."""
         self._num_inferences = 0
         self._times: list[list[Span]] | None = None
         self._hold(agreed_parts(model, self.schedule, self._group, self._data_parallel, at, example, example_kwargs))
@@ -137,17 +138,17 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage: it is the one whose inputs matter."""
+        """Whether this rank holds the first stage. Inputs are used on this rank only."""
         return self.schedule.placement[0] == self._group.rank
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage: it is the one whose target matters and that has the outputs."""
+        """Whether this rank holds the last stage. Targets are used, and outputs returned, on this rank only."""
         return self.schedule.placement[-1] == self._group.rank
 
     @property
     def timeline(self) -> Timeline:
-        """The last `step` as all ranks ran it, in seconds.
+        """Timeline of the last `step` on all ranks, in seconds.
 
         Raises:
             ScheduleError: no step has been run.
@@ -159,12 +160,12 @@ class Pipeline:
     # Training and inference
 
     def step(self, *inputs: Value, target: Value = None, return_outputs: bool = False, **kwargs: Value) -> StepOutput:
-        """Runs forward and backward of one batch and adds the gradients into .grad.
+        """Runs forward and backward of one batch, and adds the gradients into .grad. Waits for all ranks.
 
         Args:
-            inputs: what the first stage takes; looked at on its rank only. Tensors are cut along dim 0, what is no
-                tensor goes along whole.
-            target: what loss_fn takes; looked at on the rank of the last stage only.
+            inputs: positional arguments of the first stage; used on its rank only. Tensors are cut along dim 0, other
+                values go to every microbatch whole.
+            target: target argument of loss_fn, cut likewise; used on the rank of the last stage only.
             return_outputs: keep the last stage's outputs.
             kwargs: keyword arguments of this rank's stages, cut likewise.
 
@@ -172,8 +173,9 @@ class Pipeline:
             SizeMismatch: there are fewer samples than microbatches, or inputs, target and keyword arguments differ in
                 their number.
             UnsupportedOp: there is no loss_fn, or gradients are switched off, or a tensor has no memory of its own.
+            NotFinite: the loss of a microbatch is NaN or infinite.
             PeerFailed: another rank failed; the message has its error.
-            Timeout: a rank did not send in time what another waited for.
+            Timeout: a message between ranks did not come in time.
         """
         self._by_hand.forget()
         self._idle_optimizer.check()
@@ -181,21 +183,21 @@ class Pipeline:
         self._settle(batch)
         with self._runtime.failures.told(), self._replicas.synchronizing():
             times = self._runtime.run(self.schedule, batch, self._replicas.start)
-        self.num_steps += 1
+        self.num_steps += 1  # after the batch, whose random numbers it keys
         loss = self._tell(batch, times)
         metrics = None if self._objective.metrics is None else self._tell_metrics(batch)
         return StepOutput(loss, _merged(batch) if batch.outputs else None, metrics)
 
     def forward(self, *inputs: Value, train: bool = False, **kwargs: Value) -> Value:
-        """Runs the batch forward, and returns the outputs in batch order on the rank of the last stage.
+        """Runs the batch forward. Returns the outputs in batch order on the rank of the last stage; None on others.
 
-        Without gradients, batches of any size will do: with fewer samples than microbatches there are as many
-        microbatches as samples. On other ranks it returns None. Modules stay in the mode that `train` or `eval` set.
+        Without gradients, batches of any size are accepted: with fewer samples than microbatches, there are as many
+        microbatches as samples. Modules stay in the mode that `train` or `eval` set.
 
         Args:
-            inputs: what the first stage takes, as for `step`.
-            train: keep what `backward` needs. The outputs are leaves then: what is made of them has a gradient, and
-                theirs is what `backward` takes. Without a backward it is forgotten by the next call.
+            inputs: positional arguments of the first stage, as for `step`.
+            train: keep the graph for `backward`. The outputs are then leaves: compute a loss from them, and pass their
+                .grad to `backward`. The next call of `step` or `forward` drops a graph whose backward was not run.
             kwargs: keyword arguments of this rank's stages.
 
         Raises:
@@ -213,6 +215,7 @@ class Pipeline:
                 raise SizeMismatch(
                     f"at least {least} samples", f"{samples or 0}", "inputs of forward()", "pass a larger batch"
                 )
+        # Only the first stage sees the inputs, and all ranks must run the same number of microbatches.
         told = self._group.broadcast_object(samples, src=self.schedule.placement[0])
         assert isinstance(told, int)
         count = min(self.num_microbatches, told)
@@ -221,6 +224,7 @@ class Pipeline:
             batch = self._batch(inputs, kwargs, count, self.num_steps)
             self.num_steps += 1
             return self._by_hand.forward(self.schedule.placement, batch)
+        # Numbers below 0: inference draws other random numbers than training, and does not move those of later steps.
         self._num_inferences += 1
         batch = self._batch(inputs, kwargs, count, -self._num_inferences)
         with torch.no_grad():
@@ -228,17 +232,17 @@ class Pipeline:
         return _merged(batch) if self.is_last else None
 
     def backward(self, grad_outputs: Value = None) -> None:
-        """Runs the backward of the last `forward(train=True)` and adds the gradients into .grad.
+        """Runs the backward of the last `forward(train=True)`, and adds the gradients into .grad.
 
-        Data-parallel ranks average theirs, as in `step`.
+        Data-parallel ranks average the gradients, as in `step`.
 
         Args:
-            grad_outputs: on the rank of the last stage, the gradients of its outputs: one for each tensor that requires
-                one, in any container; None where nothing depends on it. Looked at there only.
+            grad_outputs: gradients of the outputs, in any container: one for each tensor that requires a gradient. None
+                for a tensor that nothing depends on. Used on the rank of the last stage only.
 
         Raises:
-            ScheduleError: there was no such forward.
-            SizeMismatch: a gradient is not like its output, or there are more or fewer.
+            ScheduleError: no such forward was run before.
+            SizeMismatch: a gradient has another shape or dtype than its output, or their numbers differ.
             PeerFailed, Timeout: as for `step`.
         """
         self._by_hand.backward(grad_outputs)
@@ -248,22 +252,22 @@ class Pipeline:
         return self.forward(*inputs, train=False, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Leaves gradients unsynchronised inside; the first step after it averages all that was added up."""
+        """Inside, gradients stay local to the replica. The first step after it averages all accumulated gradients."""
         return self._replicas.no_sync()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
+        """Scales all gradients so that their norm over all stages is at most `max_norm`. Returns the norm before.
 
-        As torch.nn.utils.clip_grad_norm_ does in one process, up to rounding; tied weights count once. Every rank must
-        call it.
+        Equals torch.nn.utils.clip_grad_norm_ in one process, up to rounding. Tied weights count once. Every rank must
+        call it; it waits for all of them.
 
         Raises:
             InvalidArgument: `max_norm` is not a number of at least 0, or `norm_type` is no number.
-            UnsupportedOp: a norm_type that is not above 0, or on all ranks, a gradient that is not dense or has no
-                memory of its own, such as a DTensor; nothing was scaled.
-            NotFinite: with `error_if_nonfinite`, on all ranks, if the norm is not; nothing was scaled.
+            UnsupportedOp: norm_type is not above 0, or (on all ranks) a gradient is not dense or has no memory of its
+                own, such as a DTensor. Nothing was scaled.
+            NotFinite: with `error_if_nonfinite`, on all ranks: the norm is NaN or infinite. Nothing was scaled.
         """
         return self._weights.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -278,7 +282,7 @@ class Pipeline:
         return self.train(False)
 
     def memory(self) -> Memory:
-        """Returns the bytes of activations that this rank held at most in the first step, and what was planned.
+        """Returns the peak of this rank's activations in the first step, in bytes, beside the planned peak.
 
         Raises:
             ScheduleError: no step has been run.
@@ -300,23 +304,23 @@ class Pipeline:
         return self._weights.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads this rank's part of a state dict of the unsplit model; the other stages' entries are passed over.
+        """Loads this rank's part of a state dict of the unsplit model. Ignores the entries of other stages.
 
-        It may come from any number of stages. What is on the meta device gets memory; parameters stay the objects they
-        are.
+        The state dict may come from any number of stages. Tensors on the meta device get memory; parameters stay the
+        same objects.
 
         Raises:
             KeyError: an entry of this rank's stages is missing.
-            SizeMismatch: a parameter has another shape there; nothing was loaded.
+            SizeMismatch: an entry has another shape than its parameter; nothing was loaded.
         """
         self._weights.load_state_dict(state_dict)
 
     # Inside
 
     def _hold(self, parts: Parts) -> None:
-        """Keeps this rank's parts, with weights that are the same wherever they are held."""
+        """Keeps this rank's stages. Ties and replicas of their weights start equal."""
         self.at = parts.at
-        """The layers that stages 1, 2, ... begin with; none for a list of stages."""
+        """Names of the layers that stages 1, 2, ... begin with; empty for a list of stages."""
         self.stages = keep(parts, self.schedule.placement, self._group.rank)
         refuse_sharded_stages(self.stages, self._group)
         ties = agree_on_ties(find_ties(parts), self._group)
@@ -326,7 +330,9 @@ class Pipeline:
         self._replicas = Replicas(self.stages, tied, self._data_parallel)
 
     def _settle_early(self, example: Sequence[Value] | None, kwargs: Mapping[str, Value] | None) -> None:
-        """Settles with an example, if all ranks have one and their stages have values."""
+        """Tries split backwards with the example, if all ranks have one and their stages have values."""
+        # At build a trial costs no step its time. It needs values: a model on the meta device is tried in its first
+        # step.
         if split_stages(self.schedule):
             is_ready = example is not None and self._weights.have_memory
             if all(self._group.all_gather_object(is_ready)):
@@ -335,7 +341,7 @@ class Pipeline:
                 self._settle(self._batch(tuple(example or ()), kwargs or {}, 1, 0))
 
     def _settle(self, batch: Batch) -> None:
-        """Plans again, once, for stages that cannot do their backward in two halves."""
+        """Plans again, once, if the backward of a stage cannot be split."""
         if not self._is_settled:
             self.schedule, self._is_settled = self._runtime.settle(self.schedule, batch), True
 
@@ -354,6 +360,8 @@ class Pipeline:
     def _training_batch(
         self, inputs: tuple[Value, ...], target: Value, kwargs: Mapping[str, Value], keeps_outputs: bool
     ) -> Batch:
+        # A mistake on one rank is raised there and revokes the step, so that the other ranks do not wait for its
+        # messages.
         with self._runtime.failures.told():
             _require_gradients("step()")
             self._require_memory()
@@ -386,7 +394,7 @@ class Pipeline:
             self._has_memory = True
 
     def _tell(self, batch: Batch, times: list[Span]) -> torch.Tensor:
-        """Gives every rank the loss, and when each step of every rank ran."""
+        """Returns the loss on every rank, and keeps the times of all ranks for `timeline`."""
         loss = None
         if self.is_last:
             with self._runtime.failures.told():
@@ -397,7 +405,7 @@ class Pipeline:
                     [batch.losses[index] * batch.scale.factor(index) for index in range(self.num_microbatches)]
                 ).sum()
                 if self._data_parallel is not None:
-                    self._data_parallel.all_reduce(loss)
+                    self._data_parallel.all_reduce(loss)  # a sum: factors are shares of the batch of all replicas
         told = tell(self._group, self.schedule, times, batch, loss)
         self._times = told.times
         return told.loss
@@ -408,7 +416,7 @@ class Pipeline:
 
 
 def _merged(batch: Batch) -> Value:
-    """Returns the outputs of all microbatches in batch order, without a graph."""
+    """Merges the outputs of all microbatches in batch order, without a graph."""
     with torch.no_grad():
         return merge([batch.outputs[index] for index in range(len(batch.outputs))])
 

@@ -1,4 +1,4 @@
-"""The runtime of one rank: programs made and checked once, run many times."""
+"""Runtime of one rank: programs that are made and checked once, and run many times, and failures that end them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ from echelon.pipeline.stage.replay import number_of
 from echelon.pipeline.stage.split_backward import address
 from echelon.pipeline.stage.stage import Stage
 
-# What becomes of a pipeline when a step fails on one rank: all others are told why, and none goes on.
-#
-# A step that failed has left some gradients and not others, and messages that nobody will take. So a pipeline ends
-# with it: whatever is asked of it afterwards is refused at once, and a new one is made from weights that were saved.
-
 _MOST_BYTES = 900
-"""Of the reason that other ranks are told; a message's note holds some more."""
-_WORDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
+"""Limit of the reason that is sent to other ranks; the note of a message holds some more."""
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 class Failures:
-    """The failures of one rank's part of a pipeline."""
+    """Failure handling of a pipeline on one rank: the first failure is sent to all ranks, and ends the pipeline.
+
+    A failed step leaves some gradients added and others not, and messages that nobody will receive. So later calls are
+    refused at once: a new pipeline has to start from weights that were saved before.
+
+    Strategy. A rank that fails revokes the groups of the replicas and of the pipeline: their pending and future
+    operations fail on every rank with the first cause that is known, so no rank waits for this one.
+    """
 
     def __init__(self, group: ProcessGroup, replicas: Sequence[ProcessGroup], forget: Callable[[], None]) -> None:
-        """Looks out for them.
+        """Makes the failure handling of this rank.
 
         Args:
             group: the ranks of the pipeline.
-            replicas: groups whose ranks wait for this one in a step as well.
-            forget: lets go of what an unfinished step holds.
+            replicas: other groups whose ranks wait for this one in a step.
+            forget: drops the state of an unfinished step.
         """
         self._group = group
         self._replicas = replicas
@@ -54,14 +56,14 @@ class Failures:
 
     @contextmanager
     def told(self, current: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Tells the other ranks of an exception inside, so that none waits for this one; then lets it pass.
+        """Inside, an exception revokes the pipeline on all ranks, so that none waits for this one. It is raised again.
 
         Args:
-            current: says what is being done, for the message.
+            current: returns the running instruction or action, for the message.
 
         Raises:
-            Closed: at once, if the pipeline has ended with an earlier failure.
-            PeerFailed: another rank failed; with the first cause.
+            Closed: at once, if an earlier failure has ended the pipeline.
+            PeerFailed: another rank failed; has the first cause.
         """
         if self._first is not None:
             raise Closed(
@@ -76,30 +78,33 @@ class Failures:
             if place and not isinstance(error, PeerFailed):
                 error.add_note(f"on rank {self._group.backend.rank}{place}")
             mine = PeerFailed(self._group.backend.rank, _reason(error, place))
-            if isinstance(error, Timeout):  # this rank has not failed, but one that it waited for
+            if isinstance(error, Timeout):  # a rank that it waited for may be the cause
                 mine = failure_of(error, self._group.backend.rank)
+            # A mismatch keeps its type on the other ranks, which have the same disagreement.
             self._first = self._revoke(error if isinstance(error, PeerFailed | CollectiveMismatch) else mine)
+            # This rank may have noticed a consequence of the failure. It raises the first cause.
             if isinstance(error, PeerFailed):
                 raise self._first.noticed_by(error.operation) from error
             raise
 
     def _revoke(self, failure: Failure) -> Failure:
-        """Ends what the ranks of the pipeline wait for, and its replicas; returns the first cause that is known."""
+        """Revokes the groups of the replicas and of the pipeline. Returns the first cause that is known."""
         for group in (*self._replicas, self._group):
             failure = group.backend.revoke(group.context, group.ranks, failure)
         return failure
 
 
 def _place(current: object) -> str:
-    """Says where, as the end of a sentence."""
+    """Returns the place of a failure, as the end of a sentence."""
     if isinstance(current, Action):
         return f" in {current}, {_WORDS[current.kind]} of microbatch {current.microbatch} in stage {current.stage}"
     return "" if current is None else f" in {current}"
 
 
 def _reason(error: BaseException, place: str) -> str:
-    """Writes what happened: type, where, message, and as much of the traceback as fits, from the inside out."""
+    """Returns type, place and message of an error, with the innermost lines of its traceback that fit."""
     text = f"{type(error).__name__}{place}: {error}"
+    # From the innermost frame outwards, since the outer ones are the pipeline's own.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         line = f"\n  from {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
         if len((text + line).encode()) > _MOST_BYTES:
@@ -113,7 +118,7 @@ def _first_line(failure: Failure) -> str:
 
 
 class Runtime:
-    """Runs schedules on the stages of one rank."""
+    """Runner of schedules on the stages of one rank."""
 
     def __init__(
         self,
@@ -125,44 +130,44 @@ class Runtime:
         """Prepares to run.
 
         Args:
-            stages: this rank's.
-            group: the ranks of the pipeline; its transfers and nothing else use it.
-            replicas: groups whose ranks wait for this one in a step as well.
-            recomputed: the stages, of all ranks, that keep their input alone and run their forward again.
+            stages: this rank's stages.
+            group: the ranks of the pipeline; a group of its own for its messages.
+            replicas: other groups whose ranks wait for this one in a step.
+            recomputed: indices of the stages, on all ranks, that keep only their input and run their forward again.
         """
         self._stages = {stage.index: stage for stage in stages}
         self._group = group
         self.failures = Failures(group, replicas, self.forget)
-        """What tells the other ranks."""
+        """Failure handling, for callers that run user code outside of a step too."""
         self._recomputed = frozenset(recomputed)
         for stage in stages:
             stage.recomputes = stage.index in self._recomputed
         self._loaded: dict[Schedule, Loaded] = {}
         self._latest: tuple[Schedule, Loaded] | None = None
         self.buffers = Buffers()
-        """What receives are written into."""
+        """Memory that receives are written into."""
         self._memory: Memory | None = None
         self._meter: Meter | None = None
 
     def load(self, schedule: Schedule) -> Program:
-        """Spells a schedule out and checks the result; `run` does so if it was not done before.
+        """Makes the program of a schedule and checks it. `run` does so if it was not done before.
 
         Raises:
-            ScheduleError: the schedule, or the program, has problems.
+            ScheduleError: the schedule or its program has problems.
         """
         return self._load(schedule).program
 
     def settle(self, schedule: Schedule, batch: Batch) -> Schedule:
-        """Finds out which stages cannot do their backward in two halves, and plans again for those; on all ranks.
+        """Tries the split backward of each stage. Plans again, on all ranks, with B for stages that cannot split it.
 
-        Every rank must call it. It runs the first microbatch through all stages, which leaves no trace.
+        Every rank must call it. It runs the first microbatch through all stages, and leaves their state as it was.
 
         Args:
-            schedule: what is to be run.
-            batch: with at least one microbatch where the first stage is, and its target, if there are any.
+            schedule: the schedule that is to run.
+            batch: at least one microbatch on the rank of the first stage, with its target if the loss takes one.
 
         Returns:
-            A schedule that can be run: the given one, if it has no I and W or all its stages can be split.
+            A schedule that can run: the given one, if it has no I and W or all its stages can be split.
         """
         if not split_stages(schedule):
             return schedule
@@ -170,8 +175,9 @@ class Runtime:
         reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
         with self.failures.told():
             told = self._group.all_gather_object(list(reasons))
+        # Each rank probes only its own stages, and all must plan the same schedule.
         refused = [stage for stages in told if isinstance(stages, list) for stage in stages if isinstance(stage, int)]
-        with self.failures.told():  # who has warnings as errors fails here, alone
+        with self.failures.told():  # a rank with warnings as errors fails here alone
             for stage, reason in reasons.items():
                 warnings.warn(
                     f"stage {stage} does its backward as a whole (B instead of I and W in {schedule.name}): {reason}",
@@ -183,17 +189,17 @@ class Runtime:
         return settled
 
     def run(self, schedule: Schedule, batch: Batch, on_stage_done: Callable[[int], None]) -> list[tuple[float, float]]:
-        """Runs this rank's order once and returns when each of its steps began and ended, by the backend's clock.
+        """Runs this rank's order once. Returns begin and end of its steps, in seconds of the backend's clock.
 
         Args:
             schedule: a schedule that was checked.
-            batch: what to work on; losses and outputs are added to it.
+            batch: the batch; losses, outputs and metrics are added to it.
             on_stage_done: called with the index of a stage after its last backward.
 
         Raises:
             PeerFailed: another rank failed in this step, or is gone.
-            Timeout: what another rank was to send did not come.
-            NotFinite: a microbatch's loss.
+            Timeout: a message of another rank did not come in time.
+            NotFinite: the loss of a microbatch is NaN or infinite.
         """
         one = self.begin(schedule, batch, on_stage_done, until_backward=False)
         return one.times
@@ -205,12 +211,13 @@ class Runtime:
 
         Args:
             schedule, batch, on_stage_done: as for `run`.
-            until_backward: False: run all of it.
+            until_backward: stop before the first backward; False: run the whole order.
 
         Raises:
             PeerFailed, Timeout, NotFinite: as for `run`.
         """
         loaded = self._load(schedule)
+        # Only the first training step is metered: hooks on saved tensors take some microseconds per layer.
         self._meter = self._meter_of(batch) if self._memory is None and not schedule.forward_only else None
         one = Interpreter(loaded, batch, self._stages, self._group, on_stage_done, self._meter)
         with self.failures.told(lambda: one.current):
@@ -220,22 +227,22 @@ class Runtime:
         return one
 
     def finish(self, schedule: Schedule, one: Interpreter) -> None:
-        """Runs what `begin` left.
+        """Runs the rest of the order after `begin`.
 
         Raises:
-            PeerFailed, Timeout: as for `run`.
+            PeerFailed, Timeout, NotFinite: as for `run`.
         """
         with self.failures.told(lambda: one.current):
             one.run()
         self._end(schedule)
 
     def forget(self) -> None:
-        """Drops what was begun and not finished."""
+        """Drops the state of microbatches whose backward was not finished."""
         for stage in self._stages.values():
             stage.forget()
 
     def _end(self, schedule: Schedule) -> None:
-        self.buffers.forget_unused()
+        self.buffers.forget_unused()  # shapes change between steps, such as lengths of sequences
         if self._meter is not None:
             self._memory = self._meter.memory(schedule, self._group.rank)
             for stage in self._stages.values():
@@ -243,16 +250,17 @@ class Runtime:
 
     @property
     def memory(self) -> Memory:
-        """The activations that this rank held at most, in the first training step.
+        """Peak of this rank's activations in the first training step.
 
         Raises:
-            ScheduleError: there was none.
+            ScheduleError: no training step has been run.
         """
         if self._memory is None:
             raise ScheduleError("memory is measured in the first step: call step() first")
         return self._memory
 
     def _load(self, schedule: Schedule) -> Loaded:
+        # Fast path: hashing a schedule walks all its actions, and most steps run the schedule of the step before.
         if self._latest is not None and self._latest[0] is schedule:
             return self._latest[1]
         loaded = self._loaded.get(schedule)
@@ -266,7 +274,8 @@ class Runtime:
         return loaded
 
     def _probe(self, schedule: Schedule, batch: Batch) -> Iterator[tuple[int, Finding]]:
-        """Runs the first microbatch through the stages of this rank, between those of others."""
+        """Probes each stage of this rank with the first microbatch, which passes from stage to stage."""
+        # Transfers and buffers of its own: the trial leaves no expected shapes to the program.
         ports, placement, me = Transfers(self._group, Buffers()), schedule.placement, self._group.rank
         value: Value = None
         for index in [stage for stage, rank in enumerate(placement) if rank == me]:
@@ -288,7 +297,7 @@ class Runtime:
             yield index, finding
 
     def _meter_of(self, batch: Batch) -> Meter:
-        """Returns a meter that leaves out parameters, buffers and what belongs to the user."""
+        """Returns a meter that does not count parameters, buffers and the user's tensors."""
         tensors: list[torch.Tensor] = tensors_of([batch.inputs, batch.targets, batch.kwargs])
         for stage in self._stages.values():
             stage.is_metered = True

@@ -1,4 +1,4 @@
-"""What a step gave, told to every rank."""
+"""Batch of a step, and the exchange of its results: loss, metrics and times on every rank."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from echelon.pipeline.run.loss import LossScale, Metrics, Number
 from echelon.pipeline.stage.nested import Value
 from echelon.pipeline.stage.replay import Key
 
-# What one step works on, and what comes of it.
-
 
 @dataclass
 class Batch:
-    """What one step works on, cut into microbatches, and what comes of it."""
+    """Batch of one step, cut into microbatches, with its results."""
 
     inputs: Sequence[tuple[Value, ...]] | None
-    """For each microbatch the positional arguments of the first stage, where that is."""
+    """Positional arguments of the first stage, by microbatch; None on other ranks."""
     targets: Sequence[Value] | None
-    """For each microbatch the target, where the last stage is."""
+    """Targets by microbatch; None on ranks without the last stage."""
     kwargs: Sequence[Mapping[str, Value]]
-    """For each microbatch the keyword arguments of all stages of this rank."""
+    """Keyword arguments of all stages of this rank, by microbatch."""
     loss_fn: Callable[[Value, Value], torch.Tensor] | None
     scale: LossScale | None
     keeps_outputs: bool = False
@@ -40,28 +38,28 @@ class Batch:
     num_kwargs: int = 0
     """Samples in `kwargs`."""
     key: Key = field(default_factory=Key)
-    """Of the random numbers."""
+    """Key of the random numbers."""
     metrics: Metrics | None = None
     grad_outputs: Sequence[Sequence[torch.Tensor | None]] = ()
-    """Without a loss_fn, for each microbatch the gradients of the tensors of the output that require one."""
+    """Without a loss_fn: by microbatch, the gradients of the output's tensors that require one."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    """For each microbatch its loss, not scaled yet."""
+    """Losses by microbatch, before scaling."""
     outputs: dict[int, Value] = field(default_factory=dict)
     measured: dict[int, dict[str, Number]] = field(default_factory=dict)
-    """What `metrics` gave."""
+    """Metrics by microbatch, before scaling."""
 
 
 Span = tuple[float, float]
-"""When a step began and ended."""
+"""Begin and end of a step of the schedule, in seconds."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one training step gave.
+    """Results of one training step.
 
-    loss: over the whole batch, data-parallel ranks included; zero-dim, on every rank. It has no graph: the step has run
-    the backward. outputs: the last stage's, in batch order, on its rank and only if asked for; else None. metrics: over
-    the whole batch as the loss, on every rank, if the Pipeline has a function for them.
+    loss: of the whole batch, data-parallel ranks included; zero-dim, on every rank. It has no graph: the step has run
+    the backward. outputs: outputs of the last stage in batch order, on its rank and only on request; else None.
+    metrics: of the whole batch like the loss, on every rank, if the Pipeline has a metrics function; else None.
     """
 
     loss: torch.Tensor
@@ -70,33 +68,34 @@ class StepOutput:
 
 
 class Told(NamedTuple):
-    """What every rank knows after a step."""
+    """Results of a step that every rank has."""
 
     loss: torch.Tensor
     times: list[list[Span]]
-    """For each rank, when each of its steps began and ended."""
+    """Begin and end of each step, by rank."""
 
 
 _HEAD = 5
-"""How many numbers each rank says before its times."""
+"""Number of values that each rank sends before its times."""
 
 
 def tell(
     group: ProcessGroup, schedule: Schedule, times: Sequence[Span], batch: Batch, loss: torch.Tensor | None
 ) -> Told:
-    """Gives every rank the loss, and when each step of every rank ran.
+    """Exchanges loss and times, so that every rank has the loss and the steps of all ranks. Waits for all ranks.
 
     Args:
         group: the ranks of the pipeline.
-        schedule: what they ran.
-        times: when each step of this rank began and ended.
-        batch: what this rank worked on.
-        loss: that of the batch, where the last stage is; else None.
+        schedule: the schedule that they ran.
+        times: begin and end of each step of this rank.
+        batch: this rank's batch.
+        loss: loss of the batch on the rank of the last stage; else None.
 
     Raises:
-        SizeMismatch: on every rank, if the target or the keyword arguments had another number of samples than the
-            inputs.
+        SizeMismatch: on every rank: the target or the keyword arguments have another number of samples than the inputs.
     """
+    # One all_gather for all of it. float64 holds every loss, and the counts up to 2^53, exactly. The number
+    # of each rank's times is in the schedule.
     code, value = (0, 0.0) if loss is None else (dtype_code(loss.dtype), loss.item())
     head = [batch.num_inputs, batch.num_targets, batch.num_kwargs, code, value]
     numbers = group.all_gather(
@@ -106,10 +105,11 @@ def tell(
     for order in schedule.orders:
         rows.append(numbers[begin : begin + _HEAD + 2 * len(order)])
         begin += len(rows[-1])
+    # Compared here, on every rank, since a rank alone sees only its own part of the batch.
     first, last = (rows[schedule.placement[stage]] for stage in (0, -1))
     _compare("target of step()", int(first[0]), int(last[1]))
     for row in rows:
-        if row[2]:
+        if row[2]:  # 0: no keyword arguments on this rank
             _compare("keyword arguments of step()", int(first[0]), int(row[2]))
     all_times = [list(zip(row[_HEAD::2], row[_HEAD + 1 :: 2], strict=True)) for row in rows]
     return Told(torch.tensor(last[4], dtype=dtype_of(int(last[3])), device="cpu"), all_times)
@@ -121,13 +121,13 @@ def _compare(what: str, samples: int, got: int) -> None:
 
 
 def tell_metrics(group: ProcessGroup, data_parallel: ProcessGroup | None, last: int, batch: Batch) -> dict[str, float]:
-    """Gives every rank the metrics of the whole batch.
+    """Returns the metrics of the whole batch on every rank. Waits for the rank of the last stage.
 
     Args:
         group: the ranks of the pipeline.
         data_parallel: the ranks that have the other parts of the batch.
-        last: the rank of the last stage, which has them.
-        batch: what this rank worked on.
+        last: the rank of the last stage, where the metrics are.
+        batch: this rank's batch.
     """
     mine: dict[str, JsonLike] = {}
     if batch.measured:
@@ -139,7 +139,7 @@ def tell_metrics(group: ProcessGroup, data_parallel: ProcessGroup | None, last: 
                 numbers = torch.tensor([float(number) for number in found.values()], dtype=torch.float64, device="cpu")
                 total += numbers * batch.scale.factor(microbatch)
         if data_parallel is not None:
-            data_parallel.all_reduce(total)
+            data_parallel.all_reduce(total)  # a sum: factors are shares of the batch of all replicas
         mine = dict(zip(names, total.tolist(), strict=True))
     told = group.broadcast_object(mine, src=last)
     assert isinstance(told, dict)

@@ -1,4 +1,4 @@
-"""The parameters of the stages that one rank holds, under the names of the unsplit model."""
+"""Parameters of the stages of one rank: state dicts, clipping, reduction over replicas, and idle optimizers."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from echelon.group.group import ProcessGroup
 from echelon.pipeline.cut.ties import TiedWeights
 from echelon.pipeline.stage.stage import Stage
 
-# Warning about an optimizer that was made of other parameters than those of this rank's stages.
-#
-# Such an optimizer, made of a model of which the rank trains a copy or stages built anew, steps without an error and
-# changes nothing. It is recognised by a step in which no parameter had a gradient, so a second model that trains
-# beside the pipeline raises no alarm.
-
 
 class IdleOptimizer:
-    """Watches the steps of all optimizers until one has updated a parameter of this rank, or the warning is out."""
+    """Watch for an optimizer that does not have the parameters of this rank's stages.
+
+    Such an optimizer (of a model that the pipeline has copied or built anew) steps without an error and changes
+    nothing. It is recognised by a step in which no parameter had a gradient, so a second model that trains beside the
+    pipeline raises no alarm. The watch ends with the first step that updates a parameter of this rank, or the warning.
+    """
 
     def __init__(self, rank: int, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
         """Begins to watch.
 
         Args:
-            rank: named in the warning.
-            parameters: returns the parameters of this rank's stages by name; asked each time, as they may be replaced.
+            rank: this rank, for the warning.
+            parameters: returns the parameters of this rank's stages by name. Called each time: they may be replaced.
         """
         self._rank = rank
         self._parameters = parameters
         self._is_done = False
         self._idle = ""
-        """The class of an optimizer that made a step without a gradient."""
+        """Class name of an optimizer that made a step without gradients."""
+        # The hook is global. With a weak reference it does not keep the pipeline alive, and goes with it.
         watch = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
@@ -62,7 +62,7 @@ class IdleOptimizer:
                 stacklevel=3,
             )
         if self._is_done:
-            self._stop()  # here, as torch goes through its hooks while `_note` runs; from now on a step costs nothing
+            self._stop()  # not in `_note`, since torch iterates over its hooks while that runs
 
     def _note(self, optimizer: Optimizer) -> None:
         if self._is_done:
@@ -75,24 +75,22 @@ class IdleOptimizer:
             self._idle = type(optimizer).__name__
 
 
-# The gradients of a pipeline's stages, kept equal on all ranks that hold the same weights.
-#
-# Strategy. The gradients of a stage are averaged over its replicas beside the computation, from when its last backward
-# is done; tied weights, whose gradients are complete only when all stages are, at the end. Every rank makes and runs
-# the same reductions in the same order, so none waits for ever; a step that fails ends them on all ranks (see
-# `Runtime`).
-
-
 class Replicas:
-    """Averages gradients over data-parallel ranks, and adds up those of tied weights."""
+    """Reductions that keep gradients equal on all ranks with the same weights: replicas, and ties.
+
+    Strategy. The gradients of a stage are averaged over its replicas, overlapped with the computation of other stages,
+    once its last backward is done. Gradients of tied weights are complete only when all stages are: they are reduced at
+    the end. Every rank makes and runs the same reductions in the same order, so none waits for ever. A step that fails
+    revokes them on all ranks (see `Runtime`).
+    """
 
     def __init__(self, stages: Sequence[Stage], ties: TiedWeights, data_parallel: ProcessGroup | None) -> None:
-        """Gives all replicas the parameters and buffers of rank 0, and plans the reductions.
+        """Broadcasts the parameters and buffers of rank 0 to all replicas, and plans the reductions.
 
         Args:
-            stages: this rank's.
+            stages: this rank's stages.
             ties: their tied weights.
-            data_parallel: the ranks that hold equal stages.
+            data_parallel: the ranks that hold equal stages; None: there are no replicas.
         """
         self._ties = ties
         self._data_parallel = data_parallel
@@ -101,6 +99,7 @@ class Replicas:
         self._synchronizes = True
         if data_parallel is None or data_parallel.world_size == 1:
             return
+        # Tied weights get a reducer of their own: a stage's reduction starts before their gradients are complete.
         tied = set(map(id, ties.parameters))
         for stage in stages:
             tensors = [*stage.module.parameters(), *stage.module.buffers()]
@@ -117,21 +116,22 @@ class Replicas:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """The groups whose ranks wait for this one."""
+        """Groups whose ranks wait for this one in a step; a failure revokes them."""
         reducers = [*self._reducers.values(), *([] if self._of_ties is None else [self._of_ties])]
         own = [] if self._data_parallel is None else [self._data_parallel]
         return own + [group for reducer in reducers for group in reducer.groups] + self._ties.groups
 
     def start(self, stage: int) -> None:
-        """Starts to average the gradients of a stage, unless inside of `no_sync`."""
+        """Starts to average the gradients of a stage over its replicas, unless inside of `no_sync`. Does not wait."""
         if self._synchronizes and (reducer := self._reducers.get(stage)):
             reducer.start()
 
     @contextmanager
     def synchronizing(self) -> Iterator[None]:
-        """Makes all gradients complete at the end."""
+        """At its end, waits until all gradients are reduced."""
         with self._ties.adding_up():
             yield
+        # Ties first: a replica adds up its own gradients before they are averaged over replicas.
         if self._synchronizes:
             for reducer in self._reducers.values():
                 reducer.finish()
@@ -140,7 +140,7 @@ class Replicas:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leaves gradients as they are on this replica inside; the first step after it averages all of them."""
+        """Inside, gradients stay local to the replica. The first step after it averages all accumulated gradients."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -149,13 +149,13 @@ class Replicas:
 
 
 class Weights:
-    """Names, saves, loads and clips what the stages of this rank hold."""
+    """Parameters of this rank's stages, under the names of the unsplit model: saved, loaded and clipped."""
 
     def __init__(self, stages: Sequence[Stage], ties: TiedWeights, group: ProcessGroup) -> None:
-        """Looks at the stages; nothing is copied.
+        """Takes the stages; nothing is copied.
 
         Args:
-            stages: this rank's.
+            stages: this rank's stages.
             ties: their tied weights.
             group: the ranks of the pipeline.
         """
@@ -174,12 +174,12 @@ class Weights:
 
     @property
     def have_memory(self) -> bool:
-        """Whether none is on the meta device."""
+        """Whether no parameter or buffer is on the meta device."""
         modules = [stage.module for stage in self._stages]
         return not any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
     def require_memory(self) -> None:
-        """Refuses to run what has no values.
+        """Checks that all parameters and buffers have values.
 
         Raises:
             UnsupportedOp: a parameter or a buffer is on the meta device.
@@ -199,12 +199,13 @@ class Weights:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads this rank's part of a state dict of the unsplit model; the other stages' entries are passed over.
+        """Loads this rank's part of a state dict of the unsplit model. Ignores the entries of other stages.
 
         Raises:
             KeyError: an entry of this rank's stages is missing.
-            SizeMismatch: a parameter has another shape there; nothing was loaded.
+            SizeMismatch: an entry has another shape than its parameter; nothing was loaded.
         """
+        # All names and shapes are checked before the first tensor changes, so a refused state dict leaves no mixture.
         found = {name: self._find(name, state_dict) for name in self.state_dict()}
         missing = sorted(name for name, value in found.items() if value is None)
         if missing:
@@ -223,13 +224,13 @@ class Weights:
             stage.module.load_state_dict(own)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """Scales all gradients so that their norm over all stages is at most `max_norm`; returns what it was.
+        """Scales all gradients so that their norm over all stages is at most `max_norm`. Returns the norm before.
 
         Raises:
             InvalidArgument: `max_norm` is not a number of at least 0, or `norm_type` is no number.
-            UnsupportedOp: there is no such norm, or on all ranks, a gradient has no memory of its own; nothing was
+            UnsupportedOp: norm_type is not above 0, or (on all ranks) a gradient has no memory of its own. Nothing was
                 scaled.
-            NotFinite: the norm is not, and that is to be an error; nothing was scaled.
+            NotFinite: with `error_if_nonfinite`: the norm is NaN or infinite. Nothing was scaled.
         """
         # A limit below 0 would turn all gradients round, and nan would spread to them.
         if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
@@ -242,7 +243,8 @@ class Weights:
                 f"the norm of all gradients is {norm.item()}: leave this step out, or lower the learning rate; nothing "
                 "was scaled"
             )
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # one that is no number spreads, as in torch
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # NaN spreads to all gradients, as in torch
         if factor != 1.0:
             with torch.no_grad():
                 for _, parameter in self.named_parameters():
@@ -251,7 +253,7 @@ class Weights:
         return norm
 
     def _norm(self, norm_type: float) -> torch.Tensor:
-        """Returns the norm of all gradients, those of tied weights counted once."""
+        """Returns the norm of all gradients on every rank; a tied weight counts once."""
         if not norm_type > 0:
             raise UnsupportedOp(f"norm_type={norm_type}: give a number above 0, or inf")
         problem = self._gradient_problem()
@@ -263,6 +265,7 @@ class Weights:
         mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device="cpu")
         is_largest = norm_type == float("inf")
         part = mine.max() if is_largest else mine.pow(norm_type).sum()
+        # Problems travel with the norm, since a rank that raised alone would leave the others in the all_reduce.
         told = torch.stack([part, torch.tensor(float(problem is not None), dtype=part.dtype, device="cpu")])
         total, num_problems = self._group.all_reduce(told, op="max" if is_largest else "sum").unbind()
         if problem is not None:
@@ -275,7 +278,7 @@ class Weights:
         return total if is_largest else total.pow(1.0 / norm_type)
 
     def _gradient_problem(self) -> UnsupportedOp | None:
-        """Returns the error for a gradient whose norm cannot be taken here; all ranks are to raise one then."""
+        """Returns the error for the first gradient without memory of its own. None if there is none."""
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
                 try:
@@ -285,7 +288,7 @@ class Weights:
         return None
 
     def _find(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Returns an entry, of a tied weight by any of its names: some formats save only one."""
+        """Returns an entry. A tied weight is found by any of its names: some formats save only one."""
         names = (name, *self._ties.names.get(name, ()))
         return next((state_dict[one] for one in names if one in state_dict), None)
 
@@ -295,11 +298,12 @@ def _precise(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _give_memory(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
-    """Gives what is on the meta device memory where its value is; parameters stay the objects that they are."""
+    """Gives tensors on the meta device memory on the device of their value. Parameters stay the same objects."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         value = values.get(name)
         if tensor.is_meta and value is not None:
             empty = torch.empty_like(tensor, device=value.device)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            # Swapped in place: an optimizer may already hold the parameter.
             torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Stages: one rank's part of a model, with a backward that may be split."""
+"""Stages: one rank's parts of a model, with backwards that may be split into I and W."""

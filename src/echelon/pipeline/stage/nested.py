@@ -1,8 +1,8 @@
-"""Nested values: what a model takes and returns, taken apart into tensors and a structure that is plain text.
+"""Nested values of tensors, taken apart into the tensors and a structure in plain text.
 
-A value is a tensor, None, a bool, int, float or str, or a tuple, list or dict of values. Inputs, targets and outputs
-may hold named tuples, dataclasses and containers that are registered with torch as well. What travels between stages
-may not: it is written down as text, and nothing that a peer sends makes an object of a class of its choice.
+A value is a tensor, None, a bool, int, float or str, or a tuple, list or dict of values. Inputs, targets and outputs of
+the model may also hold named tuples, dataclasses and containers that are registered with torch. Values that travel
+between stages may not: their structure is JSON, so a peer cannot have this rank make an object of any other class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value: TypeAlias = object
 """A nested value."""
 
 _BARE = ("[true]", "[false]")
-"""The structures of a single tensor, most of what travels: no need to take them apart."""
+"""Structures of a single tensor, with and without gradient. Most transfers are one, and skip JSON."""
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -39,7 +39,7 @@ def check_tensors(value: Value, what: str) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Value], value: Value) -> Value:
-    """Returns the value with every tensor replaced by what `function` makes of it, called from left to right.
+    """Returns the value with every tensor replaced by `function(tensor)`, called from left to right.
 
     Raises:
         UnsupportedOp: the value holds something that is not a nested value.
@@ -57,14 +57,14 @@ def map_tensors(function: Callable[[torch.Tensor], Value], value: Value) -> Valu
 
 
 class _Apart(NamedTuple):
-    """A container of an uncommon type."""
+    """Container of an uncommon type: its items, and a function that puts new items together."""
 
     items: Sequence[Value]
     together: Callable[[Sequence[Value]], Value]
 
 
 def _apart(value: Value) -> _Apart:
-    leaves, spec = tree_flatten(value)
+    leaves, spec = tree_flatten(value)  # an unknown type comes back as its own single leaf
     if not (len(leaves) == 1 and leaves[0] is value):
         return _Apart(leaves, lambda items: tree_unflatten(items, spec))
     if is_dataclass(value) and not isinstance(value, type):
@@ -80,22 +80,19 @@ def _apart(value: Value) -> _Apart:
 
 
 def structure_of(value: Value) -> str:
-    """Returns the value without its tensors' contents, as text: `value_of` puts them back.
-
-    Of each tensor it says whether it requires a gradient.
-    """
+    """Returns the structure of a value as text, with whether each tensor requires a gradient. `value_of` reads it."""
     if isinstance(value, torch.Tensor):
         return _BARE[not value.requires_grad]
     return json.dumps(_describe(value), separators=(",", ":"))
 
 
 def is_bare(structure: str) -> bool:
-    """Says whether it is that of a tensor alone."""
+    """Whether the structure is that of a single tensor."""
     return structure in _BARE
 
 
 def value_of(structure: str, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
-    """Returns the value that a structure describes; `next_tensor(requires_grad)` gives its tensors from left to right.
+    """Returns the value of a structure. `next_tensor(requires_grad)` returns its tensors from left to right.
 
     Raises:
         ProtocolError: the text is not a structure.
@@ -104,12 +101,13 @@ def value_of(structure: str, next_tensor: Callable[[bool], torch.Tensor]) -> Val
         return next_tensor(structure == _BARE[0])
     try:
         return _build(json.loads(structure), next_tensor)
+    # The text comes from a peer and is not trusted: it may be nested so deep that parsing it overflows the stack.
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ProtocolError(f"{structure[:40]!r} does not describe a value: use one version everywhere") from error
 
 
 def num_tensors(structure: str) -> int:
-    """Returns how many tensors a value of this structure has.
+    """Returns the number of tensors in a value of this structure.
 
     Raises:
         ProtocolError: the text is not a structure.
@@ -141,9 +139,10 @@ def _items(value: Value) -> Iterable[Value]:
 
 
 def _describe(value: Value) -> object:
-    """Tensors become booleans in a list of one, containers objects with one key, the rest itself in an object."""
+    """Returns a structure for JSON: a tensor as a list of one bool, other values as an object of one key."""
     if isinstance(value, torch.Tensor):
         return [value.requires_grad]
+    # Exact types: a named tuple would arrive as a plain one.
     if type(value) is tuple:
         return {"tuple": [_describe(item) for item in value]}
     if type(value) is list:
@@ -151,6 +150,7 @@ def _describe(value: Value) -> object:
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {"dict": {key: _describe(item) for key, item in value.items()}}
     if type(value) is dict and all(isinstance(key, _PLAIN) for key in value):
+        # JSON makes strings of all keys of an object, so other keys travel as pairs.
         return {"pairs": [[key, _describe(item)] for key, item in value.items()]}
     if isinstance(value, _PLAIN):
         return {"plain": value}

@@ -1,4 +1,4 @@
-"""Finds out whether the backward of a stage can be done in two halves, by doing it once."""
+"""Trial of a stage's split backward: runs I and W once, and detects work that both would do."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from echelon.pipeline.stage.split_backward import (
 )
 from echelon.pipeline.stage.stage import Forward, Halves, Stage, entries
 
-# Finds work that is done twice: operations on the same values in two parts of a program.
-#
-# Every tensor gets a number that says how it came about: the operation, and the numbers of what it was made from. Two
-# operations are the same work if they have the same name and the same numbers. Views cost nothing, and pointwise
-# operations little beside a product: they may be repeated.
-
 _CHEAP = ("_prelu_kernel_backward",)
-"""Pointwise, but torch does not say so."""
+"""Pointwise operators without torch's tag for them."""
 
 
 class Repeated(NamedTuple):
-    """An operation that was done before, and the label there was when it was done again."""
+    """Operation that was done before, with the label at the time of its repetition."""
 
     name: str
     label: object
 
 
 class RepeatedWork(DispatchMode):  # type: ignore[no-untyped-call]
-    """Watches all operations of this thread, in backward, too. Keeps every tensor it sees until it is dropped."""
+    """Detector of repeated work: operations on the same values in two parts of a program.
+
+    It sees all operations of this thread, in backward too. Every tensor gets a number for its origin: the operation,
+    and the numbers of its inputs. Two operations are the same work if their names and input numbers are equal. Views
+    cost nothing, and pointwise operations little beside a matrix product: they may be repeated.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Repeated] = []
-        """What repeats something of an earlier part."""
+        """Operations that repeat work of an earlier part."""
         self.label: object = None
-        """Goes into `found`."""
+        """Label of the operations that run now, for `found`."""
         self._earlier: set[Hashable] = set()
         self._now: set[Hashable] = set()
         self._numbers: dict[Hashable, int] = {}
+        # Every tensor is kept until the end: a tensor is recognised by its address, which must not be used again.
         self._alive: list[torch.Tensor] = []
 
     def next_part(self) -> None:
-        """Begins another part."""
+        """Begins the next part of the program."""
         self._earlier |= self._now
         self._now = set()
 
@@ -94,7 +94,7 @@ class RepeatedWork(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: torch.Tensor) -> Hashable:
-    """What two Python objects have in common that are one tensor."""
+    """Returns the identity of a tensor and its content, which several Python objects may share."""
     return (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, version_of(tensor))
 
 
@@ -107,26 +107,27 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Finding(NamedTuple):
-    """What came of it."""
+    """Result of a probe."""
 
     output: Value
-    """What the stage returned; its tensors that require a gradient are leaves."""
+    """Output of the stage; its tensors that require a gradient are leaves."""
     halves: Halves | None
-    """How the halves are done; None if they cannot."""
+    """Settings of the split backward; None if the backward cannot be split."""
     reason: str = ""
-    """Why not, with the name of the module."""
+    """Reason why it cannot be split, beginning with the name of the module."""
 
 
 def probe(stage: Stage, forward: Forward) -> Finding:
-    """Runs forward and both halves of the backward of one microbatch, and leaves no trace of it.
+    """Runs forward, I and W of one microbatch, and reports whether the backward can be split.
 
-    Gradients, buffers and the state of the random numbers are as before; hooks of the user see one run more.
+    Gradients, buffers and the state of random generators are the same afterwards. The user's hooks see one run more.
     """
     with _without_trace(stage.module), torch.enable_grad():
         output = map_tensors(_leaf, forward.on_copies().entered().run().output)
         try:
             return Finding(output, _try(stage, forward, ()))
         except CannotSplit as error:
+            # Second try: weights that are used in several places get an edge in the graph for each use.
             reused = _parameters_of(error.weights)
         try:
             return Finding(output, _try(stage, forward, reused))
@@ -135,10 +136,10 @@ def probe(stage: Stage, forward: Forward) -> Finding:
 
 
 def _try(stage: Stage, forward: Forward, reused: tuple[nn.Parameter, ...]) -> Halves:
-    """Does both halves.
+    """Runs both halves once.
 
     Raises:
-        CannotSplit: something had to be done twice, or refused to be.
+        CannotSplit: an operation ran in both halves, or refused to run in halves.
     """
     saved, watch = SavedTensors(), RepeatedWork()
     forward = forward.on_copies().entered()
@@ -147,16 +148,18 @@ def _try(stage: Stage, forward: Forward, reused: tuple[nn.Parameter, ...]) -> Ha
         roots = forward.run().roots
     split = SplitBackward([Root(edge_of(tensor), torch.ones_like(tensor)) for tensor in roots], ends)
     _refuse_custom_formulas(split.groups)
-    del roots
+    del roots  # only `split` holds the graph now, as in a step
     before = num_bytes(saved.tensors())
     try:
+        # Outside of autocast, as the halves are run in a step.
         with outside_autocast(), watch, saved.dropping():
             split.run_input(saved)
         frees = num_bytes(saved.tensors()) < before
         watch.next_part()
         with outside_autocast(), watch:
+            # Not into .grad: a trial adds no gradients.
             split.run_weights(lambda group: setattr(watch, "label", group), into_leaves=False)
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch.utils.checkpoint inside of the model, for example
         weights = watch.label.leaves if isinstance(watch.label, Group) else ()
         raise CannotSplit(f"refuses it ({str(error).splitlines()[0]})", weights) from error
     if watch.found:
@@ -167,7 +170,10 @@ def _try(stage: Stage, forward: Forward, reused: tuple[nn.Parameter, ...]) -> Ha
 
 
 def _refuse_custom_formulas(groups: Sequence[Group]) -> None:
-    """A formula in Python cannot know which of its gradients are wanted now, and would compute all of them twice."""
+    """Raises CannotSplit if a junction is a torch.autograd.Function of the user.
+
+    Its Python formula cannot know which gradients are wanted in this half, and would compute all of them twice.
+    """
     for group in groups:
         for node, _ in group.junctions:
             if isinstance(node, BackwardCFunction):
@@ -180,7 +186,7 @@ def _parameters_of(weights: Sequence[Node]) -> tuple[nn.Parameter, ...]:
 
 
 def _owners(stage: Stage, weights: Sequence[Node]) -> str:
-    """Names the modules that hold some weights."""
+    """Returns the names of the modules that hold some weights, for the warning."""
     ids = set(map(id, _parameters_of(weights)))
     names = [
         f"{stage.prefix}{name}".rstrip(".") + f" ({type(module).__name__})"

@@ -1,8 +1,8 @@
-"""Random numbers that belong to a microbatch in a stage, whenever and wherever it is run.
+"""Random numbers, autocast and buffers of a forward, so that it gives the same wherever and whenever it is run.
 
-Dropout draws from the generator of its device. While a stage runs, that generator has a state made from the numbers of
-step, stage and microbatch, so the same numbers are drawn under every schedule, in every process, and once more when the
-stage is run again to save memory. Then it has the state it had before: a program's own random numbers do not change.
+Dropout draws from the generator of its device. While a stage runs, this generator is seeded with the numbers of step,
+stage and microbatch. So the same numbers are drawn under every schedule, in every process, and again when the stage is
+recomputed to save memory. Afterwards the generator has its earlier state: a program's own random numbers do not change.
 """
 
 from __future__ import annotations
@@ -15,41 +15,37 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-# Runs of a module that leave its buffers, such as the running statistics of BatchNorm, as they were.
-
 
 @contextmanager
 def same_buffers(module: nn.Module) -> Iterator[None]:
-    """Puts back, at the end, what the buffers held."""
+    """Restores the buffers of a module, such as the running statistics of BatchNorm, at the end."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
         for buffer, value in before:
-            buffer.data.copy_(value)  # not a change to autograd, which may have saved the buffer for a backward
+            buffer.data.copy_(value)  # .data: autograd may have saved the buffer, and must see no change
 
-
-# Autocast around forwards and backwards, wherever the program that calls them is.
 
 _DEVICES = ("cpu", "cuda")
 
 
 class Autocast(NamedTuple):
-    """What autocast was set to when a forward was run, which may be run again elsewhere."""
+    """Setting of autocast in a forward, which may be run again under another one."""
 
     dtypes: tuple[torch.dtype | None, ...]
-    """For each kind of device what its products are cast to; None: they are not."""
+    """Dtype of autocast for each of `_DEVICES`; None: it is off."""
 
     @staticmethod
     def now() -> Autocast:
-        """Returns what it is set to."""
+        """Returns the current setting."""
         return Autocast(tuple(_dtype(device) for device in _DEVICES))
 
     def again(self) -> AbstractContextManager[object]:
-        """Does what is inside under the same setting."""
+        """Inside, autocast has this setting."""
         changed = [pair for pair in zip(_DEVICES, self.dtypes, strict=True) if _dtype(pair[0]) != pair[1]]
         if not changed:
-            return nullcontext()
+            return nullcontext()  # fast path: autocast has this setting already
         stack = ExitStack()
         for device, dtype in changed:
             stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
@@ -60,12 +56,12 @@ _OFF = Autocast((None,) * len(_DEVICES))
 
 
 def outside_autocast() -> AbstractContextManager[object]:
-    """Does what is inside in the dtypes that the forward left, as a backward after `with torch.autocast` would."""
+    """Inside, autocast is off: a backward computes in the forward's dtypes, as it does after `with torch.autocast`."""
     return _OFF.again()
 
 
 def is_casting() -> bool:
-    """Says whether autocast is on, so that a backward has to leave it."""
+    """Whether autocast is on, so that a backward has to leave it."""
     return Autocast.now() != _OFF
 
 
@@ -74,7 +70,7 @@ def _dtype(device: str) -> torch.dtype | None:
 
 
 class Key(NamedTuple):
-    """What random numbers depend on beside stage and microbatch; see `keyed`."""
+    """Key of random numbers, to which stage and microbatch are added; see `keyed`."""
 
     seed: int = 0
     step: int = 0
@@ -84,25 +80,25 @@ class Key(NamedTuple):
 def keyed(
     step: int = 0, stage: int = 0, microbatch: int = 0, *, replica: int = 0, seed: int = 0
 ) -> AbstractContextManager[None]:
-    """Gives torch's generators a state that depends on these numbers only, and afterwards the state they had.
+    """Inside, torch's generators have a state that depends on these numbers only; afterwards their earlier state.
 
-    A loop in one process that runs stage `stage` of a model inside of `keyed(step, stage, microbatch)` draws what a
-    Pipeline draws there. On an accelerator it is the generator of the current device.
+    A loop in one process that runs stage `stage` of a model inside of `keyed(step, stage, microbatch)` draws the
+    same numbers as a Pipeline. On an accelerator, the generator of the current device is used.
 
     Args:
-        step: how many training steps were before.
-        stage: number of the stage.
+        step: number of training steps before this one.
+        stage: index of the stage.
         microbatch: number of the microbatch in the step.
         replica: rank in the data-parallel group.
-        seed: that of the Pipeline.
+        seed: the Pipeline's seed.
     """
     return Seeded(number_of(Key(seed, step, replica), stage, microbatch))
 
 
 class Seeded:
-    """Gives torch's generators the state that a number makes, and afterwards the state they had."""
+    """Context in which torch's generators are seeded with a number; restores their state at the end."""
 
-    # Around every forward, where code is mostly cold: a generator with `contextmanager` takes twice as long.
+    # A class, since it is around every forward, where code is cold: `contextmanager` takes twice as long.
     __slots__ = ("_number", "_states")
 
     def __init__(self, number: int) -> None:
@@ -120,13 +116,14 @@ class Seeded:
 
 
 def number_of(key: Key, stage: int, microbatch: int) -> int:
-    """Returns what the random numbers of a microbatch in a stage are made from."""
+    """Returns the seed of a microbatch in a stage: 63 bits."""
+    # A run that is resumed with a later version must draw the same, so the text and the hash are fixed.
     text = f"{key.step} {stage} {microbatch} {key.replica} {key.seed}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _generators() -> list[torch.Generator]:
-    """Returns the default generators that may be drawn from: the CPU's, and the current GPU's if it is in use."""
+    """Returns the default generators of the CPU, and of the current GPU if CUDA is initialised."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]

@@ -1,12 +1,15 @@
-"""The backward of a stage in two halves: I, for its input at once, and W, for its weights later.
+"""Split backward of a stage: I, for the gradients of its input now, and W, for the gradients of its weights later.
 
-I runs the path from the stage's outputs to its inputs and nothing else; torch computes only what leads to the tensors
-asked for, so no weight's gradient. At each junction (see `junctions`) it keeps the gradient that came there. W starts
-from what was kept and computes what leaves the path: no product of I again, and nothing of the path further on.
+The *path* is the set of nodes from which an input of the stage can be reached. A *junction* is a node of the path with
+edges that leave it, towards weights alone.
 
-Junctions that lead to no weight in common are run one by one, straight into the weights' .grad. Those that do (a layer
-applied twice) first compute what crosses the edges that leave the path; then all of it goes on at once, so that what
-they share is run once, and contributions are added in the order of a whole backward.
+I runs the path and nothing else: torch computes only nodes that lead to the requested tensors, so no weight's gradient.
+At each junction, I keeps the incoming gradient. W starts from these gradients and computes the nodes off the path. It
+repeats no product of I, and does not run the path beyond a junction.
+
+Junctions without a weight in common are run one by one, straight into the weights' .grad. Junctions that share a weight
+(a layer applied twice) first compute the gradients on their edges that leave the path. All of these then go on
+together: shared nodes are run once, and contributions are added in the order of a whole backward.
 """
 
 from __future__ import annotations
@@ -23,14 +26,12 @@ from torch.overrides import TorchFunctionMode
 from echelon._torch_private import run_backward, version_of
 from echelon.errors import UnsupportedOp
 
-# Gives each use of a weight an edge of its own in the graph, for stages that use one in several places.
-
 
 class SeparateUses(TorchFunctionMode):
-    """Replaces some parameters, as arguments of torch functions, by a new view of them at each call.
+    """Mode that gives each use of some parameters an edge of its own in the graph.
 
-    Gradients are the same; only, between a node that uses the weight and the weight, there is a node that belongs to
-    this use.
+    At each call of a torch function, these parameters are replaced by new views. Gradients stay the same, but a node
+    that belongs to this use alone stands between the weight and the node that uses it.
     """
 
     def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
@@ -44,7 +45,7 @@ class SeparateUses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # an attribute such as .grad is the weight's own
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # .grad and the like belong to the weight itself
             return func(*args, **(kwargs or {}))
         named = {name: self._view(value) for name, value in (kwargs or {}).items()}
         return func(*map(self._view, args), **named)
@@ -52,21 +53,16 @@ class SeparateUses(TorchFunctionMode):
     def _view(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Parameter) and id(value) in self._ids:
             return value.view_as(value)
-        if isinstance(value, tuple | list):
+        if isinstance(value, tuple | list):  # as torch.cat takes them
             return type(value)(map(self._view, value)) if any(id(item) in self._ids for item in value) else value
         return value
 
-
-# Where the graph of a stage leaves the path between its outputs and its inputs, towards weights.
-#
-# The *path* is the nodes from which an input of the stage can be reached. A *junction* is a node of the path with
-# edges that leave it; what those edges lead to, and nothing else, depends on weights alone.
 
 Gradient: TypeAlias = torch.Tensor | None
 
 
 class CannotSplit(UnsupportedOp):
-    """A graph whose backward cannot be done in two halves. `weights` are the nodes of the weights concerned."""
+    """Graph whose backward cannot be split. `weights` are the nodes of the weights concerned."""
 
     def __init__(self, reason: str, weights: Iterable[Node] = ()) -> None:
         self.reason = reason
@@ -75,21 +71,21 @@ class CannotSplit(UnsupportedOp):
 
 
 class Root(NamedTuple):
-    """Where a backward starts, and with which gradient."""
+    """Start of a backward: an edge of the graph and its gradient."""
 
     edge: GradientEdge
     gradient: torch.Tensor
 
 
 class Branch(NamedTuple):
-    """A node of the path, and its edges that leave it."""
+    """Junction: a node of the path, with its edges that leave the path."""
 
     node: Node
     side: tuple[GradientEdge, ...]
 
 
 class Group(NamedTuple):
-    """Junctions, and roots outside of the path, that lead to weights in common; and the nodes of those weights."""
+    """Junctions, and roots off the path, with weights in common; `leaves` are the nodes of these weights."""
 
     junctions: tuple[Branch, ...]
     roots: tuple[Root, ...]
@@ -97,24 +93,24 @@ class Group(NamedTuple):
 
 
 class SplitGraph(NamedTuple):
-    """A graph taken apart: the roots on the path, and all that leads to weights, each weight in one group."""
+    """Graph taken apart into the roots on the path and groups of junctions. Each weight is in one group."""
 
     roots: tuple[Root, ...]
     groups: tuple[Group, ...]
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Returns the place in the graph that the gradient of a tensor goes to."""
+    """Returns the edge of the graph that the gradient of a tensor goes to."""
     node = tensor.grad_fn
     return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
 def split_graph(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> SplitGraph:
-    """Takes a graph apart.
+    """Takes a graph apart into its path and groups of junctions.
 
     Raises:
-        CannotSplit: an edge that leaves the path ends where other edges end, too. To compute what crosses it, torch
-            would run the path from here to there once more.
+        CannotSplit: an edge that leaves the path ends at a node where other edges end too. To compute the gradient on
+            this edge, torch would run the path from the junction to that node again.
     """
     ends = [edge.node for edge in inputs]
     children, parents = _graph(roots, ends)
@@ -124,6 +120,7 @@ def split_graph(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> SplitG
         side = [GradientEdge(*edge) for edge in children.get(node, ()) if edge[0] not in path]
         if side:
             junctions.append(Branch(node, tuple(side)))
+    # Outputs that depend on weights alone have no path to the input: W starts at them.
     aside = [root for root in roots if root.edge.node not in path]
     groups = _grouped(junctions, aside, children)
     for group in groups:
@@ -136,7 +133,8 @@ _Parents: TypeAlias = dict[Node, list[Node]]
 
 
 def _graph(roots: Sequence[Root], ends: Iterable[Node]) -> tuple[_Children, _Parents]:
-    """Walks a graph as far as its ends: for each node the edges to the next ones, and the nodes with edges to it."""
+    """Returns the edges from each node, and the nodes with edges to each node, from the roots to the ends."""
+    # The stage's inputs count as visited, so the walk does not go on into the graph before them.
     children: _Children = {end: [] for end in ends}
     parents: _Parents = {}
     stack = [root.edge.node for root in roots]
@@ -155,7 +153,7 @@ def _graph(roots: Sequence[Root], ends: Iterable[Node]) -> tuple[_Children, _Par
 
 
 def _reach(edges: _Parents, starts: Iterable[Node]) -> dict[Node, None]:
-    """Returns all that can be reached, in a fixed order."""
+    """Returns all nodes that can be reached, in a fixed order."""
     reached: dict[Node, None] = {}
     stack = list(starts)
     while stack:
@@ -167,7 +165,7 @@ def _reach(edges: _Parents, starts: Iterable[Node]) -> dict[Node, None]:
 
 
 def _grouped(junctions: Sequence[Branch], aside: Sequence[Root], children: _Children) -> tuple[Group, ...]:
-    """Puts together what leads to the same nodes."""
+    """Groups junctions, and roots off the path, that lead to the same nodes."""
     starts = [[edge.node for edge in junction.side] for junction in junctions] + [[root.edge.node] for root in aside]
     owner: dict[Node, int] = {}
     group_of = list(range(len(starts)))
@@ -202,45 +200,44 @@ def _join(group_of: list[int], left: int, right: int) -> None:
 
 def _refuse_shared_ends(group: Group, parents: _Parents) -> None:
     if len(group.junctions) + len(group.roots) == 1:
-        return  # it runs straight into its leaves, whatever its edges have in common
+        return  # a group of one runs straight into its leaves, so shared ends are run once
     for node, side in group.junctions:
         for edge in side:
             if any(parent is not node for parent in parents[edge.node]):
                 raise CannotSplit("a weight is used in several places", group.leaves)
 
 
-# What autograd saves for the backward of one microbatch: counted, and let go of where only I needed it.
-#
-# A graph frees what it saved when its backward has run, or all at once when it is dropped. Between the two halves of a
-# backward neither helps: W needs a part of it. So every saved tensor is kept in a box of ours, which is emptied after
-# I has looked into it, unless the node that looked will be run again by W.
-
-
 class _Box:
-    """A tensor and its version; None once it has been let go of."""
+    """Saved tensor and its version at that time. The tensor is None after its release."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
+        # torch compares versions of the tensors that it saves itself, but not of tensors that hooks have packed.
         self.version = version_of(tensor)
 
 
 class SavedTensors:
-    """The saved tensors of a microbatch between its forward and the end of its backward."""
+    """Saved tensors of a microbatch, from its forward to the end of its backward: counted, and released early.
+
+    A graph releases its saved tensors when its backward has run, or all at once when it is dropped. Neither helps
+    between I and W, since W needs some of them. So autograd saves each tensor in a box of this class. The box is
+    emptied once I has read it, unless the node that read it will be run again by W.
+    """
 
     def __init__(self) -> None:
-        self._boxes: list[weakref.ref[_Box]] = []  # the graph owns them, and frees them as it runs
+        self._boxes: list[weakref.ref[_Box]] = []  # weak: the graph owns them, and frees them as it runs
         self._spent: list[_Box] = []
         self._keeps = True
 
     def saving(self) -> AbstractContextManager[None]:
-        """Collects what is saved inside."""
+        """Inside, collects the tensors that autograd saves."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Inside, lets go of what a backward has used, but for the nodes between `enter` and `leave`."""
+        """Inside, releases tensors that a backward has read, except by nodes between `enter` and `leave`."""
         self._keeps = False
         try:
             yield
@@ -249,16 +246,16 @@ class SavedTensors:
             self._keeps = True
 
     def enter(self) -> None:
-        """Says that a node is run that will be run again. What earlier ones used has served."""
+        """Marks the start of a node that W will run again. Releases the tensors that earlier nodes have read."""
         self._empty_spent()
         self._keeps = True
 
     def leave(self) -> None:
-        """Says that it has been run."""
+        """Marks the end of this node."""
         self._keeps = False
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns what is held."""
+        """Returns the tensors that were not released."""
         boxes = (reference() for reference in self._boxes)
         return [box.tensor for box in boxes if box is not None and box.tensor is not None]
 
@@ -271,8 +268,8 @@ class SavedTensors:
         tensor = box.tensor
         if tensor is None:
             raise RuntimeError(
-                "a tensor saved for backward was asked for again after it was let go of: a formula of this stage looks "
-                "at what it saved outside of its own call; use a schedule with whole backwards (B) for it"
+                "a tensor saved for backward was read again after its release: a formula of this stage reads its saved "
+                "tensors outside of its own call; use a schedule with whole backwards (B) for it"
             )
         if version_of(tensor) != box.version:
             raise RuntimeError(
@@ -290,18 +287,18 @@ class SavedTensors:
 
 
 def num_bytes(tensors: Iterable[torch.Tensor], but: Collection[int] = ()) -> int:
-    """Returns the bytes that tensors hold, memory that several share once.
+    """Returns the bytes that tensors hold. Memory that several of them share counts once.
 
     Args:
         tensors: of any kind.
-        but: addresses of memory that does not count, see `address`.
+        but: addresses of memory that is not counted; see `address`.
     """
     sizes = {address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for start, size in sizes.items() if start not in but)
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Returns where the memory that a tensor is in begins."""
+    """Returns the address at which a tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -309,17 +306,17 @@ _Gradients: TypeAlias = tuple[Gradient, ...]
 
 
 class SplitBackward:
-    """The two halves of the backward of one microbatch: `run_input`, then `run_weights`, each once."""
+    """Split backward of one microbatch: `run_input` (I), then `run_weights` (W), each once."""
 
     def __init__(self, roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> None:
         """Finds the junctions.
 
         Args:
-            roots: what the stage made, with its gradients.
+            roots: the stage's outputs with their gradients.
             inputs: the stage's inputs that require a gradient.
 
         Raises:
-            CannotSplit: something would have to be computed twice.
+            CannotSplit: an operation would have to run twice.
         """
         self._inputs = tuple(inputs)
         self._roots, self.groups = split_graph(roots, inputs)
@@ -327,16 +324,16 @@ class SplitBackward:
 
     @property
     def kept(self) -> Iterator[torch.Tensor]:
-        """The gradients that stay between the two halves."""
+        """Gradients that are kept between I and W."""
         for gradients in self._arrived.values():
             yield from (gradient for gradient in gradients if gradient is not None)
         yield from (root.gradient for group in self.groups for root in group.roots)
 
     def run_input(self, saved: SavedTensors | None = None) -> list[Gradient]:
-        """Returns the gradients of the inputs; None for one that nothing depends on.
+        """Runs I. Returns the gradients of the inputs; None for an input that nothing depends on.
 
         Args:
-            saved: is told which nodes `run_weights` will run again.
+            saved: saved tensors; the ones that `run_weights` will read again are marked to be kept.
         """
         handles = []
         for group in self.groups:
@@ -347,18 +344,18 @@ class SplitBackward:
         try:
             if not self._roots:
                 return [None for _ in self._inputs]
-            return run_backward(self._roots, inputs=self._inputs, keep_graph=True)
-        finally:
+            return run_backward(self._roots, inputs=self._inputs, keep_graph=True)  # W runs a part of it again
+        finally:  # the hooks must not see W, which runs the same nodes
             for handle in handles:
                 handle.remove()
             self._roots = ()
 
     def run_weights(self, before: Callable[[Group], None] | None = None, *, into_leaves: bool = True) -> None:
-        """Adds the gradients of the weights into their .grad, and lets go of the graph.
+        """Runs W: adds the gradients of the weights into .grad, and drops the graph.
 
         Args:
             before: called with each group before it is run.
-            into_leaves: False: compute all the same, and throw it away.
+            into_leaves: False: compute the gradients, and discard them.
         """
         groups, self.groups = self.groups, ()
         for group in groups:
@@ -369,6 +366,8 @@ class SplitBackward:
                 self._run_again(group.junctions[0].node, leaves, into_leaves)
                 continue
             gathered = list(group.roots)
+            # In the order in which I came to the junctions, contributions to a weight are added as in a whole backward:
+            # gradients are equal bit for bit.
             order = list(self._arrived)
             for node, side in sorted(group.junctions, key=lambda junction: order.index(junction.node)):
                 found = self._run_again(node, side, False)
@@ -385,12 +384,13 @@ class SplitBackward:
         return keep
 
     def _run_again(self, node: Node, ends: Sequence[GradientEdge], into_leaves: bool) -> list[Gradient]:
-        """Runs a junction with what came to it, as far as `ends`."""
+        """Runs a junction again with the gradients that I kept, as far as `ends`."""
         arrived = self._arrived.pop(node, ())
         roots = [Root(GradientEdge(node, number), value) for number, value in enumerate(arrived) if value is not None]
         if not roots:
             return [None for _ in ends]
-        # Hooks of the tensor that the node made have changed what arrived already, and would once more.
+        # Hooks of the node's tensor have changed the kept gradients in I, and would change them again: a last prehook
+        # puts the kept ones back.
         with_hooks_done = node.register_prehook(lambda _: arrived)
         try:
             return run_backward(roots, inputs=ends, into_leaves=into_leaves)

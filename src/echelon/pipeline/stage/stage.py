@@ -1,4 +1,4 @@
-"""One stage: a part of the model, and what it keeps of each microbatch between forward and backward."""
+"""Stage of a pipeline: a part of the model, with its state of each microbatch between forward and backward."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from echelon.pipeline.stage.split_backward import (
     num_bytes,
 )
 
-# Where a value enters a stage, and its gradient leaves it.
-
 
 class _Entry(torch.autograd.Function):
-    """Does nothing, but what it returns is no leaf: a layer may write to it in place."""
+    """Identity at which a value enters a stage, and its gradient leaves it.
+
+    Its result is not a leaf, so a layer may write to it in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         ctx.gradient = None
-        # Not a view, which autograd would protect as it protects the leaf; what was saved of it is still watched.
+        # Detached, not a view: autograd protects views of a leaf from writes as it protects the leaf. The version
+        # counter is still shared, so changes of saved tensors are noticed. A function in Python takes 9 us; with
+        # `clone` or `_unsafe_view` instead, a step took as long (benchmarks/pipeline).
         return tensor.detach()
 
     @staticmethod
@@ -42,28 +45,28 @@ class _Entry(torch.autograd.Function):
 
 
 def enter(value: Value) -> Value:
-    """Returns the same value for a stage, which may write to it."""
+    """Returns the value with tensors that a stage may write to in place, and that collect their gradients."""
     return map_tensors(_enter, value)
 
 
 def entries(value: Value) -> list[GradientEdge]:
-    """Returns the places where the gradients of a value leave a stage, of those tensors that require one.
+    """Returns the edges at which the gradients of a value leave a stage, one for each tensor that requires a gradient.
 
     Args:
-        value: what `enter` returned, before the stage did anything to it.
+        value: the result of `enter`, before the stage has run.
     """
     return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
 
 
 def gradient_at(entry: GradientEdge) -> Gradient:
-    """Returns what a backward brought to an entry; None if nothing depended on the tensor."""
+    """Returns the gradient that a backward brought to an entry. None if nothing depended on the tensor."""
     node: Any = entry.node
     gradient: Gradient = node.gradient
     return gradient
 
 
 def copied(value: Value) -> Value:
-    """Returns a copy, for a stage that will be run again with the value as it is now."""
+    """Returns a copy of the value, for a stage that will run again with the original."""
     return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value)
 
 
@@ -72,49 +75,49 @@ def _enter(tensor: torch.Tensor) -> Value:
 
 
 class Made(NamedTuple):
-    """What a forward made."""
+    """Result of a forward."""
 
     output: Value
     roots: list[torch.Tensor]
-    """Where the backward will start: what of the output requires a gradient, or the loss."""
+    """Tensors at which the backward will start: output tensors that require a gradient, or the loss."""
 
 
 class Forward(NamedTuple):
-    """The forward of a stage for one microbatch, to be run once, or again."""
+    """Forward of a stage for one microbatch, to be run once, or again."""
 
     value: Value
-    """What comes from the stage before; its gradient is what the backward returns."""
+    """Value from the stage before; the backward returns its gradient."""
     kwargs: Mapping[str, Value]
     target: Value
-    """What the loss takes, where that is."""
+    """Target of the loss, for the last stage; else None."""
     make: Callable[[Value, Mapping[str, Value], Value], Made]
-    """Is given the three above. The stage may write to them in place."""
+    """Called with the three fields above. The stage may write to them in place."""
 
     def run(self) -> Made:
-        """Runs it, without a backward to follow."""
+        """Runs the forward. A backward returns the gradient of the value only after `entered`."""
         return self.make(self.value, self.kwargs, self.target)
 
     def entered(self) -> Forward:
-        """Returns the same with the value as it is inside of the stage."""
+        """Returns this forward with its value entered into the stage."""
         return Forward(enter(self.value), self.kwargs, self.target, self.make)
 
     def on_copies(self) -> Forward:
-        """Returns the same with copies, so that this one can be run another time."""
+        """Returns this forward with copied arguments, so that this one can be run again later."""
         kwargs = {name: copied(item) for name, item in self.kwargs.items()}
         return self._replace(value=copied(self.value), kwargs=kwargs, target=copied(self.target))
 
 
 class Halves(NamedTuple):
-    """How the backward of a stage is done in two halves, I and W; found out by `probe`."""
+    """Settings of a stage's split backward (I and W), found by `probe`."""
 
     reused: tuple[nn.Parameter, ...] = ()
-    """The parameters that are used in several places, and get an edge in the graph for each."""
+    """Parameters that are used in several places; each use gets an edge of its own in the graph."""
     frees: bool = True
-    """Whether I uses saved tensors that W does not need, so that it pays to let go of them in between."""
+    """Whether I uses saved tensors that W does not need, so that releasing them in between saves memory."""
 
 
 class _Microbatch:
-    """What is kept of one microbatch."""
+    """State of one microbatch between forward and the end of backward."""
 
     __slots__ = ("again", "entries", "roots", "saved", "split")
 
@@ -134,15 +137,15 @@ class _Microbatch:
 
 
 class Stage:
-    """Runs one contiguous part of the model for one microbatch at a time."""
+    """Contiguous part of the model. Runs one microbatch at a time."""
 
     def __init__(self, index: int, module: nn.Module, prefix: str = "", *, spreads: bool = False) -> None:
         """Makes a stage.
 
         Args:
-            index: its place in the model.
+            index: position of the stage in the model.
             module: its part of the model.
-            prefix: what the names of its parameters begin with in the unsplit model.
+            prefix: prefix of its parameters' names in the unsplit model.
             spreads: whether a tuple from the stage before becomes several positional arguments.
         """
         self.index = index
@@ -152,7 +155,7 @@ class Stage:
         """Whether only the input is kept from forward to backward, and the forward is run again."""
         self.halves = Halves()
         self.is_metered = False
-        """Whether `num_bytes` can be asked for. It costs some microseconds per layer."""
+        """Whether `num_bytes` is available. Metering costs some microseconds per layer."""
         self._spreads = spreads
         self._held: dict[int, _Microbatch] = {}
 
@@ -161,44 +164,46 @@ class Stage:
 
     @property
     def num_held(self) -> int:
-        """The number of microbatches between forward and the end of backward."""
+        """Number of microbatches between forward and the end of backward."""
         return len(self._held)
 
     def num_bytes(self, microbatch: int, but: Collection[int] = ()) -> int:
-        """Returns the bytes of what is held of a microbatch between forward and backward, while the stage is metered.
+        """Returns the bytes that the stage holds for a microbatch. Exact only while the stage is metered.
 
         Args:
-            microbatch: which one.
-            but: addresses of memory that does not count: parameters, and what belongs to the user.
+            microbatch: its number.
+            but: addresses of memory that is not counted: parameters, and the user's tensors.
         """
         held = self._held.get(microbatch)
         return 0 if held is None else num_bytes(held.tensors(), but)
 
     def call(self, value: Value, kwargs: Mapping[str, Value]) -> Value:
-        """Returns what the module makes of the batch's inputs (a tuple), or of what the stage before returned."""
+        """Calls the module with the inputs of the batch (a tuple), or with the output of the stage before."""
         if isinstance(value, tuple) and (self._spreads or self.index == 0):
             return self.module(*value, **kwargs)
         return self.module(value, **kwargs)
 
     def forward(self, microbatch: int, forward: Forward, *, splits: bool) -> Made:
-        """Runs the forward, and keeps what the backward needs.
+        """Runs the forward, and keeps its state for the backward.
 
         Args:
             microbatch: its number.
-            forward: runs `call`, and the loss where that is; on copies, if the stage recomputes.
-            splits: whether the backward may be done in two halves.
+            forward: runs `call`, and the loss after the last stage. It is run on copies if the stage recomputes.
+            splits: whether the backward may be split.
         """
         held = self._held[microbatch] = _Microbatch()
         if not self.recomputes:
             return self._make(held, forward, splits)
         held.again = forward, Autocast.now()
+        # The first run saves no tensors, since the backward goes through the graph of the second. It runs on copies,
+        # because the stage may write to its input, which the second run needs as it was.
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
             return forward.on_copies().entered().run()
 
     def recompute(self, microbatch: int, *, splits: bool) -> None:
-        """Runs the forward again, as it was: with the same random numbers, which belong to the microbatch.
+        """Runs the forward again, with the same random numbers and autocast setting.
 
-        Buffers stay as the first run left them: running statistics count a microbatch once.
+        Buffers keep the values of the first run, so running statistics count a microbatch once.
         """
         held = self._held[microbatch]
         assert held.again is not None, "the forward comes before"
@@ -208,25 +213,26 @@ class Stage:
         held.again = None
 
     def backward(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Adds into the parameters' .grad, and returns the gradients of the inputs that require one.
+        """Adds the parameters' gradients into .grad. Returns the gradients of the inputs that require one.
 
         Args:
-            microbatch: which of those that forward was called for.
-            gradients: for each root its gradient; None where nothing depends on it.
+            microbatch: a microbatch whose forward was run.
+            gradients: the gradient of each root; None if nothing depends on it.
 
         Raises:
-            ScheduleError: there are more or fewer gradients than roots, or all are missing.
+            ScheduleError: there are more or fewer gradients than roots, or all are None.
         """
         held = self._held.pop(microbatch)
+        # Without roots (a frozen stage, whose input needs no gradient) there is nothing to compute.
         if roots := self._roots(held, microbatch, gradients):
             run_backward(roots, into_leaves=True)
         return [gradient_at(entry) for entry in held.entries]
 
     def backward_input(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Returns the gradients of the inputs, and keeps what `backward_weight` needs.
+        """Runs I: returns the gradients of the inputs, and keeps the state for `backward_weight`.
 
         Raises:
-            ScheduleError: as `backward`.
+            ScheduleError: as for `backward`.
             CannotSplit: the graph is unlike the one that was probed.
         """
         held = self._held[microbatch]
@@ -238,20 +244,21 @@ class Stage:
             return split.run_input(held.saved)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Adds into the parameters' .grad."""
+        """Runs W: adds the parameters' gradients into .grad."""
         held = self._held.pop(microbatch)
         assert held.split is not None, "I comes before W"
         held.split.run_weights()
 
     def forget(self) -> None:
-        """Drops all that is held, after a step that failed."""
+        """Drops the state of all microbatches, after a step that failed."""
         self._held.clear()
 
     def _make(self, held: _Microbatch, forward: Forward, splits: bool) -> Made:
+        # Hooks on saved tensors take some microseconds per layer: only to count bytes, or if I can release some.
         if self.is_metered or (splits and self.halves.frees):
             held.saved = SavedTensors()
         separate = SeparateUses(self.halves.reused) if splits and self.halves.reused else nullcontext()
-        if self.index > 0:  # what the first one gets is the user's
+        if self.index > 0:  # the first stage's input is the user's: no gradient of it is returned
             forward = forward.entered()
             held.entries = entries(forward.value)
         with nullcontext() if held.saved is None else held.saved.saving(), separate:
@@ -268,7 +275,7 @@ class Stage:
         found = [Root(edge, value) for edge, value in zip(held.roots, gradients, strict=True) if value is not None]
         if gradients and not found:
             raise ScheduleError(
-                f"no gradient came back for what stage {self.index} returned for microbatch {microbatch}: stage "
+                f"no gradient came back for the output of stage {self.index} for microbatch {microbatch}: stage "
                 f"{self.index + 1} does not use it, or detaches it; if that is meant, freeze stages 0 to {self.index}"
             )
         return found
