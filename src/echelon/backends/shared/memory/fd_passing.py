@@ -119,7 +119,7 @@ def take(connection: socket.socket, count: int) -> list[int]:
                 _, fds, _, _ = socket.recv_fds(connection, 1, min(count - len(taken), _FDS_AT_ONCE))
                 taken += fds
                 if not fds:
-                    raise ConnectError("no shared memory came over the Unix socket: the giver closed it")
+                    raise ConnectError("no shared memory came over the Unix socket: it was closed")
     except OSError as error:
         for fd in taken:
             os.close(fd)
