@@ -80,7 +80,10 @@ def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, p
 def all_to_all(
     shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate
 ) -> Gathered:
-    """Sends `splits` rows to the ranks, and returns the rows that came for this one, in rank order."""
+    """Sends `splits[r]` rows to each rank r, and returns the rows received, in rank order.
+
+    Without `splits`, rows are split as torch.tensor_split does.
+    """
     rank, count, rows = shared.rank, shared.num_ranks, rows.contiguous()
     row_bytes = _row_bytes(rows)
     parts = _even(len(rows), count, row_bytes) if splits is None else _Parts.of(tuple(splits), row_bytes)
