@@ -89,9 +89,7 @@ class SharedMemoryBackend(Carried):
             raise error
 
     def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
-        """Raises if this rank need not wait longer: a disagreement, a failure of `rank` or of the group, or the
-        deadline.
-        """
+        """Raises if waiting is in vain: a disagreement, a failure of `rank` or of the group, or the deadline."""
         # Reads the connections first: nobody else may be polling while this rank waits in shared memory.
         self._tcp.poll_once()
         # A disagreement comes before failures and the deadline: it is their first cause, with both sides' calls.
@@ -104,9 +102,7 @@ class SharedMemoryBackend(Carried):
             raise Timeout(f"its time is up, {listed(missing)} {'has' if len(missing) < 2 else 'have'} not come")
 
     def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
-        """Maps the region of a group. Its first rank allocates the region and sends the offset to the others, which
-        block for it.
-        """
+        """Maps the region of a group. The first rank allocates it; the others block for its offset."""
         size = len(ranks) * memory_layout.ROOM_BYTES
         tag = Tag(context, _REGION_SEQUENCE)
         first, *others = ranks

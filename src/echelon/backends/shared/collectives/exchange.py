@@ -33,7 +33,7 @@ from echelon.errors import ProtocolError
 
 
 class Meeting(NamedTuple):
-    """Outcome of a meeting: the tensors of all ranks, if this rank can reach them."""
+    """Outcome of a meeting: the tensors of all ranks, if they can be reached."""
 
     everywhere: list[torch.Tensor] | None
     """Flat symmetric tensors of all ranks, if all can be reached. Such an operation ends with `exit_barrier`."""
@@ -223,6 +223,7 @@ class Exchange(NamedTuple):
         if not shared.symmetric.count:
             return None
         announced = [[shared.board.word(rank, index) for index in range(3)] for rank in range(shared.num_ranks)]
+        # A rank whose blocks nobody reads need not be reached, so its size is 0.
         return self.reach.everywhere(
             announced, [head.offsets[-1] if any(head.read_sizes()) else 0 for head in self.heads]
         )

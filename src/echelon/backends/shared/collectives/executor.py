@@ -49,7 +49,7 @@ class Host(Protocol):
         ...
 
     def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
-        """Raises if this rank need not wait longer for a rank of the world. None: for its own turn."""
+        """Raises if waiting for `rank` of the world is in vain. None: this rank waits for its own turn."""
         ...
 
     def now(self) -> float:
@@ -133,8 +133,8 @@ class SharedCollectives(NativeCollectives):
             if self._interrupted is not None:
                 raise PeerFailed(self._ranks[self._rank], f"its operation #{self._interrupted} was interrupted")
             return act(self._shared or self._open(call), call, *arguments)
-        # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
         except BaseException:
+            # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
             self._interrupted = self._interrupted or number
             if self._shared is not None:
                 # Before anybody is told over TCP: a peer that finds it withdrawn waits for the cause and reports no
@@ -148,8 +148,8 @@ class SharedCollectives(NativeCollectives):
         host, context, ranks = self._host, self._context, self._ranks
         region = host.map_region(call, context, ranks)
 
-        # Refers neither to the board nor to `self`, so the region is unmapped with the group, without a cycle to
-        # collect.
+        # Refers neither to the board nor to `self`, so no cycle keeps the region mapped after the
+        # group.
         def check_liveness(board: SyncBlock, rank: int, has_come: Callable[[], bool], call: Call) -> None:
             host.check_liveness(call, context, ranks[rank], board)
             # After the cheap checks: asking a rank for its progress is a message over TCP.

@@ -60,9 +60,7 @@ def gather(shared: Shared, call: Call, rows: torch.Tensor, dst: int, place: Allo
 
 
 def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, place: AllocateAny) -> torch.Tensor:
-    """Returns this rank's part of rank `src`'s tensor, split along dim 0. Other ranks need not know its shape and
-    dtype.
-    """
+    """Returns this rank's part of rank `src`'s tensor, split along dim 0. Only `src` knows its shape and dtype."""
     rank, count = shared.rank, shared.num_ranks
     if tensor is not None and rank == src:
         whole = tensor.contiguous()

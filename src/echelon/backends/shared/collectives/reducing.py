@@ -43,13 +43,13 @@ def all_reduce(shared: Shared, call: Call, tensor: torch.Tensor, operator: Opera
     everywhere, shown = meet_with(shared, call, flat, small)
     if everywhere is not None:
         _reduce_slices(shared, call, everywhere, operator)
-    # One meeting: 512 KiB and 1 MiB 1.20 and 1.22 times as fast. Two meetings, each rank combining a half: 0.93.
     elif shown is not None and shared.num_ranks == 2:
+        # One meeting: 1.20 and 1.22 times as fast for 512 KiB and 1 MiB. Two meetings, a half for each rank: 0.93.
         _combine(flat, [flat if peer == shared.rank else place for peer, place in enumerate(shown)], operator)
     elif shown is not None:
         _reduce_shown(shared, call, flat, operator)
-    # Each of 2 ranks reads all of the other's pieces. A half each was 0.68 to 0.81 times as fast with 64 MiB.
     elif shared.num_ranks == 2:
+        # Each rank reads all of the other's pieces. A half for each was 0.68 to 0.81 times as fast with 64 MiB.
         _reduce_pieces(shared, call, flat, operator, readers=(0, 1))
     else:
         _reduce_parts(shared, call, flat, operator)
@@ -64,8 +64,8 @@ def reduce(shared: Shared, call: Call, tensor: torch.Tensor, dst: int, operator:
         return
     flat = tensor.contiguous().view(-1)
     everywhere, _ = meet_with(shared, call, flat)
-    # Rank `dst` combines all of it: a part for each of 4 ranks, which `dst` then reads, was 0.77 times as fast.
     if everywhere is None:
+        # Rank `dst` combines all of it: a part for each of 4 ranks, which `dst` then reads, was 0.77 times as fast.
         _reduce_pieces(shared, call, flat, operator, readers=(dst,))
     else:
         _reduce_slices_to(shared, call, everywhere, dst, operator)
@@ -165,7 +165,7 @@ def _reduce_slices(shared: Shared, call: Call, everywhere: Sequence[torch.Tensor
     """Symmetric tensors: each rank reduces its slice of all of them in place, then writes it to all."""
     for parts in _pieces_of_slices(shared, everywhere):
         _combine(parts[0], parts, operator)
-        # While the piece is in the cache.
+        # Piece by piece, while it is in the cache.
         for part in parts[1:]:
             copy_contiguous(parts[0], part)
     exit_barrier(shared, call)
@@ -286,9 +286,8 @@ def _reduce_shares(
         operator: the reduction.
     """
     rank, count, rooms = shared.rank, shared.num_ranks, shared.rooms
-    size = (
-        rooms.slot_bytes // target.itemsize // (count - 1) // _ALIGNMENT * _ALIGNMENT
-    )  # elements of each share in a slot
+    # Elements of each share in a slot.
+    size = rooms.slot_bytes // target.itemsize // (count - 1) // _ALIGNMENT * _ALIGNMENT
     width = size * target.itemsize
     slots = rooms.slots(target.dtype)
     shown = [

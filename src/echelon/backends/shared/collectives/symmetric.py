@@ -153,7 +153,7 @@ class SymmetricMemory:
         return part.data[:size].view(dtype).view(tuple(shape))
 
     def reach(self, tensor: torch.Tensor | None) -> SymmetricView:
-        """Returns the view to announce for an operation on a contiguous tensor. None: this rank has no tensor in it."""
+        """Returns the view to announce for an operation on a contiguous tensor, or on none."""
         # Fast path: most groups never allocate symmetric memory, and announce nothing.
         if not self.count:
             return SymmetricView({})
@@ -164,9 +164,7 @@ class SymmetricMemory:
         return SymmetricView(blocks, self.count, (*self._spot(tensor), held))
 
     def _spot(self, tensor: torch.Tensor | None) -> tuple[int, int]:
-        """Returns the number of a tensor's block and the tensor's offset in this rank's part. Zeros for ordinary
-        memory.
-        """
+        """Returns a tensor's block number and its offset in this rank's part. Zeros for ordinary memory."""
         # Read once: `_forget` replaces the list in any thread and never changes it.
         starts = self._starts
         if tensor is None or not starts:

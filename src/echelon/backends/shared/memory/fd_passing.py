@@ -94,9 +94,7 @@ def dial(name: str, token: bytes, giver: int, timeout: float) -> socket.socket:
         connection.settimeout(timeout)
         connection.connect(f"\0{name}")
         if _caller(connection) != giver:
-            raise AuthenticationError(
-                f"another process listens in place of {giver} on the Unix socket for its shared memory"
-            )
+            raise AuthenticationError(f"another process than {giver} listens on the Unix socket for its shared memory")
         connection.sendall(token)
     except OSError as error:
         connection.close()
