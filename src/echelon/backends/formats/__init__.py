@@ -1,1 +1,1 @@
-"""Byte layouts of frames, message records and shared memory, as pure data."""
+"""Byte layouts of frames, message records and shared memory, as data. Pure."""

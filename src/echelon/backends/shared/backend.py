@@ -67,6 +67,7 @@ class SharedMemoryBackend(Carried):
         return f"<SharedMemoryBackend: rank {self.rank} of {self.world_size}, {len(self._local_ranks)} here{state}>"
 
     def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: D102
+        # Between these sizes the message lies in its part as a whole, so the part can become the tensor.
         sizes = self._post.sizes
         return src in self._local_ranks and sizes.inline_bytes < num_bytes <= sizes.whole_bytes
 
