@@ -5,7 +5,7 @@ Each rank, the *writer*, has for each other rank, the *reader*:
     news        64 bytes  the writer's counters, in the reader's row of news
         0  records   bytes of records that are in the ring
         1  pieces    pieces of large messages that are written, of all messages together
-        2  waiting   1 while the writer waits for answers, because ring or arena is full
+        2  waiting   1 while the writer waits for answers, because a message has no room
     answers     64 bytes  the reader's counters, in the writer's row of answers
         0  taken     bytes of records taken out of the ring, published at every quarter of the ring
         1  drained   pieces that the reader is done with, of all messages together

@@ -137,7 +137,7 @@ class SharedCollectives(NativeCollectives):
             # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
             self._interrupted = self._interrupted or number
             if self._shared is not None:
-                # Before anybody is told over TCP: a peer that finds it withdrawn waits for the cause and reports no
+                # Before the revocation over TCP: a peer that finds it withdrawn waits for the cause and reports no
                 # mismatch.
                 self._shared.board.withdraw(call)
             raise

@@ -108,7 +108,7 @@ def take(connection: socket.socket, count: int) -> list[int]:
     """Receives `count` files and closes the connection. Blocks up to the timeout given to `dial`.
 
     Raises:
-        ConnectError: they did not arrive; those that did are closed.
+        ConnectError: they did not all arrive; the files that did are closed.
     """
     taken: list[int] = []
     try:

@@ -47,7 +47,7 @@ class _Known(NamedTuple):
 
 
 class _Arrival:
-    """Large message that is being written, or waits for the end of its pieces."""
+    """Large message that is being written, or is written and not taken in yet."""
 
     def __init__(
         self, head: Head, delivery: IncomingMessage, prefix: message_layout.Prefix, parts: _Parts, first: int
@@ -88,8 +88,8 @@ class _Arrival:
         room = delivery.room(done)
         if room is None and self.is_whole:
             return  # no buffer: the part becomes the tensor, or the message is dropped
-        # A dropped message that is longer than its part: its pieces count as drained without a copy, so that the writer
-        # ends.
+        # No buffer from here on means a dropped message longer than its part: its pieces count as drained, uncopied, so
+        # that the writer can end it.
         size = min(self._piece_bytes - begun, self.head.num_bytes - done)
         if room is not None:
             size = min(size, room.nbytes)
