@@ -32,7 +32,7 @@ class Arena:
         self._kept: dict[int, list[int]] = {}
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
-        """Allocates `num_bytes`, at most MAX_PART_BYTES. Returns offset and size of the part. None if it does not fit."""
+        """Allocates `num_bytes`, at most MAX_PART_BYTES. Returns the part's offset and size. None if none fits."""
         size = max(MIN_PART_BYTES, 1 << (num_bytes - 1).bit_length())
         # Fast path: most messages are as long as an earlier one.
         if kept := self._kept.get(size):
