@@ -1,1 +1,1 @@
-"""Formats of frames, records and shared memory, as data. Pure."""
+"""Byte layouts of frames, message records and shared memory, as data. Pure."""

@@ -1,4 +1,4 @@
-"""Frames as data: what crosses a connection between two ranks. No sockets and no tensors in here.
+"""Frames between two ranks as data: encoding, decoding, limits. No sockets and no tensors in here.
 
 A frame is a fixed header, then the shape and the note, then the payload:
 
@@ -19,11 +19,9 @@ from typing import NamedTuple
 
 from echelon.errors import ProtocolError, SizeMismatch
 
-# What a message is for: the group, the operation and the step that it belongs to.
-
 
 class Tag(NamedTuple):
-    """What a message is for. Two messages meet only if all three numbers are equal.
+    """Address of a message within a pair of ranks. A message matches a receive only if all three numbers are equal.
 
     context: the group, 0 for a backend used directly (64 bits). sequence: the operation within the group, 0 for point
     to point (64 bits). step: the user's tag; 0 in collectives (32 bits).
@@ -35,10 +33,10 @@ class Tag(NamedTuple):
 
     @classmethod
     def of(cls, tag: int | Tag) -> Tag:
-        """Returns `tag` itself, or the point-to-point tag of that number.
+        """Returns `tag` itself if it is a Tag, else the point-to-point tag of that number.
 
         Raises:
-            SizeMismatch: a number outside 0 to 2**32 - 1.
+            SizeMismatch: the number is outside 0 to 2**32 - 1.
         """
         if isinstance(tag, Tag):
             return tag
@@ -47,7 +45,7 @@ class Tag(NamedTuple):
         return cls(step=tag)
 
     def is_collective_of(self, context: int) -> bool:
-        """Says whether this is the tag of a collective, not of a message, in that group."""
+        """Whether this is the tag of a collective of that group, not of a point-to-point message."""
         return self.context == context and self.sequence > 0
 
     def __str__(self) -> str:
@@ -59,14 +57,15 @@ class Tag(NamedTuple):
 MAX_NOTE_BYTES = 1024
 MAX_DIMS = 64
 MAX_STEP = 2**32 - 1
-"""The largest user's tag, or step of a collective."""
+"""Largest user's tag, and largest step of a collective."""
 MAX_MESSAGE_BYTES = 1 << 36
-"""The largest payload that is believed: 64 GiB, unless the backend is given a lower limit."""
+"""Largest payload that is accepted: 64 GiB, unless the backend is given a lower limit."""
 
 _LAYOUT = "<BBBxHxxQQIxxxxQ"
 _HEADER = struct.Struct(_LAYOUT)
 HEADER_BYTES = _HEADER.size
 
+# Names, not objects of torch: some versions of torch lack some of the dtypes, and all must agree on the codes.
 DTYPES: tuple[tuple[str, int], ...] = (
     ("uint8", 1),
     ("int8", 1),
@@ -96,31 +95,32 @@ DTYPES: tuple[tuple[str, int], ...] = (
     ("bits2x4", 1),
     ("bits4x2", 1),
 )
-"""Name and item size in bytes of every dtype, at the place that is its code on the wire. Only append."""
+"""Name and item size in bytes of every dtype. The index is its code on the wire, so only append."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     DATA = 1
-    """A tensor."""
+    """Message with a tensor."""
     CLOSE = 2
     """The sender has closed; nothing follows."""
     FAILED = 3
-    """Operations of `context` (0: all) cannot finish, because of rank `step`; the note says why."""
+    """Revocation: operations of `context` (0: all) cannot finish, because of rank `step`. The note says why."""
     MISMATCH = 4
-    """Ranks have made different calls in `context`; the note says which. `step` - 1 has left instead, 0: none has."""
+    """Ranks have made different calls in `context`; the note says which. `step` - 1 is the rank that has left. 0: none
+    has."""
     QUESTION = 5
-    """Where is the receiver, seen from operation `sequence` of `context` with signature `step`?"""
+    """Asks for the receiver's progress, seen from operation `sequence` of `context` with signature `step`."""
     ANSWER = 6
-    """The standing of the sender, in `step`; context and sequence are the question's, the note says more."""
+    """Progress of the sender, in `step`. Context and sequence are the question's; the note has details."""
     TALLY = 7
-    """Before a goodbye: the sender's last collective in `context` is number `sequence`, with signature `step`; the note
-    says which. For context 0: it has received `sequence` messages of the receiver."""
+    """Sent before CLOSE. The sender's last collective in `context` is number `sequence`, with signature `step`; the
+    note names it. For context 0: the sender has received `sequence` messages from the receiver."""
 
 
 class Frame(NamedTuple):
-    """One frame without its payload. `step`, `sequence` and `context` are the tag of the message."""
+    """Frame without its payload. `context`, `sequence` and `step` are the message's tag."""
 
     kind: FrameKind
     context: int = 0
@@ -132,7 +132,7 @@ class Frame(NamedTuple):
     payload_bytes: int = 0
 
     def encode(self) -> bytes:
-        """Returns header, shape and note as bytes; the payload is to follow."""
+        """Returns header, shape and note as bytes. The payload has to follow."""
         note = _encode_note(self.note)
         head = struct.pack(
             f"{_LAYOUT}{len(self.shape)}Q",
@@ -150,41 +150,45 @@ class Frame(NamedTuple):
 
 
 def as_sent(note: str) -> str:
-    """Returns the note as the other end will read it: cut to the limit, lone surrogates spelled out."""
+    """Returns the note as the peer will read it: cut to the limit, lone surrogates escaped."""
+    # Fast path: nearly all notes are short ASCII.
     if note.isascii() and len(note) <= MAX_NOTE_BYTES:
         return note
     return _encode_note(note).decode()
 
 
 def signed(operation: str, sequence: int, signature: int) -> str:
-    """Returns what two ranks compare: an operation, its number, and a signature of all that was called before."""
+    """Returns the note that two ranks compare: an operation, its number, and a signature of all calls up to it."""
     return f"{operation}, #{sequence} ~{signature:08x}"
 
 
 def is_signed(note: str) -> bool:
-    """Says whether a note is that of a collective."""
+    """Whether a note is that of a collective."""
     return " ~" in note
 
 
 def readable(note: str) -> str:
     """Returns a note without its signature, if it has one."""
     head, mark, tail = note.partition(" ~")
+    # The signature has 8 hexadecimal digits. Text may follow it.
     return head + tail[8:] if mark else note
 
 
 def _encode_note(note: str) -> bytes:
     data = note.encode(errors="backslashreplace")
     if len(data) > MAX_NOTE_BYTES:
+        # The cut may fall inside a character, whose first bytes are dropped.
         data = data[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
     return data
 
 
 def extra_bytes(header: bytes | memoryview) -> int:
-    """Returns how many bytes of shape and note follow a header of HEADER_BYTES bytes.
+    """Returns the number of bytes of shape and note after a header of HEADER_BYTES bytes.
 
     Raises:
-        ProtocolError: the header is not one of ours.
+        ProtocolError: the kind is unknown, or a length is over its limit.
     """
+    # Needs the fixed header alone, so a stranger's bytes are refused before a length of theirs is believed.
     kind, _, num_dims, note_bytes, *_ = _HEADER.unpack(header)
     if kind not in _KINDS:
         raise ProtocolError(f"frame of unknown kind {kind}: the peer does not speak this protocol")
@@ -197,18 +201,20 @@ def extra_bytes(header: bytes | memoryview) -> int:
 
 
 def decode(header: bytes | memoryview, extra: bytes | memoryview, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Frame:
-    """Returns the frame that a header and the `extra_bytes(header)` bytes after it stand for.
+    """Decodes a header and the `extra_bytes(header)` bytes after it.
 
     Raises:
-        ProtocolError: a limit is passed, or payload, shape and dtype contradict each other.
+        ProtocolError: a limit is exceeded, or payload, shape and dtype contradict each other.
     """
     kind, dtype, num_dims, _, context, sequence, step, payload_bytes = _HEADER.unpack(header)
     shape = struct.unpack_from(f"<{num_dims}Q", extra)
     if dtype >= len(DTYPES):
         raise ProtocolError(f"frame with unknown dtype code {dtype}: the peer is of another version")
     expected = math.prod(shape) * DTYPES[dtype][1] if kind == FrameKind.DATA else 0
+    # Zero sizes count as 1, as in torch's strides: a shape with a zero and an impossible size made torch raise.
     if math.prod([size or 1 for size in shape]) > _MAX_INT64:
         raise ProtocolError(f"frame with shape {_shortened(shape)}: the strides of such a tensor do not fit 64 bits")
+    # Only DATA may have a payload, so other kinds cannot make the receiver allocate.
     if payload_bytes != expected:
         raise ProtocolError(f"frame with a payload of {payload_bytes} bytes, but its shape needs {expected}")
     if payload_bytes > max_message_bytes:

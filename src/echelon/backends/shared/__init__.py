@@ -1,1 +1,1 @@
-"""Ranks of one host, connected by memory that all of them map."""
+"""Backend for ranks of one host that share memory."""

@@ -1,8 +1,9 @@
-"""Ranks of one host over shared memory, and ranks of other hosts over TCP.
+"""Backend over shared memory for ranks of one host, and over TCP for ranks of other hosts.
 
-Strategy. A `TcpBackend` connects all ranks: it finds and proves them, carries messages, and tells who died, left or
-gave up. The ranks of one host share a segment besides, in which groups of them do their collectives. While a rank waits
-there, it polls the connections every 20 to 50 ms, so what is told over them ends its wait.
+Strategy. A `TcpBackend` connects all ranks: it finds and authenticates them, carries messages between hosts, and
+reports deaths, exits and revocations. The ranks of one host share a segment as well, through which they send messages
+and groups of them run their collectives. A rank that waits there polls the connections every 20 to 50 ms, so a failure
+reported over them ends its wait.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
 
+# Sequence number of the message with the offset of a group's region: no collective ever gets it.
 _REGION_SEQUENCE = (1 << 64) - 1
-"""Of the message that says where a group's region is."""
 
 
 class SharedMemoryBackend(Carried):
-    """Moves CPU tensors between processes of one host through memory that they share, and else over TCP."""
+    """Backend that moves CPU tensors through shared memory within a host, and over TCP between hosts."""
 
     shares_memory = True
 
     def __init__(self, tcp: TcpBackend, local_ranks: Sequence[int], common: Common) -> None:
-        """Takes over a backend that is connected, and what these ranks share; `share` makes both."""
+        """Takes over a connected backend and the resources that these ranks share. `share` makes both."""
         super().__init__(tcp)
         self._local_ranks = frozenset(local_ranks)
         self.segment = common.segment
-        """What the ranks of this host share."""
+        """Memory file that the ranks of this host share."""
         self.waiter = SpinThenSleep(len(local_ranks))
-        """How this rank waits."""
+        """Adaptive wait of this rank, one for all of its groups."""
         self._post = MessageRegion(common.segment, list(local_ranks).index(tcp.rank), common.doorbells)
         lines = {
             rank: SharedLine(self._post, number, tcp.max_message_bytes)
@@ -66,6 +67,7 @@ class SharedMemoryBackend(Carried):
         return f"<SharedMemoryBackend: rank {self.rank} of {self.world_size}, {len(self._local_ranks)} here{state}>"
 
     def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: D102
+        # Between these sizes the message lies in its part as a whole, so the part can become the tensor.
         sizes = self._post.sizes
         return src in self._local_ranks and sizes.inline_bytes < num_bytes <= sizes.whole_bytes
 
@@ -75,6 +77,7 @@ class SharedMemoryBackend(Carried):
     # Collectives
 
     def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102
+        # A group that spans hosts runs plans over messages instead.
         if len(ranks) < 2 or not self._local_ranks.issuperset(ranks):
             return None
         return SharedCollectives(self, context, tuple(ranks), list(ranks).index(self.rank))
@@ -87,8 +90,10 @@ class SharedMemoryBackend(Carried):
             raise error
 
     def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
-        """Raises why this rank need not wait longer: what it was told, a rank's end, or that its time is up."""
+        """Raises if waiting is in vain: a disagreement, a failure of `rank` or of the group, or the deadline."""
+        # Reads the connections first: nobody else may be polling while this rank waits in shared memory.
         self._tcp.poll_once()
+        # A disagreement comes before failures and the deadline: it is their first cause, with both sides' calls.
         if board is not None and (disagreement := board.disagreement()):
             raise disagreement
         if error := self._tcp.failure(self.rank if rank is None else rank, context):
@@ -98,7 +103,7 @@ class SharedMemoryBackend(Carried):
             raise Timeout(f"its time is up, {listed(missing)} {'has' if len(missing) < 2 else 'have'} not come")
 
     def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
-        """Returns the region of a group, which its first rank gives out and tells the others about."""
+        """Maps the region of a group. The first rank allocates it; the others block for its offset."""
         size = len(ranks) * memory_layout.ROOM_BYTES
         tag = Tag(context, _REGION_SEQUENCE)
         first, *others = ranks
@@ -123,19 +128,20 @@ class SharedMemoryBackend(Carried):
             self._let_go()
 
     def _let_go(self) -> None:
-        if self.is_inherited:  # its parent may have held the lock of the doorbells when it forked
+        # A forked child: a thread of its parent may have held the lock of the doorbells at the fork.
+        if self.is_inherited:
             return
         self._post.close()
         self.segment.close()
 
 
 def share(tcp: TcpBackend, *, required: bool, timeout: float) -> Backend:
-    """Has the ranks of each host share memory, where they can; every rank of the world calls it.
+    """Sets up shared memory on each host where that is possible. Every rank of the world calls it.
 
     Args:
         tcp: connects all ranks.
-        required: refuse to go on without.
-        timeout: seconds for each step of the ranks' agreement.
+        required: whether to raise if the ranks of this host cannot share memory.
+        timeout: in seconds, for each step of the agreement.
 
     Returns:
         The backend to use: `tcp` itself if there is nothing to share.
@@ -143,6 +149,7 @@ def share(tcp: TcpBackend, *, required: bool, timeout: float) -> Backend:
     Raises:
         LaunchError: it is required, and a rank of this host cannot.
     """
+    # Only ranks that see each other's processes: containers of one machine may not.
     here = machine_id()
     members = [member for member in tcp.members if member.machine == here]
     if len(members) < 2:
@@ -152,6 +159,7 @@ def share(tcp: TcpBackend, *, required: bool, timeout: float) -> Backend:
         common = meet(tcp, local_ranks, [member.pid for member in members], timeout)
     except Unshared as why:
         if required:
+            # All local ranks raise alike; the others learn the reason through the abort.
             tcp.abort(f"no shared memory: {why}")
             raise LaunchError(f"backend='shm' cannot be used here ({why}): use 'auto' or 'tcp'") from why
         logger.warning("rank %d: no shared memory, so all goes over TCP: %s", tcp.rank, why)

@@ -1,1 +1,1 @@
-"""Collectives on shared memory."""
+"""Collectives of ranks that share memory."""

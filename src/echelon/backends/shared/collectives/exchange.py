@@ -1,15 +1,15 @@
-"""How ranks show each other blocks of bytes of which only the owner knows the sizes before they meet.
+"""Exchange of byte blocks whose sizes only their owner knows beforehand.
 
-Every rank writes beside its announcement how large its blocks are, and, if they fit, the blocks themselves. When all
-have met, each knows all sizes, so all see alike which way the blocks go:
+Every rank writes a header with the sizes of its blocks beside its announcement and, if they fit, the blocks themselves.
+After the meeting each rank knows all sizes, so all choose the same path:
 
-- those of all ranks stand beside the announcements: they are read there;
-- all lie in memory that `group.empty` made, and that every rank still has: they are read where they are, and no rank
-  leaves before all have read;
-- else all go through the slots, piece by piece, every block in a lane of its own.
+- Blocks of all ranks lie beside the announcements: they are read there.
+- All blocks lie in symmetric memory (`group.empty`) that every rank still maps: they are read in place, and an exit
+  barrier keeps their owners until all have read.
+- Otherwise all pass through the slots, piece by piece, each block in a column (lane) of its own.
 
-Blocks of up to 1 MiB a rank are written beside the announcement wherever they lie: a second copy takes less time than
-to wait until all have read.
+Blocks of up to 1 MiB a rank are written beside the announcement even if they lie in symmetric memory: a second copy
+takes less time than waiting until all have read.
 """
 
 from __future__ import annotations
@@ -31,93 +31,97 @@ from echelon.backends.shared.collectives.streaming import pass_by, stream
 from echelon.backends.shared.collectives.symmetric import SymmetricView
 from echelon.errors import ProtocolError
 
-# How an operation finds out whether it can reach into the tensors of all ranks, and how it ends if it can.
-
 
 class Meeting(NamedTuple):
-    """What a rank knows when all ranks have come."""
+    """Outcome of a meeting: the tensors of all ranks, if they can be reached."""
 
     everywhere: list[torch.Tensor] | None
-    """The flat tensors of all ranks, if all can be reached; such an operation ends with `exit_barrier`."""
+    """Flat symmetric tensors of all ranks, if all can be reached. Such an operation ends with `exit_barrier`."""
     shown: Sequence[torch.Tensor] | None
-    """The same, as all ranks have written them beside their announcements, if all have."""
+    """Copies of the tensors of all ranks, if all were written beside the announcements."""
 
 
 def meet_with(shared: Shared, call: Call, flat: torch.Tensor, small: SmallBuffers | None = None) -> Meeting:
-    """Announces a large operation on a flat tensor, and returns when all ranks have come.
+    """Announces a large operation on a flat tensor. Blocks until all ranks have announced it.
 
     Args:
         shared: by the group.
         call: the operation.
         flat: as many elements on all ranks.
-        small: where ranks show their tensors, those that are not where all can reach them; None: they do not.
+        small: buffers for tensors outside symmetric memory; None: such tensors are not written here.
+
+    Raises:
+        CollectiveMismatch: a rank has announced another operation.
     """
     board = shared.board
     reach = shared.symmetric.reach(as_bytes(flat))
     board.announce(call, reach.words)
+    # Written before `meet`, so one meeting both synchronises and transfers.
     if small is not None and not reach.has_tensor:
         small.write(flat)
     board.meet(call)
+    # Fast path: the group has never allocated symmetric memory.
     if not shared.symmetric.count:
         return Meeting(None, None if small is None else small.places)
     announced = [[board.word(rank, index) for index in range(3)] for rank in range(shared.num_ranks)]
     if small is not None and not any(number for number, *_ in announced):
         return Meeting(None, small.places)
+    # None if one rank passed an ordinary tensor: all ranks see this alike, and all take the slots.
     everywhere = reach.everywhere(announced, [flat.nbytes] * shared.num_ranks)
     return Meeting(None if everywhere is None else [part.view(flat.dtype) for part in everywhere], None)
 
 
 def exit_barrier(shared: Shared, call: Call) -> None:
-    """Returns when all ranks have done what they do with the tensors of others."""
+    """Blocks until all ranks are done. No rank reads or writes another's tensor after it."""
     shared.board.tick()
     shared.board.wait_for_all(1, call)
 
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes of a cache line
 
 
 class Head(NamedTuple):
-    """What a rank says of its blocks."""
+    """Header of a rank's blocks."""
 
     sizes: tuple[int, ...]
-    """The bytes of each."""
+    """Bytes of each block."""
     facts: tuple[int, ...]
-    """Whatever else their readers need to know."""
+    """Further numbers for the readers, such as a dtype or numbers of rows."""
     unread: int | None
-    """The block that no other rank reads, so it is not shown; None: there is none."""
+    """Index of the block that no other rank reads, so it is not written. None if there is none."""
     is_shown: bool
-    """Whether the others stand beside the announcement."""
+    """Whether the other blocks lie beside the announcement."""
     offsets: tuple[int, ...]
-    """Where each begins in the rank's own memory; the last number is where they end."""
+    """Offset of each block in the rank's own memory, and the end of the last."""
     starts: tuple[int, ...]
-    """Where each begins beside the announcement, likewise."""
+    """Offset of each block beside the announcement, and the end of the last."""
     text: bytes
-    """All that, as it stands in memory."""
+    """The header as bytes in shared memory."""
 
     @property
     def num_lanes(self) -> int:
-        """How many blocks there are to be read."""
+        """Number of blocks that other ranks read."""
         return len(self.sizes) - (self.unread is not None)
 
     def lane(self, number: int) -> int:
-        """Returns the place of a block among those to be read."""
+        """Returns the index of block `number` among the blocks that other ranks read."""
         return number - (self.unread is not None and number > self.unread)
 
     def read_sizes(self) -> list[int]:
-        """Returns the sizes of the blocks to be read."""
+        """Returns the sizes of the blocks that other ranks read."""
         return [size for number, size in enumerate(self.sizes) if number != self.unread]
 
 
 class Exchange(NamedTuple):
-    """Blocks that all ranks have shown; each rank calls `collect` once, if only to read nothing."""
+    """Blocks that all ranks have announced. Each rank calls `collect` once, even if it reads nothing."""
 
     shared: Shared
     call: Call
     whole: torch.Tensor | None
     heads: Sequence[Head]
-    """By rank."""
+    """Headers, by rank."""
     reach: SymmetricView
-    """What this rank could reach when it announced its blocks."""
+    """Symmetric blocks that this rank mapped when it announced."""
 
     @classmethod
     def meet(
@@ -129,15 +133,18 @@ class Exchange(NamedTuple):
         facts: tuple[int, ...] = (),
         unread: int | None = None,
     ) -> Exchange:
-        """Shows this rank's blocks, and returns when all have shown theirs.
+        """Announces this rank's blocks. Blocks until all ranks have announced theirs.
 
         Args:
             shared: by the group.
             call: the operation.
-            whole: all blocks, one behind the other: a contiguous tensor; None: this rank has none.
+            whole: all blocks, one behind the other, as a contiguous tensor; None: this rank has none.
             sizes: of the blocks, in bytes.
             facts: see `Head`.
             unread: see `Head`.
+
+        Raises:
+            CollectiveMismatch: a rank has announced another operation.
         """
         rooms, number = shared.rooms, call.sequence
         reach = shared.symmetric.reach(whole)
@@ -154,17 +161,18 @@ class Exchange(NamedTuple):
         return cls(shared, call, whole, heads, reach)
 
     def collect(self, result: torch.Tensor | None, owners: Sequence[int], number: int = 0) -> None:
-        """Reads one block of each of some ranks; all ranks call it.
+        """Reads one block of each of the `owners`. All ranks call it; it may block until all have read.
 
         Args:
-            result: overwritten with the blocks, one behind the other: a contiguous tensor of as many bytes as they
-                have; None: this rank reads nothing.
-            owners: the ranks, this one perhaps among them.
-            number: of the block among those of each.
+            result: overwritten with the blocks, one behind the other: a contiguous tensor of their total size;
+                None: this rank reads nothing.
+            owners: ranks to read from, perhaps this one too.
+            number: index of the block among the blocks of each owner.
 
         Raises:
-            ProtocolError: they do not have as many; a rank said something else before.
+            ProtocolError: the blocks do not fit `result`, as a rank's sizes contradict its facts.
         """
+        # Fast path: no second meeting. The data stands until the operation after the next.
         if all(head.is_shown for head in self.heads):
             if result is not None:
                 self._read_shown(result, owners, number)
@@ -182,6 +190,7 @@ class Exchange(NamedTuple):
                 start = self.heads[owner].offsets[number]
                 copy_contiguous(wholes[owner][start : start + target.numel()], target)
             exit_barrier(self.shared, self.call)
+        # Last, so that the peers need not wait for a copy that concerns nobody else.
         if own is not None:
             copy_contiguous(self._own_blocks()[number], own)
 
@@ -196,30 +205,34 @@ class Exchange(NamedTuple):
         end = target + result.nbytes
         for owner in owners:
             head = heads[owner]
+            # A rank's own block is copied straight from its tensor, as it may not be written beside the announcement.
             if self.whole is not None and owner == self.shared.rank:
                 source = self.whole.data_ptr() + head.offsets[number]
             else:
                 source = rooms.small_at(owner, sequence) + head.starts[number]
             size = head.sizes[number]
+            # An error, no assert: under `python -O` a peer's wrong sizes would overwrite memory behind the result.
             if target + size > end:
                 raise ProtocolError(f"rank {owner} of the group showed {size} bytes, for which its rows have no room")
             ctypes.memmove(target, source, size)
             target += size
 
     def _where_they_are(self) -> list[torch.Tensor] | None:
-        """Returns the blocks of every rank in its own memory, if all ranks can read those of all there."""
+        """Returns the blocks of every rank in symmetric memory. None unless all ranks can reach all of them."""
         shared = self.shared
         if not shared.symmetric.count:
             return None
         announced = [[shared.board.word(rank, index) for index in range(3)] for rank in range(shared.num_ranks)]
+        # A rank whose blocks nobody reads need not be reached, so its size is 0.
         return self.reach.everywhere(
             announced, [head.offsets[-1] if any(head.read_sizes()) else 0 for head in self.heads]
         )
 
     def _stream(self, targets: dict[int, torch.Tensor], number: int) -> None:
-        """Has the blocks pass through the slots, side by side."""
+        """Sends the blocks through the slots, side by side, each in a lane of every slot."""
         rank, heads, rooms = self.shared.rank, self.heads, self.shared.rooms
         num_lanes = max(1, max(head.num_lanes for head in heads))
+        # Lanes begin at cache lines and are the same on all ranks, from the rank with the most blocks.
         width = rooms.slot_bytes // num_lanes // _ALIGNMENT * _ALIGNMENT
         shown = [
             (heads[rank].lane(n) * width, block.data_ptr(), block.nbytes)
@@ -243,23 +256,26 @@ class Exchange(NamedTuple):
                 if begin < size:
                     ctypes.memmove(target + begin, rooms.slot_at(owner, slot) + lane, min(width, size - begin))
 
+        # All ranks run as many pieces as the longest block needs: their ticks have to match.
         longest = max((size for head in heads for size in head.read_sizes()), default=0)
         stream(self.shared, self.call, -(-longest // width), write if shown else pass_by, read if wanted else pass_by)
 
 
 def _write(place: int, blocks: int, head: Head) -> None:
-    """Writes the blocks that stand at one address to where they are shown, in the place at another."""
+    """Copies a rank's blocks from one address to its buffer at another."""
     offsets, starts = head.offsets, head.starts
     before = len(head.sizes) if head.unread is None else head.unread
+    # Two copies at most: the blocks before the unread one, and the blocks after it.
     ctypes.memmove(place + starts[0], blocks, offsets[before])
     if head.unread is not None:
         after = offsets[before + 1]
         ctypes.memmove(place + starts[before], blocks + after, offsets[-1] - after)
 
 
+# Cached: programs repeat the same sizes, and a header costs several tuples.
 @lru_cache(1024)
 def _head(sizes: tuple[int, ...], facts: tuple[int, ...], unread: int | None, limit: int) -> Head:
-    """Returns what a rank says of blocks of these sizes, which it shows if they have no more than `limit` bytes."""
+    """Returns the header of blocks with these sizes. They are shown if their total is at most `limit` bytes."""
     num_words = 4 + len(sizes) + len(facts)
     begin = -(-num_words * memory_layout.WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
     shown = [0 if number == unread else size for number, size in enumerate(sizes)]
@@ -271,7 +287,7 @@ def _head(sizes: tuple[int, ...], facts: tuple[int, ...], unread: int | None, li
 
 @lru_cache(1024)
 def _read_head(text: bytes) -> Head:
-    """Returns what a peer has said; mostly it is the same as in the operation before."""
+    """Decodes a peer's header. Cached, as it is mostly that of an earlier operation."""
     _, num_sizes, is_shown, after_unread, *numbers = array("Q", text)
     sizes, facts = tuple(numbers[:num_sizes]), tuple(numbers[num_sizes:])
     return _head(

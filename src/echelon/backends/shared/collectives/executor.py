@@ -1,12 +1,12 @@
-"""The collectives of one group of ranks that share memory, as one rank does them.
+"""Collectives of one group of ranks that share memory, as one rank runs them.
 
-Strategy. Operations pass one at a time, in the order in which they were called, blocking ones in the caller's thread
-and others in the group's lane: all use the same words and slots. Each begins with an announcement that all ranks
-compare, which is the only synchronisation of a small one: every rank writes its data beside its announcement, and reads
-that of all. Large ones go through slots, piece by piece, in the order that `protocol.pipeline` says.
+Strategy. Operations run one at a time, in the order of their calls, as all use the same words and slots. Blocking ones
+run in the caller's thread, others in the group's lane. Each begins with an announcement that all ranks compare. For a
+small operation that is the only synchronisation: every rank writes its data beside its announcement and reads the data
+of all. Large ones go through slots, piece by piece, in the order of `slot_order.pipeline`.
 
-While a rank waits it looks around every 20 to 50 ms: for the death of a peer, for a peer that gave up the group, for
-its own time being up. The first operation of a group maps the group's region, which its first rank gives out.
+A waiting rank checks every 20 to 50 ms for the death of a peer, for a revoked group, and for its deadline. The first
+operation of a group maps the group's region, which its first rank allocates.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Ts = TypeVarTuple("Ts")
 
 
 class Host(Protocol):
-    """What a group needs of the backend."""
+    """Services of the backend that a group uses."""
 
     @property
     def segment(self) -> Segment:
-        """What the ranks of this host share."""
+        """Memory file that the ranks of this host share."""
         ...
 
     @property
     def waiter(self) -> SpinThenSleep:
-        """How this rank waits."""
+        """Adaptive wait of this rank."""
         ...
 
     def check(self, context: int) -> None:
-        """Raises why the group cannot begin an operation."""
+        """Raises if the group cannot begin an operation."""
         ...
 
     def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
-        """Raises why this rank need not wait longer, for a rank of the world, or (None) for its own turn."""
+        """Raises if waiting for `rank` of the world is in vain. None: this rank waits for its own turn."""
         ...
 
     def now(self) -> float:
@@ -57,18 +57,18 @@ class Host(Protocol):
         ...
 
     def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
-        """Returns the region of a group; called once, by its first operation."""
+        """Maps the region of a group. Called once, by its first operation."""
         ...
 
 
 class SharedCollectives(NativeCollectives):
-    """The collectives of one group."""
+    """Collectives of one group on one rank."""
 
     def __init__(self, host: Host, context: int, ranks: tuple[int, ...], rank: int) -> None:
         """Maps nothing yet.
 
         Args:
-            host: see there.
+            host: the backend.
             context: of the group.
             ranks: the world's rank of each member.
             rank: this one, among the members.
@@ -78,7 +78,10 @@ class SharedCollectives(NativeCollectives):
         self._ranks = ranks
         self._rank = rank
         self._turnstile = InOrder()
+        # Set by the first operation, as mapping blocks for the offset from the group's first rank.
         self._shared: Shared | None = None
+        # Number of the operation in which this rank stopped half-way. Its ticks no longer match the peers', so no later
+        # operation may run.
         self._interrupted: int | None = None
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, operator: Operator) -> None:  # noqa: D102
@@ -120,8 +123,9 @@ class SharedCollectives(NativeCollectives):
         return self._pass(call, _allocate, shape, dtype)
 
     def _pass(self, call: Call, act: Callable[[Shared, Call, *Ts], T], *arguments: *Ts) -> T:
-        """Does an operation when it is its turn."""
+        """Runs an operation when its turn has come. Blocks for earlier ones of the group."""
         number = call.sequence
+        # Fast path: mostly no operation is before this one, and its turn takes no lock.
         if not self._turnstile.is_open_to(number):
             self._turnstile.enter(number, lambda: self._host.check_liveness(call, self._context, None, None))
         try:
@@ -130,8 +134,11 @@ class SharedCollectives(NativeCollectives):
                 raise PeerFailed(self._ranks[self._rank], f"its operation #{self._interrupted} was interrupted")
             return act(self._shared or self._open(call), call, *arguments)
         except BaseException:
+            # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
             self._interrupted = self._interrupted or number
             if self._shared is not None:
+                # Before the revocation over TCP: a peer that finds it withdrawn waits for the cause and reports no
+                # mismatch.
                 self._shared.board.withdraw(call)
             raise
         finally:
@@ -141,9 +148,11 @@ class SharedCollectives(NativeCollectives):
         host, context, ranks = self._host, self._context, self._ranks
         region = host.map_region(call, context, ranks)
 
+        # Refers neither to the board nor to `self`, so no cycle keeps the region mapped after the
+        # group.
         def check_liveness(board: SyncBlock, rank: int, has_come: Callable[[], bool], call: Call) -> None:
-            """Refers neither to the board nor to this object, so the region goes with the group, without a cycle."""
             host.check_liveness(call, context, ranks[rank], board)
+            # After the cheap checks: asking a rank for its progress is a message over TCP.
             if host.now() >= call.lookout.next_check_at:
                 call.lookout.look(ranks[rank], has_come)
 

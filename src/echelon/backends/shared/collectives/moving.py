@@ -1,4 +1,4 @@
-"""The collectives that move what the ranks have, without looking at it."""
+"""Collectives that only move data: broadcast, gather, scatter, all-gather, all-to-all, and the barrier."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _CPU = torch.device("cpu")
 
 
 def barrier(shared: Shared, call: Call) -> None:
-    """Returns when all ranks have come."""
+    """Blocks until all ranks have called it."""
     shared.board.announce(call)
     shared.board.meet(call)
 
 
 def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> None:
-    """Overwrites `tensor` with that of rank `src`, in place."""
+    """Overwrites `tensor` in place with rank `src`'s."""
     is_source = shared.rank == src
+    # All ranks know the size here, so small tensors need no header with sizes, and take the path below.
     if tensor.nbytes > memory_layout.SMALL_BYTES:
         flat = tensor.contiguous()
+        # Only the source shows a block, and only the others read: the source need not wait for readers up to 1 MiB.
         exchange = Exchange.meet(shared, call, flat, (flat.nbytes,) if is_source else ())
         exchange.collect(None if is_source else flat, (src,))
         if not is_source and flat.data_ptr() != tensor.data_ptr():
@@ -43,20 +45,22 @@ def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> Non
 
 
 def all_gather(shared: Shared, call: Call, rows: torch.Tensor, place: Allocate) -> torch.Tensor:
-    """Returns the rows of all ranks, of which each may have another number."""
+    """Returns the rows of all ranks, in rank order. Ranks may have different numbers of rows."""
     return _collect(_show_rows(shared, call, rows, None), rows, place)
 
 
 def gather(shared: Shared, call: Call, rows: torch.Tensor, dst: int, place: Allocate) -> torch.Tensor | None:
-    """Returns the rows of all ranks on rank `dst`, None on others."""
+    """Returns the rows of all ranks on rank `dst`. None on the others."""
     if shared.rank == dst:
+        # Block 0 of `dst` is marked unread: nobody else needs its rows, so they are not written.
         return _collect(_show_rows(shared, call, rows, 0), rows, place)
+    # Reads nothing, but must take part: readers of its block may still be busy.
     _show_rows(shared, call, rows, None).collect(None, ())
     return None
 
 
 def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, place: AllocateAny) -> torch.Tensor:
-    """Returns this rank's part of the tensor of rank `src`; others need not know its shape and dtype."""
+    """Returns this rank's part of rank `src`'s tensor, split along dim 0. Only `src` knows its shape and dtype."""
     rank, count = shared.rank, shared.num_ranks
     if tensor is not None and rank == src:
         whole = tensor.contiguous()
@@ -64,6 +68,7 @@ def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, p
         exchange = Exchange.meet(shared, call, whole, _even(len(whole), count, _row_bytes(whole)).sizes, facts, src)
     else:
         exchange = Exchange.meet(shared, call, None, ())
+    # Shape and dtype travel as facts in the header of `src`.
     code, num_rows, *rest = exchange.heads[src].facts
     part = place((_even(num_rows, count, 0).counts[rank], *rest), dtype_of(code), _CPU)
     exchange.collect(part, (src,), rank)
@@ -73,7 +78,10 @@ def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, p
 def all_to_all(
     shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate
 ) -> Gathered:
-    """Sends so many rows to each rank, and returns those that came."""
+    """Sends `splits[r]` rows to each rank r, and returns the rows received, in rank order.
+
+    Without `splits`, rows are split as torch.tensor_split does.
+    """
     rank, count, rows = shared.rank, shared.num_ranks, rows.contiguous()
     row_bytes = _row_bytes(rows)
     parts = _even(len(rows), count, row_bytes) if splits is None else _Parts.of(tuple(splits), row_bytes)
@@ -90,14 +98,14 @@ def _show_rows(shared: Shared, call: Call, rows: torch.Tensor, unread: int | Non
 
 
 def _collect(exchange: Exchange, rows: torch.Tensor, place: Allocate) -> torch.Tensor:
-    """Returns the rows of all."""
+    """Reads the rows of all ranks into a new result."""
     result = place((sum([head.facts[0] for head in exchange.heads]), *rows.shape[1:]))
     exchange.collect(result, range(exchange.shared.num_ranks))
     return result
 
 
 class _Parts(NamedTuple):
-    """Rows for each rank."""
+    """Numbers of rows, and bytes, for each rank."""
 
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -108,9 +116,10 @@ class _Parts(NamedTuple):
         return cls(counts, tuple(count * row_bytes for count in counts))
 
 
+# Cached: training loops repeat the same shapes.
 @lru_cache(1024)
 def _even(num_rows: int, num_ranks: int, row_bytes: int) -> _Parts:
-    """Returns parts as torch.tensor_split makes them: the first have one row more if it does not divide."""
+    """Splits rows as torch.tensor_split does: the first ranks have one row more if the division leaves a rest."""
     return _Parts.of(tuple(len(range(rank, num_rows, num_ranks)) for rank in range(num_ranks)), row_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The data in the rooms of a group, as tensors."""
+"""Data areas of a group's shared region, as tensors and addresses."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Window
 from echelon.errors import ProtocolError
 
+# Shapes whose views are kept: making a view takes microseconds.
 _MAX_CACHED = 512
-"""How many shapes to keep views for; making one takes microseconds."""
 
 
 class SmallBuffers(NamedTuple):
-    """Where small tensors of one shape and dtype stand."""
+    """Buffers of all ranks for small tensors of one shape and dtype."""
 
     rank: int
-    """This one."""
+    """This rank."""
     places: tuple[torch.Tensor, ...]
-    """By rank."""
+    """The buffers, by rank."""
     addresses: tuple[int, ...]
-    """Of the places, in this process."""
+    """Their addresses in this process, by rank."""
     num_bytes: int
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Copies a tensor into this rank's place."""
+        """Copies a tensor into this rank's buffer."""
+        # memmove costs 0.6 us, a call of torch 1.5.
         if tensor.is_contiguous():
             ctypes.memmove(self.addresses[self.rank], tensor.data_ptr(), self.num_bytes)
         else:
             self.places[self.rank].copy_(tensor)
 
     def read(self, rank: int, tensor: torch.Tensor) -> None:
-        """Copies what a rank has written into a tensor."""
+        """Copies a rank's buffer into a tensor."""
         if tensor.is_contiguous():
             ctypes.memmove(tensor.data_ptr(), self.addresses[rank], self.num_bytes)
         else:
@@ -44,7 +45,7 @@ class SmallBuffers(NamedTuple):
 
 
 class RankRegions:
-    """Where each rank of a group writes the data of operations, as this rank sees it."""
+    """Rank regions of one group, as mapped by this rank."""
 
     def __init__(self, region: Window, num_ranks: int, rank: int) -> None:
         self._rank = rank
@@ -53,14 +54,15 @@ class RankRegions:
         self._starts = [rank * memory_layout.ROOM_BYTES for rank in range(num_ranks)]
         self._memory = region.memory
         self._words = memoryview(region.memory).cast("Q")
+        # The number in the keys is that of the copy, 0 or 1: operations use the two in turns.
         self._small: dict[tuple[int, torch.Size, torch.dtype], SmallBuffers] = {}
         self._small_parts: dict[tuple[int, torch.Size, torch.dtype], tuple[tuple[torch.Tensor, ...], ...]] = {}
         self.slot_bytes = memory_layout.slot_bytes(num_ranks)
-        """How large a slot is."""
+        """Size of a slot."""
         self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     def small(self, number: int, shape: torch.Size, dtype: torch.dtype) -> SmallBuffers:
-        """Returns the places of all ranks for the data of a small operation."""
+        """Returns the buffers of all ranks for the data of small operation `number`."""
         key = (number & 1, shape, dtype)
         small = self._small.get(key)
         if small is None:
@@ -74,7 +76,7 @@ class RankRegions:
         return small
 
     def small_parts(self, number: int, shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """Returns the parts of `small`, one for each rank as torch.tensor_split makes them."""
+        """Returns the buffers of `small`, split as torch.tensor_split does. Indexed by part, then by rank."""
         key = (number & 1, shape, dtype)
         parts = self._small_parts.get(key)
         if parts is None:
@@ -86,21 +88,22 @@ class RankRegions:
         return parts
 
     def small_at(self, rank: int, number: int) -> int:
-        """Returns where in this process a rank's place for the data of a small operation begins."""
+        """Returns the address of a rank's buffer for the data of small operation `number`."""
         return self._address + self._starts[rank] + memory_layout.small_at(number)
 
     def write_text(self, number: int, text: bytes) -> None:
-        """Writes at the beginning of this rank's place for small data; the first word says how many words it is."""
+        """Writes a header at the start of this rank's small buffer. Its first word is its length in words."""
         start = self._starts[self._rank] + memory_layout.small_at(number)
         self._memory[start : start + len(text)] = text
 
     def read_text(self, rank: int, number: int) -> bytes:
-        """Returns what a rank has written with `write_text`.
+        """Returns the header that a rank has written with `write_text`.
 
         Raises:
-            ProtocolError: it would be longer than its place.
+            ProtocolError: its length exceeds the buffer.
         """
         start = self._starts[rank] + memory_layout.small_at(number)
+        # A peer wrote the length: it is checked before it is used.
         num_words = self._words[start // memory_layout.WORD_BYTES]
         if num_words > memory_layout.PLACE_BYTES // memory_layout.WORD_BYTES:
             raise ProtocolError(
@@ -109,7 +112,7 @@ class RankRegions:
         return self._memory[start : start + num_words * memory_layout.WORD_BYTES]
 
     def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Returns the slots of every rank, by rank and slot, each a flat tensor."""
+        """Returns the slots of every rank as flat tensors, by rank and slot."""
         slots = self._slots.get(dtype)
         if slots is None:
             starts = [start + memory_layout.SLOTS for start in self._starts]
@@ -119,17 +122,17 @@ class RankRegions:
         return slots
 
     def slot_at(self, rank: int, slot: int) -> int:
-        """Returns where in this process a slot of a rank begins."""
+        """Returns the address of a rank's slot."""
         return self._address + self._starts[rank] + memory_layout.SLOTS + slot * self.slot_bytes
 
 
 class Shared(NamedTuple):
-    """What the ranks of a group share, as one of them sees it."""
+    """Memory and counters that the ranks of a group share, as seen by one rank."""
 
     rank: int
     num_ranks: int
     takes_turns: bool
-    """Whether the ranks have to take turns on the cores, as far as this one knows."""
+    """Whether this host has fewer cores than ranks, as far as this rank knows."""
     board: SyncBlock
     rooms: RankRegions
     symmetric: SymmetricMemory

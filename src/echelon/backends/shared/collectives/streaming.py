@@ -1,4 +1,4 @@
-"""How the pieces of a large operation pass through the slots."""
+"""Pipelined transfer of a large operation's pieces through the slots."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from echelon.backends.formats.slot_order import pipeline
 from echelon.backends.native import Call
 from echelon.backends.shared.collectives.rank_region import Shared
 
+# All that there are with more than 2 ranks (SLOTS_BYTES / 2 MiB). 3 stages with lag 1 need 3.
 NUM_SLOTS = 4
 _LAG = 1
 
 Stage = Callable[[int, int], None]
-"""What a rank does with a piece of that number in a slot of that number."""
+"""Action of one stage: takes the numbers of a piece and of its slot."""
 
 
 def stream(shared: Shared, call: Call, num_pieces: int, *stages: Stage) -> None:
-    """Has this rank take every piece through all stages. All ranks have announced the operation, and have met.
+    """Takes every piece through all stages on this rank. Blocks until its last stage is done.
+
+    All ranks must have announced the operation and passed `meet`.
 
     Args:
         shared: by the group.
         call: the operation.
         num_pieces: the same on all ranks.
-        stages: the first writes into the rank's own slot; each other one reads what all have done in the one before.
+        stages: the first writes into the rank's own slot. Each later one reads the slots that all ranks filled in
+            the stage before.
     """
     board = shared.board
     for stage, piece, slot, needs in pipeline(num_pieces, len(stages), _LAG, NUM_SLOTS):
+        # Needs 0: the slot is known to be free, since all ranks have left the operation before.
         if needs:
             board.wait_for_all(needs, call)
         stages[stage](piece, slot)
+        # After the stage, also on a rank with nothing to do: peers count the ticks of all.
         board.tick()
 
 
 def pass_by(_piece: int, _slot: int) -> None:
-    """The stage of a rank that has nothing to do in it."""
+    """Stage of a rank that has nothing to do in it."""

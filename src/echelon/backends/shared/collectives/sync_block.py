@@ -1,11 +1,12 @@
-"""The words by which the ranks of a group tell each other, in shared memory, how far they are.
+"""Counters and notes by which the ranks of a group synchronise in shared memory.
 
-Strategy. A rank writes only into its own room. It announces an operation by writing note and words there, and then its
-tick; every step of the operation is another tick. Loads and stores keep their order on x86-64, so who sees a tick sees
-all that was written before it. What is announced stands until the operation after the next, when every peer has left
-this one; so a note that is the same as two operations ago need not be written again. A rank that gives an operation up
-withdraws its announcement before it tells anybody: a peer that finds it so waits until it is told why. One thread at a
-time uses a board.
+Strategy. A rank writes only into its own region. It announces an operation by writing note and words there, then its
+tick. Every step of the operation is another tick. x86-64 keeps the order of stores and that of loads, so a rank that
+sees a tick sees all data written before it. An announcement stands until the operation after the next, when every peer
+has left this one. A note that equals the one of two operations ago need not be written again.
+
+A rank that gives up an operation withdraws its announcement before it tells anybody. A peer that finds it withdrawn
+waits to learn the cause. One thread at a time uses a sync block.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.errors import CollectiveMismatch
 
 LookAround = Callable[["SyncBlock", int, Callable[[], bool], Call], None]
-"""Called at least every 50 ms while a rank waits: at which board, for which rank of the group, what says whether it has
-come, and in which operation. Raises to end the wait."""
+"""Callback of a waiting rank, at least every 50 ms: takes the sync block, the awaited rank of the group, a function
+that returns whether it has come, and the operation. Raises to end the wait."""
 
 _LOW_BITS = 0xFFFFFFFF
+# Mark of a withdrawn announcement. Operations are numbered from 1, so no mark of theirs is 0.
 _WITHDRAWN = 0
-"""What tells no operation from others: their numbers begin at 1."""
 
 
 class _Peer(NamedTuple):
-    """Where a rank's announcement of every other operation is."""
+    """Positions of one rank's announcement, for every other operation."""
 
     rank: int
     tick: int
     """Index of its tick among the words."""
     mark: int
-    """Index of the word that tells its operation from others; its numbers follow."""
+    """Index of the word that identifies its operation. The operation's numbers follow."""
     note: int
-    """Where its note begins."""
+    """Offset of its note."""
     result_word: int
-    """Index of the word that says of which operation it has given the result."""
+    """Index of the word with the mark of the operation whose result it has published."""
     result: int
-    """Where that begins."""
+    """Offset of that result."""
 
 
 class SyncBlock:
-    """The board of one group on one rank."""
+    """Synchronisation of one group, as seen by one rank."""
 
     def __init__(
         self, region: Window, ranks: Sequence[int], rank: int, waiter: SpinThenSleep, check_liveness: LookAround
@@ -58,11 +59,11 @@ class SyncBlock:
         """Reads nothing yet.
 
         Args:
-            region: the group's, a room for each rank.
-            ranks: what errors call each rank of the group.
+            region: of the group, with a rank region for each rank.
+            ranks: the number by which errors call each rank of the group.
             rank: of this process in the group.
-            waiter: how to wait.
-            look_around: see there.
+            waiter: adaptive wait of this rank.
+            check_liveness: called while this rank waits, see `LookAround`.
         """
         self.rank = rank
         self._names = ranks
@@ -72,11 +73,13 @@ class SyncBlock:
         self._waiter = waiter
         self._look_around = check_liveness
         self._fence = threading.Lock()
+        # Positions are computed once: the paths of small operations are indexing alone.
         self._rooms = [[_peer(peer, number) for peer in range(len(ranks))] for number in (0, 1)]
         self._others = [[room for room in rooms if room.rank != rank] for rooms in self._rooms]
         self._asleep = [_index(peer, memory_layout.ASLEEP) for peer in range(len(ranks))]
         self._peers_asleep = [word for peer, word in enumerate(self._asleep) if peer != rank]
         self._own = self._rooms[0][rank]
+        # Own ticks are kept in Python as well: nobody else writes the word.
         self._ticks = self._words[self._own.tick]
         self._announced = self._ticks
         self._texts = [b"", b""]
@@ -85,18 +88,21 @@ class SyncBlock:
         self._mark = 0
 
     def announce(self, call: Call, words: Sequence[int] = ()) -> None:
-        """Writes down what this rank is about to do; peers see it with the next tick.
+        """Writes the announcement of this rank's next operation. Peers see it with the next tick.
 
         Args:
             call: the operation.
-            words: a few numbers for the peers, see `word`.
+            words: up to 14 numbers for the peers, which read them by `word`.
         """
         self._number = number = call.sequence & 1
         room = self._rooms[number][self.rank]
         self._text = text = _encoded(call.operation)
+        # Identity, not equality: `_encoded` returns the same object for the same note while it is cached.
         if text is not self._texts[number]:
             self._memory[room.note : room.note + len(text)] = text
             self._texts[number] = text
+        # The mark holds the number and the signature of all calls so far, so one comparison of words detects most
+        # disagreements.
         self._mark = mark = (call.sequence & _LOW_BITS) << 32 | call.signature
         self._words[room.mark] = mark
         if words:
@@ -105,38 +111,43 @@ class SyncBlock:
         self._announced = self._ticks
 
     def withdraw(self, call: Call) -> None:
-        """Takes back what was announced for an operation that this rank gives up."""
+        """Withdraws the announcement of an operation that this rank gives up."""
         self._words[self._rooms[call.sequence & 1][self.rank].mark] = _WITHDRAWN
 
     def tick(self) -> None:
-        """Lets the peers see all that was written so far, and wakes those that sleep."""
+        """Publishes everything written so far, and wakes the peers that sleep."""
         self._ticks += 1
         words = self._words
         words[self._own.tick] = self._ticks
-        self._fence.acquire()  # a locked instruction: the tick is out before we look who sleeps
+        # Memory order: a locked instruction, so the tick is visible before `asleep` is read. x86-64 lets a load pass an
+        # earlier store, and a sleeper would be missed.
+        self._fence.acquire()
         self._fence.release()
         for asleep in self._peers_asleep:
             if words[asleep]:
+                # One system call wakes all that sleep on this rank's tick, whichever peer's flag was seen.
                 waiting.wake(self._address + self._own.tick * memory_layout.WORD_BYTES)
                 return
 
     def meet(self, call: Call) -> None:
-        """Ticks, and returns when all peers have announced the same.
+        """Ticks, then blocks until all peers have announced the same operation.
 
         Raises:
-            CollectiveMismatch: one has announced something else.
+            CollectiveMismatch: a peer has announced another one.
         """
         self.tick()
         level = self._announced + 1
         words, memory, text, mark = self._words, self._memory, self._text, self._mark
         for peer in self._others[self._number]:
+            # Fast path: a peer that came earlier costs a comparison and no call.
             if words[peer.tick] < level:
                 self._wait(peer, level, call)
+            # Read after the tick, so mark and note are those of the announcement.
             if words[peer.mark] != mark or memory[peer.note : peer.note + len(text)] != text:
                 raise self._disagreement(peer, call)
 
     def wait_for_all(self, count: int, call: Call) -> None:
-        """Returns when all peers have done `count` ticks of this operation after that of the announcement."""
+        """Blocks until all peers have made `count` ticks of this operation after their announcement."""
         level = self._announced + 1 + count
         words = self._words
         for peer in self._others[0]:
@@ -144,11 +155,11 @@ class SyncBlock:
                 self._wait(peer, level, call)
 
     def word(self, rank: int, index: int) -> int:
-        """Returns a word that a rank has announced; only between `meet` and the next operation."""
+        """Returns a number that a rank has announced. Valid between `meet` and the next operation."""
         return int(self._words[self._rooms[self._number][rank].mark + 1 + index])
 
     def result(self) -> int | None:
-        """Returns where in this process the result is that a peer has given, if one has; after `meet`."""
+        """Returns the address of a result that a peer has published. None if there is none yet. Only after `meet`."""
         words, mark = self._words, self._mark
         for peer in self._others[self._number]:
             if words[peer.result_word] == mark:
@@ -156,22 +167,23 @@ class SyncBlock:
         return None
 
     def give_result(self, address: int, num_bytes: int) -> None:
-        """Shows the peers a result that this rank has combined, of at most RESULT_BYTES; after `meet`."""
+        """Publishes a result of at most RESULT_BYTES to the peers. Call it after `meet`."""
         room = self._rooms[self._number][self.rank]
         ctypes.memmove(self._address + room.result, address, num_bytes)
+        # Memory order: the result first, then the mark that announces it.
         self._words[room.result_word] = self._mark
 
     def disagreement(self) -> CollectiveMismatch | None:
-        """Returns how a peer that has announced its operation already disagrees with this rank, if one does."""
+        """Returns the mismatch with a peer that has announced another operation. None if there is none so far."""
         for peer in self._others[self._number]:
             if self._words[peer.tick] > self._announced:
-                mark = self._words[peer.mark]  # read once: a peer that gives up withdraws it at any time
+                mark = self._words[peer.mark]  # read once: a peer that gives up may withdraw it at any time
                 if mark != _WITHDRAWN and not self._agrees(peer, mark):
                     return self._mismatch(peer, mark)
         return None
 
     def missing(self) -> list[int]:
-        """Returns the ranks, as errors call them, that have not announced the operation that this rank is in."""
+        """Returns the ranks, as errors call them, that have not announced this rank's current operation."""
         return [self._names[peer.rank] for peer in self._others[self._number] if not self._has_come(peer)]
 
     def _has_come(self, peer: _Peer) -> bool:
@@ -194,7 +206,7 @@ class SyncBlock:
         )
 
     def _disagreement(self, peer: _Peer, call: Call) -> CollectiveMismatch:
-        """Returns how a peer disagrees. Of one that has given up this rank is told why: that is raised."""
+        """Returns the mismatch with a peer. If that has withdrawn, blocks until the cause is known and raises it."""
         while (mark := self._words[peer.mark]) == _WITHDRAWN:
             self._wait_for_word(peer, peer.mark, _WITHDRAWN + 1, call)
         return self._mismatch(peer, mark)
@@ -214,7 +226,7 @@ class SyncBlock:
 
 @lru_cache(1024)
 def _encoded(note: str) -> bytes:
-    """Returns a note as it stands in the memory; of one note always the same object, as long as it is remembered."""
+    """Returns a note as its bytes in memory. The same object for the same note while it is cached."""
     return as_sent(note).encode() + b"\0"
 
 
@@ -230,5 +242,5 @@ def _peer(rank: int, number: int) -> _Peer:
 
 
 def _index(rank: int, place: int) -> int:
-    """Returns the index among the words of a place in a rank's room."""
+    """Returns the index of the word at an offset in a rank's region."""
     return (rank * memory_layout.ROOM_BYTES + place) // memory_layout.WORD_BYTES

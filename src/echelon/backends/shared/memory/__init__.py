@@ -1,1 +1,1 @@
-"""Shared memory of one host: files, mappings, words and waiting."""
+"""Shared memory of one host: file, mappings, set-up and waiting."""

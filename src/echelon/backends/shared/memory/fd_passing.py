@@ -1,9 +1,8 @@
-"""How an open file goes from one process to another of the same host: over an abstract Unix socket.
+"""Transfer of open files between processes of one host, over an abstract Unix socket.
 
-Strategy. The giver listens under a name that nobody can guess, and tells name and token over a connection that both
-ends have proved themselves on already. Who dials must be a process that the giver expects, as the kernel says
-(SO_PEERCRED), and must know the token. A stranger is hung up on, without waiting for what it says. Nothing here waits
-longer than it is told to.
+Strategy. The giver listens under a random name. It tells the takers that name and a token over connections on which
+both ends have authenticated. A taker must be an expected process, as the kernel reports it (SO_PEERCRED), and must send
+the token. A stranger is hung up on unanswered. Every wait ends at its caller's timeout.
 """
 
 from __future__ import annotations
@@ -19,28 +18,34 @@ from collections.abc import Iterable, Sequence
 from echelon.errors import AuthenticationError, ConnectError
 
 TOKEN_BYTES = 32
+# The kernel takes at most 253 with one message (SCM_MAX_FD).
 _FDS_AT_ONCE = 250
-"""The kernel takes 253 with one message."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 class FdServer:
-    """The end that has the file."""
+    """Listening end, which sends the files."""
 
     def __init__(self, fds: Sequence[int], num_takers: int) -> None:
-        """Listens, under a new name, for so many processes that are to get `fds`."""
+        """Listens under a new random name.
+
+        Args:
+            fds: the files to send.
+            num_takers: how many processes will dial.
+        """
         self.name = f"echelon-{secrets.token_hex(16)}"
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._fds = fds
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
+        # Slack of 16 for strangers: their dials wait in the same backlog until `give` accepts them and hangs up.
         self._listener.listen(num_takers + 16)
 
     def give(self, pids: Iterable[int], timeout: float) -> None:
-        """Gives the files once for each of these processes, which have dialled already.
+        """Sends the files once to each of `pids`, which must have dialled. Blocks for at most `timeout` seconds.
 
         Raises:
-            ConnectError: one did not come within `timeout` seconds.
+            ConnectError: one of them did not come in time.
         """
         missing = list(pids)
         deadline = time.monotonic() + timeout
@@ -51,6 +56,8 @@ class FdServer:
             except TimeoutError:
                 raise ConnectError(f"processes {missing} did not come for the shared memory") from None
             with connection:
+                # The process is checked before anything is read, so a stranger cannot make this rank wait for its
+                # token.
                 if (pid := _caller(connection)) in missing and self._knows_token(connection, deadline):
                     for start in range(0, len(self._fds), _FDS_AT_ONCE):
                         socket.send_fds(connection, [b"\1"], self._fds[start : start + _FDS_AT_ONCE])
@@ -62,31 +69,32 @@ class FdServer:
             said = connection.recv(TOKEN_BYTES, socket.MSG_WAITALL)
         except OSError:
             return False
+        # Compares in constant time: the duration does not tell a stranger how much of a guess was right.
         return hmac.compare_digest(said, self.token)
 
     def close(self) -> None:
-        """Stops to listen."""
+        """Stops listening."""
         self._listener.close()
 
 
 def dial(name: str, token: bytes, giver: int, timeout: float) -> socket.socket:
-    """Dials a giver and says the token; does not wait for the answer.
+    """Connects to a giver and sends the token. Does not wait for the answer, which `take` reads.
 
     Args:
-        name, token: what the giver told.
+        name, token: from the giver's `FdServer`.
         giver: its process.
-        timeout: seconds for this, and for `take`.
+        timeout: in seconds, for this call and for `take`.
 
     Raises:
-        ConnectError: it cannot be reached.
-        AuthenticationError: another process listens there.
+        ConnectError: the giver cannot be reached.
+        AuthenticationError: another process listens under the name.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
         connection.connect(f"\0{name}")
         if _caller(connection) != giver:
-            raise AuthenticationError(f"another process than {giver} listens for those who want its shared memory")
+            raise AuthenticationError(f"another process than {giver} listens on the Unix socket for its shared memory")
         connection.sendall(token)
     except OSError as error:
         connection.close()
@@ -97,10 +105,10 @@ def dial(name: str, token: bytes, giver: int, timeout: float) -> socket.socket:
 
 
 def take(connection: socket.socket, count: int) -> list[int]:
-    """Returns the `count` files that the giver sends; closes the connection.
+    """Receives `count` files and closes the connection. Blocks up to the timeout given to `dial`.
 
     Raises:
-        ConnectError: they did not come.
+        ConnectError: they did not all arrive; the files that did are closed.
     """
     taken: list[int] = []
     try:
@@ -116,13 +124,14 @@ def take(connection: socket.socket, count: int) -> list[int]:
         if isinstance(error, ConnectError):
             raise
         raise ConnectError(f"no shared memory came over the Unix socket: {error}") from error
+    # The kernel installs received files without close-on-exec.
     for fd in taken:
         os.set_inheritable(fd, False)
     return taken
 
 
 def _caller(connection: socket.socket) -> int:
-    """Returns the process at the other end, 0 if it is another user's."""
+    """Returns the process at the other end. 0 if it belongs to another user."""
     size = _CREDENTIALS.size
     pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid if user == os.geteuid() else 0

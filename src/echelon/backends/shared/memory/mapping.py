@@ -1,10 +1,10 @@
-"""Mappings of shared memory, which a forked child has as private copies.
+"""Mappings of shared memory that become private copies in a forked child.
 
-Strategy. Right after a fork, in the child, each mapping is replaced at its address by a private one of the same file
-(MAP_PRIVATE), so nothing that the child writes reaches the parent or another rank. Pages that the child has not written
-still show later writes to the file. That must not happen to received tensors: their memory serves other messages as
-soon as the parent drops them. So the forking thread copies those before the fork, and the child puts the copies in
-place. All of it happens in the one thread that forks, and takes no lock that a thread of the parent could have held.
+Strategy. Right after a fork, the child replaces each mapping at its address by a private one of the same file
+(MAP_PRIVATE), so its writes reach neither the parent nor another rank. Pages that it has not written still show later
+writes to the file. Received tensors must not change so: the parent reuses their memory once it drops them. The forking
+thread therefore copies them before the fork, and the child puts the copies in place. All of this runs in the one
+forking thread and takes no lock, as a lock held by another thread of the parent would never be released in the child.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
-_MAP_NORESERVE = 0x4000  # not in Python's mmap; an arena of 1 GiB is mostly empty
+_MAP_NORESERVE = 0x4000  # absent from Python's mmap; an arena of 1 GiB is mostly empty, so reserve no swap for it
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 class File:
-    """File descriptor that closes when neither a segment nor a mapping refers to it."""
+    """File descriptor that is closed when no segment and no mapping refers to it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
+    # The default argument keeps os.close reachable at interpreter shutdown, when module globals may be gone.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         close(self.fd)
 
 
 class Mapping(mmap.mmap):
-    """Part of a file that several processes map."""
+    """Mapped part of a file that several processes share."""
 
     file: File
-    """Open for as long as this is mapped: a forked child maps it again, and mmap's own descriptor is hidden."""
+    """Open while this is mapped: a forked child maps it again, and mmap hides its own descriptor."""
     offset: int
-    """Of the part in the file."""
+    """Of the part in the file, in bytes."""
 
     @classmethod
     def of(cls, file: File, size: int, offset: int) -> Mapping:
         """Maps whole pages of a file.
 
         Raises:
-            OSError: the system cannot.
+            OSError: the system refuses.
         """
         mapping = cls(file.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
         mapping.file = file
@@ -59,15 +60,15 @@ class Mapping(mmap.mmap):
         return mapping
 
     def become_private(self) -> bool:
-        """Replaces this by a private mapping of the same part at the same address; for a forked child.
+        """Replaces this mapping by a private one of the same part at the same address, in a forked child.
 
-        Returns True if that worked. If the system has no room for it, the memory becomes read-only instead: a write
-        then ends the child by SIGSEGV, and does not change the parent's tensors.
+        True if that worked. If the system has no room for it, the memory becomes read-only instead: a write then ends
+        the child by SIGSEGV and leaves the parent's tensors alone.
         """
         address, size = address_of(self), len(self)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-        # MAP_FIXED could fail with the old mapping gone; so the new one is made elsewhere, then moved over the old.
+        # MAP_FIXED could fail with the old mapping gone, so map elsewhere first, then move over the old one.
         made = _libc.mmap(None, size, protection, flags, self.file.fd, self.offset)
         moved = _FAILED
         if made != _FAILED:
@@ -78,7 +79,7 @@ class Mapping(mmap.mmap):
 
 
 class Lender(Protocol):
-    """Owner of memory that it hands out as tensors for some time."""
+    """Owner of shared memory that is handed out as tensors for some time."""
 
     def loans(self) -> Iterable[memoryview]:
         """Returns the memory that is handed out now."""
@@ -86,27 +87,27 @@ class Lender(Protocol):
 
 
 class _Copy(NamedTuple):
-    """Content of a part of memory at the time of a fork."""
+    """Content of a piece of memory at the time of a fork."""
 
     address: int
     content: bytes
 
 
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+# By id. A WeakSet cannot be iterated while other threads add to it, as they may during a fork; a dict can be copied.
 _lenders: dict[int, weakref.ref[Lender]] = {}
-"""By id. A WeakSet cannot be read while other threads add to it, as they do while one forks; a dict can."""
+# By thread that is about to fork: two threads may fork at once.
 _copies: dict[int, list[_Copy]] = {}
-"""By thread that is about to fork."""
 
 
 def add_lender(lender: Lender) -> None:
-    """Has forked children find in memory that `lender` handed out the content that it had at the fork."""
+    """Has forked children see the loans of `lender` with their content at the time of the fork."""
     key = id(lender)
     _lenders[key] = weakref.ref(lender, lambda _: _lenders.pop(key, None))
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
-    """Returns where memory that can be written begins in this process."""
+    """Returns the address at which writable memory begins in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -125,10 +126,11 @@ def _become_child() -> None:
     shared = [mapping for mapping in list(_mappings) if not mapping.become_private()]
     read_only = [range(address_of(mapping), address_of(mapping) + len(mapping)) for mapping in shared]
     for copy in _copies.get(get_ident(), ()):
+        # Where the private mapping failed, a write would be a SIGSEGV at once, before the child has done anything.
         if not any(copy.address in addresses for addresses in read_only):
             ctypes.memmove(copy.address, copy.content, len(copy.content))
     _copies.clear()
-    # What this process has now is private: its own children inherit it as any other memory.
+    # All of it is private now, so the child's own children inherit it as any other memory.
     _mappings.clear()
     _lenders.clear()
 

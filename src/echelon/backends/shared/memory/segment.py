@@ -1,8 +1,9 @@
-"""The memory of one host: a file without a name that all local ranks have open, and map in parts.
+"""Shared memory of one host: an unnamed file that all local ranks have open and map in parts.
 
-The file is 2**57 bytes per rank, and takes memory only where something was written. It can neither shrink nor grow, so
-no peer can take pages away from under another (SIGBUS). Each rank gives out parts of its own range, and never one
-twice: what is freed leaves a hole. It ends with the last process that has it open or mapped, however that ends.
+The file has 2**57 bytes per rank and takes memory only where something was written. It can neither shrink nor grow, so
+no peer can remove pages that another has mapped (SIGBUS). Each rank allocates from its own range and never reuses an
+address: freed parts leave holes. The file ends with the last process that has it open or mapped, however that process
+ends.
 """
 
 from __future__ import annotations
@@ -22,59 +23,61 @@ from echelon.errors import ConnectError, UnsupportedOp
 
 RANGE_BYTES = 1 << 57
 """Of each rank."""
+# Sealed in size for good: F_SEAL_SEAL keeps peers from adding seals, such as one against writing.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Part of the segment in this process, for as long as anything refers to it."""
+    """Mapped part of the segment, valid while anything refers to it."""
 
     memory: Mapping
     data: torch.Tensor
-    """All of it, as uint8."""
+    """The whole part, as uint8."""
 
     @property
     def address(self) -> int:
-        """Where it begins in this process."""
+        """Address of its first byte in this process."""
         return self.data.data_ptr()
 
 
 class Segment:
-    """A file in memory, shared by the ranks of one host."""
+    """Memory file shared by the ranks of one host."""
 
     def __init__(self, fd: int, num_ranks: int, number: int) -> None:
-        """Takes over the file `fd`.
+        """Takes ownership of the file `fd`.
 
         Args:
-            fd: from `create` on one of the ranks. It is closed with the segment and all that is mapped of it.
+            fd: from `create` on one of the ranks. Closed when the segment and everything mapped from it are gone.
             num_ranks: how many ranks share it.
             number: of this rank among them.
 
         Raises:
-            ConnectError: it is no such file; `fd` is closed.
+            ConnectError: it is no such file. `fd` is closed then.
         """
         self._file: File | None = File(fd)
         self._size = num_ranks * RANGE_BYTES
         self._next = number * RANGE_BYTES
         self._end = self._next + RANGE_BYTES
+        # The file may come from another process: size and seals are checked before anything is mapped.
         try:
             facts = os.fstat(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         except OSError:
             self.close()
-            raise ConnectError("what came as shared memory cannot be sealed: it is of another kind") from None
+            raise ConnectError("the file received as shared memory cannot be sealed: it is no memfd") from None
         if not stat.S_ISREG(facts.st_mode) or not sealed or facts.st_size != self._size:
             self.close()
-            raise ConnectError(f"shared memory of {facts.st_size} bytes came, not {self._size} that nobody can change")
+            raise ConnectError(f"shared memory of {facts.st_size} bytes came, not {self._size} sealed against changes")
 
     @property
     def fd(self) -> int:
-        """The file; -1 after `close`."""
+        """The file. -1 after `close`."""
         return self._file.fd if self._file is not None else -1
 
     @classmethod
     def create(cls, num_ranks: int) -> Segment:
-        """Makes the file; this is rank number 0 of those that share it.
+        """Creates the file, as number 0 of the ranks that share it.
 
         Raises:
             OSError: the system does not allow it.
@@ -89,20 +92,25 @@ class Segment:
         return cls(fd, num_ranks, 0)
 
     def allocate(self, num_bytes: int) -> int:
-        """Gives out a part of this rank's range; returns where it begins."""
+        """Allocates part of this rank's range and returns its offset in the file.
+
+        Raises:
+            UnsupportedOp: the range is used up.
+        """
         offset, self._next = self._next, self._next + _whole_pages(num_bytes)
         if self._next > self._end:
-            raise UnsupportedOp(f"no {num_bytes} bytes are left of this rank's range of the shared memory")
+            raise UnsupportedOp(f"no {num_bytes} bytes are left in this rank's range of the shared memory")
         return offset
 
     def map(self, offset: int, num_bytes: int) -> Window:
-        """Maps a part that one of the ranks has given out.
+        """Maps a part that one of the ranks has allocated.
 
         Raises:
-            ConnectError: there is no such part.
-            UnsupportedOp: there is no room for it in this process.
+            ConnectError: the part is outside the segment.
+            UnsupportedOp: the system cannot map it in this process.
         """
         size = _whole_pages(num_bytes)
+        # The offset may come from a peer. Beyond the file's end a mapping succeeds, and its first access is a SIGBUS.
         if offset % mmap.PAGESIZE or not 0 <= offset <= self._size - size or size <= 0:
             raise ConnectError(f"bytes {offset} to {offset + size} are not in a shared memory of {self._size} bytes")
         assert self._file is not None, "mapped after close"
@@ -113,11 +121,12 @@ class Segment:
             raise UnsupportedOp(
                 f"{size} bytes of shared memory cannot be mapped: {error.strerror}: {advice}"
             ) from error
+        # Outside inference mode: torch refuses to change its tensors later from an ordinary thread.
         with normal_mode():
             return Window(memory, torch.frombuffer(memory, dtype=torch.uint8))
 
     def close(self) -> None:
-        """Lets go of the file, which stays open while anything of it is mapped. May be called twice."""
+        """Drops the file, which stays open while any part is mapped. May be called twice."""
         self._file = None
 
 

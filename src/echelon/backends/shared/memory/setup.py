@@ -1,8 +1,9 @@
-"""How the ranks of one host come to share a segment, or agree that they cannot.
+"""Agreement of one host's ranks to share a segment, or not to.
 
-Strategy. Over the connections that the ranks have already, the first local rank offers the segment that it made, the
-others dial its Unix socket, and it gives them the files. After each of these steps the others tell the first whether it
-worked, and the first tells all; if it failed anywhere, no rank of this host shares memory. So all end with one answer.
+Strategy. It runs over the connections that the ranks already have. The first local rank creates the segment and tells
+the others where to dial; they dial its Unix socket, and it sends them the files. After each step the others report to
+the first whether it worked, and the first tells all. If it failed anywhere, no rank of this host shares memory. So all
+ranks end with the same answer.
 """
 
 from __future__ import annotations
@@ -21,44 +22,45 @@ from echelon.backends.shared.memory import fd_passing, support
 from echelon.backends.shared.memory.segment import Segment
 from echelon.errors import EchelonError, ProtocolError
 
+# Keeps these messages apart from operations, whose sequence numbers never get this far.
 _SEQUENCE = (1 << 64) - 1
-"""What keeps these messages apart from operations, of which there are never so many."""
 
 
 class Unshared(Exception):
-    """Why the ranks of this host do not share memory; the same text on all of them."""
+    """Reason why the ranks of this host share no memory; the same text on all of them."""
 
 
 class Common(NamedTuple):
-    """What the ranks of a host share."""
+    """Resources that the ranks of a host share."""
 
     segment: Segment
     doorbells: tuple[int, ...]
-    """An eventfd for each rank, by which the others wake it."""
+    """An eventfd per rank, with which the others wake it."""
 
 
 def meet(backend: Backend, local_ranks: Sequence[int], pids: Sequence[int], timeout: float) -> Common:
-    """Returns what this host's ranks share; all local ranks call it.
+    """Sets up the shared segment of this host; all local ranks call it. Blocks until all agree.
 
     Args:
         backend: connects the ranks.
         local_ranks: the ranks of this host, in order, this one included; at least 2.
         pids: their processes.
-        timeout: seconds for each step.
+        timeout: in seconds, for each step.
 
     Raises:
-        Unshared: it is not possible on one of the ranks; all raise this.
+        Unshared: a step failed on one of the ranks; all raise this.
         PeerFailed, Timeout: a rank died, or does not take part.
     """
     meeting = _Meeting(backend, local_ranks, timeout)
     with contextlib.ExitStack() as stack:
         common = meeting.as_first(pids[1:], stack) if meeting.is_first else meeting.as_other(pids[0], stack)
+        # All have agreed: the resources now belong to `common`, so nothing is closed here.
         stack.pop_all()
         return common
 
 
 class _Meeting:
-    """One rank's part in it. What it opens is given to a stack that closes it if the ranks do not agree."""
+    """One rank's part in the agreement. Opened files go onto a stack that closes them if the ranks do not agree."""
 
     def __init__(self, backend: Backend, local_ranks: Sequence[int], timeout: float) -> None:
         self._backend = backend
@@ -68,11 +70,11 @@ class _Meeting:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank makes the segment."""
+        """Whether this rank creates the segment."""
         return self._backend.rank == self._first
 
     def as_first(self, pids: Sequence[int], stack: contextlib.ExitStack) -> Common:
-        """Makes it and gives it to the others, whose processes are `pids`."""
+        """Creates the segment and sends it to the other ranks, whose processes are `pids`."""
         with self._agreed():
             self._check_system()
             segment = Segment.create(len(self._ranks))
@@ -82,14 +84,15 @@ class _Meeting:
             stack.callback(giver.close)
         for rank in self._ranks[1:]:
             self._tell(rank, {"name": giver.name, "token": giver.token.hex()})
+        # The others dial in this step. `give` may accept only after all have: then their dials are in the backlog.
         with self._agreed():
-            pass  # the others dial
-        with self._agreed(), contextlib.closing(giver):  # who still waits for the file then hears the end
+            pass
+        with self._agreed(), contextlib.closing(giver):  # closed first: ends the wait of a rank in `take`
             giver.give(pids, self._timeout)
         return Common(segment, doorbells)
 
     def as_other(self, pid: int, stack: contextlib.ExitStack) -> Common:
-        """Gets it from the first, whose process is `pid`."""
+        """Receives the segment from the first rank, whose process is `pid`."""
         with self._agreed():
             self._check_system()
         offer = self._hear(self._first)
@@ -111,7 +114,7 @@ class _Meeting:
 
     @contextlib.contextmanager
     def _agreed(self) -> Iterator[None]:
-        """Has all ranks learn whether the step inside worked on all of them; raises Unshared if it did not."""
+        """Runs one step, then has all ranks learn whether it worked everywhere. Raises Unshared if it did not."""
         problem = ""
         try:
             yield
@@ -138,7 +141,9 @@ class _Meeting:
         try:
             return dict(json.loads(bytes(data.numpy())))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ProtocolError(f"rank {rank} sent {data.nbytes} bytes that are no offer of shared memory") from error
+            raise ProtocolError(
+                f"rank {rank} sent {data.nbytes} bytes that are not valid JSON for the set-up of shared memory"
+            ) from error
 
 
 def _doorbell(stack: contextlib.ExitStack) -> int:

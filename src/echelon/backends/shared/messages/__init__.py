@@ -1,1 +1,1 @@
-"""Messages between two ranks through rings in shared memory."""
+"""Messages between two ranks of one host, through rings and arenas in shared memory."""

@@ -1,9 +1,9 @@
-"""The receiving end of a line: what one rank has written for this one.
+"""Receiving end of a link: the messages that one rank has written for this one.
 
-Not locked: the backend calls it under its own lock, but for what happens when a tensor dies. A small payload is taken
-out of the ring at once. A large one stays where its sender writes it: it is copied from there when somebody receives it
-into a tensor of his own, piece by piece while it is still being written; else the tensor that is received is that
-memory itself, which is free again when nothing refers to the tensor any more.
+Not locked: the backend calls it under its own lock. Only the death of a received tensor comes from any thread. A small
+payload is taken out of the ring at once. A large one stays in the part that its sender writes. A receive with `out=`
+copies it from there, piece by piece while it is still being written. Without `out=` the received tensor is that part
+itself, which is freed when nothing refers to the tensor any more.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from echelon.backends.tcp.link import Arrivals, Head
 from echelon.backends.work import Message
 from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 
+# Received tensors may occupy this much of an arena. Beyond it they are copied, so that the sender does not run out of
+# room.
 _MAX_LENT_BYTES = 256 << 20
-"""How much of an arena may be tensors that were received; beyond that they are copied, so that the sender can go on."""
+# Limit of the caches by header and by tag, which a peer fills.
 _MAX_CACHED = 1024
 
 
 class _Known(NamedTuple):
-    """A small message as it stood in the ring."""
+    """Small message as it lay in the ring, kept to recognise the next one like it."""
 
     head: Head
     start: bytes
-    """Of its record, up to the payload."""
+    """Bytes of its record before the payload."""
     record_bytes: int
     payload_at: int
 
 
 class _Arrival:
-    """A large message that is being written, or was and waits to be taken in."""
+    """Large message that is being written, or is written and not taken in yet."""
 
     def __init__(
         self, head: Head, delivery: IncomingMessage, prefix: message_layout.Prefix, parts: _Parts, first: int
@@ -54,10 +56,10 @@ class _Arrival:
         self.delivery = delivery
         self.prefix = prefix
         self.first = first
-        """How many pieces were written before its own."""
+        """Number of pieces that were written before its own."""
         self.num_pieces = parts.sizes.num_pieces(head.num_bytes)
         self.is_whole = prefix.part_bytes == head.num_bytes
-        """Whether its part is as long as it is; else its pieces take turns there."""
+        """Whether the part holds the entire message. Otherwise its pieces reuse the slots of the part."""
         self._parts = parts
         self._source = parts.memory(prefix.part, prefix.part_bytes)
         self._piece_bytes = parts.sizes.piece_bytes
@@ -65,19 +67,19 @@ class _Arrival:
 
     @property
     def is_copied(self) -> bool:
-        """Whether nothing of it is needed any more where it was written."""
+        """Whether the whole payload was copied, so the part is no longer needed."""
         return self._done == self.head.num_bytes
 
     @property
     def num_drained(self) -> int:
-        """How many pieces this rank is done with, of this message and those before."""
+        """Number of pieces that this rank is done with, of this message and all earlier ones."""
         return self.first + (self.num_pieces if self.is_copied else self._done // self._piece_bytes)
 
     def copy(self, num_written: int) -> None:
-        """Copies a piece, or what is left of one, if there is one and a place for it.
+        """Copies the next available piece into the receive buffer. Does nothing if there is no piece or no buffer.
 
         Raises:
-            ProtocolError: the piece is not where one can be.
+            ProtocolError: the piece lies outside the part.
         """
         delivery, done = self.delivery, self._done
         number, begun = divmod(done, self._piece_bytes)
@@ -85,10 +87,13 @@ class _Arrival:
             return
         room = delivery.room(done)
         if room is None and self.is_whole:
-            return  # it will be taken as it is, or dropped
+            return  # no buffer: the part becomes the tensor, or the message is dropped
+        # No buffer from here on means a dropped message longer than its part: its pieces count as drained, uncopied, so
+        # that the writer can end it.
         size = min(self._piece_bytes - begun, self.head.num_bytes - done)
         if room is not None:
             size = min(size, room.nbytes)
+            # The slot word was stored by a peer: it is checked against the part before the copy.
             begin = self._parts.slot(self.first + number) * self._piece_bytes + begun
             if begin + size > self.prefix.part_bytes:
                 raise ProtocolError(f"piece at {begin} of a part of {self.prefix.part_bytes} bytes")
@@ -98,18 +103,19 @@ class _Arrival:
 
 
 class RingReceiver:
-    """What one other rank has written for this one."""
+    """Reader of one peer's messages to this rank."""
 
     def __init__(self, at: MessageRegion, writer: int, max_message_bytes: int) -> None:
-        """Maps the arena when it is needed.
+        """Starts without an arena, which is mapped at the first large message.
 
         Args:
-            at: where everything is.
+            at: the region with ring and counters.
             writer: the other rank's number on this host.
             max_message_bytes: a longer message is a ProtocolError.
         """
         self._post = at
         self._writer = writer
+        # Attributes of the region are copied here: `take` is the hot path of small messages.
         self._words = at.words
         self._sizes = at.sizes
         self._news = at.news(writer, at.number)
@@ -122,17 +128,18 @@ class RingReceiver:
         self._pieces = 0
         self._arrival: _Arrival | None = None
         self.delivery: IncomingMessage | None = None
-        """The message that is being written."""
+        """The message that is being written, if there is one."""
         self._parts: _Parts | None = None
+        # Decoded headers by their bytes: most messages repeat one.
         self._heads: dict[bytes, Head] = {}
         self._latest: dict[Tag, _Known] = {}
-        """Of small messages between two ranks, the last one with each tag."""
+        """Last small point-to-point message with each tag."""
 
     def take_in(self, arrivals: Arrivals) -> bool:
-        """Takes in the next message, or what there is of it; returns whether another may follow.
+        """Takes in the next message, or the pieces of it that are there. True if another may follow.
 
         Raises:
-            ProtocolError: the peer wrote what cannot be a message.
+            ProtocolError: the peer's bytes are no valid message.
         """
         if self._arrival is not None:
             return self._go_on(self._arrival)
@@ -151,20 +158,21 @@ class RingReceiver:
         return self._arrival is not None or available != prefix.record_bytes
 
     def has_record(self) -> bool:
-        """Says whether a record was written that was not taken in."""
+        """Whether the ring holds a record that was not taken in."""
         return self._words[self._news + message_layout.RECORDS] != self._taken
 
     def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
-        """Takes in the next message if it is a small one like the last with its tag; None, having done nothing, if not.
+        """Fast path for a message whose header equals the last one with this tag. None in all other cases.
 
-        Most messages are like one before to the last byte of their head, so nothing of it need be read again.
+        Most messages repeat an earlier header byte for byte, so it need not be decoded or checked again.
 
         Args:
             tag: of the message.
-            out: where it is to go; None: in a new tensor.
-            note: of the message; None: whatever it is.
+            out: receives the payload; None: a new tensor does.
+            note: the note that the message must have; None: any.
         """
         known = self._latest.get(tag)
+        # A large message that is still arriving comes before any record in the ring.
         if known is None or self._arrival is not None:
             return None
         head, start, size, payload_at = known
@@ -172,7 +180,8 @@ class RingReceiver:
         begin = self._ring + at
         available = self._words[self._news + message_layout.RECORDS] - self._taken
         if not size <= available <= self._sizes.ring_bytes // 2 or at + size > self._sizes.ring_bytes:
-            return None  # when much is waiting, all of it is to be taken in, so that the writer can go on
+            return None  # more than half a ring: `take_in` empties it, so that the writer can go on
+        # One comparison covers prefix, header and note of the record.
         if self._memory[begin : begin + len(start)] != start or not (note is None or note == head.note):
             return None
         if out is None:
@@ -184,14 +193,15 @@ class RingReceiver:
         return Message(out, head.note)
 
     def _take_out(self, size: int) -> None:
-        """Leaves the place of a record to others."""
+        """Releases the bytes of a record."""
         self._taken += size
+        # Published once per quarter of the ring: the store moves a cache line, and the answer passes a fence.
         if self._taken - self._told_taken >= self._sizes.ring_bytes // 4:
             self._told_taken = self._words[self._answers + message_layout.TAKEN] = self._taken
             self._post.answer(self._writer)
 
     def fail(self, error: EchelonError) -> None:
-        """Ends the message that is being written."""
+        """Fails the message that is being written."""
         if self._arrival is not None:
             self._arrival.delivery.fail(error)
             self._arrival = self.delivery = None
@@ -203,9 +213,11 @@ class RingReceiver:
         if head.num_bytes > self._sizes.inline_bytes:
             self._open_part(head, prefix, arrivals)
             return
+        # The peer wrote header and lengths: a payload must end inside its record.
         payload = message_layout.payload_at(prefix.head_bytes)
         if payload + head.num_bytes > prefix.record_bytes:
             raise ProtocolError(f"record of {prefix.record_bytes} bytes for a payload of {head.num_bytes}")
+        # Messages of collectives are not kept: their tag has a new sequence number each time, so none would match.
         if not head.is_signed:
             if len(self._latest) >= _MAX_CACHED:
                 self._latest.clear()
@@ -213,7 +225,7 @@ class RingReceiver:
         arrivals.take_small(head, self._address + begin + payload)
 
     def _head(self, data: bytes) -> Head:
-        """Reads a message's head. Most are those of messages before."""
+        """Decodes a message's header. Cached, as most messages repeat one."""
         head = self._heads.get(data)
         if head is None:
             header, extra = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
@@ -228,6 +240,7 @@ class RingReceiver:
     def _open_part(self, head: Head, prefix: message_layout.Prefix, arrivals: Arrivals) -> None:
         size = head.num_bytes
         expected = self._sizes.part_bytes(size)
+        # The peer wrote offset and length: both are checked before the arena is read.
         if prefix.part_bytes != expected or prefix.part % MIN_PART_BYTES or prefix.part + expected > ARENA_BYTES:
             raise ProtocolError(f"part of {prefix.part_bytes} bytes at {prefix.part} for a payload of {size}")
         if self._parts is None:
@@ -238,6 +251,7 @@ class RingReceiver:
     def _go_on(self, arrival: _Arrival) -> bool:
         drained = arrival.num_drained
         while True:
+            # The counter is read anew for each piece: the sender writes the next one while this rank copies.
             written = min(self._words[self._news + message_layout.PIECES] - arrival.first, arrival.num_pieces)
             arrival.copy(written)
             if arrival.num_drained == drained:
@@ -267,26 +281,27 @@ class RingReceiver:
 
 
 class _Parts:
-    """The arena that one rank writes for this one."""
+    """Arena that one peer writes for this rank."""
 
     def __init__(self, at: MessageRegion, writer: int) -> None:
         self.sizes = at.sizes
         self._window, self._words = at.map_arena(writer, at.number)
         self._line_words = at.words
         self._freed = at.answers(writer, at.number) + message_layout.FREED
+        # Numbers of freed parts. `next` is one step of the interpreter, so a thread that frees needs no lock, not even
+        # if it interrupts another one in the same function.
         self._numbers = itertools.count()
-        """Of parts that are freed. To take one is a single step, whatever thread does so, in whatever it interrupts."""
         self._post = at
         self._writer = writer
         self._process = os.getpid()
         self._lent: dict[int, weakref.ref[Any]] = {}
         add_lender(self)
         self._lent_bytes = 0
+        # Parts whose tensors died since, in any thread. Only `lend` counts them, under the backend's lock.
         self._returned: deque[message_layout.Prefix] = deque()
-        """Parts whose tensors have died since, in whatever thread; only `lend` counts, under the backend's lock."""
 
     def slot(self, piece: int) -> int:
-        """Returns in which slot of its part a piece is."""
+        """Returns the slot of a piece in its part."""
         return self._words[message_region.SLOT_WORDS + piece % message_region.NUM_SLOT_WORDS]
 
     def memory(self, start: int, num_bytes: int) -> memoryview:
@@ -295,15 +310,19 @@ class _Parts:
         return memoryview(self._window.memory)[begin : begin + num_bytes]
 
     def lend(self, prefix: message_layout.Prefix, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a part as a tensor, or a copy if too much is lent; the part is freed when the tensor dies.
+        """Returns a received message as a tensor over its part.
+
+        The part is freed when nothing refers to the tensor any more. Returns a copy if the received tensors of this
+        peer would exceed 256 MiB.
 
         Raises:
-            UnsupportedOp: there is no memory for the copy; the part is free.
+            UnsupportedOp: there is no memory for the copy. The part is free then.
         """
         self._count_returned()
         memory = self.memory(prefix.part, prefix.part_bytes)
         with normal_mode():
             tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        # The sender needs free parts to go on, so a receiver that keeps its messages pays for a copy beyond 256 MiB.
         if self._lent_bytes + prefix.part_bytes > _MAX_LENT_BYTES:
             try:
                 copy = new_tensor(shape, dtype)
@@ -316,12 +335,13 @@ class _Parts:
         return tensor
 
     def loans(self) -> list[memoryview]:
-        """Returns the parts that are tensors now, of which a forked child is to have copies."""
+        """Returns the parts that are tensors now. A forked child gets copies of them."""
         return [memory for part in tuple(self._lent.values()) if (memory := part()) is not None]
 
     def free(self, start: int) -> None:
         """Gives a part back to its writer."""
         number = next(self._numbers)
+        # Memory order: the freed word first, then the counter that tells of it, then the bell.
         self._words[number % message_region.NUM_FREED_WORDS] = message_layout.freed_word(
             number, start // MIN_PART_BYTES
         )
@@ -329,9 +349,9 @@ class _Parts:
         self._post.answer(self._writer)
 
     def _return(self, prefix: message_layout.Prefix) -> None:
-        """Called when nothing refers to a tensor any more, in whatever thread."""
+        """Frees a part when its last tensor dies, in any thread."""
         if os.getpid() != self._process:
-            return  # a forked child lets go of its copy, not the parent of its memory
+            return  # a forked child dropped its private copy; the parent still has the tensor
         self._returned.append(prefix)
         self.free(prefix.part)
 

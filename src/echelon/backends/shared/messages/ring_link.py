@@ -1,4 +1,4 @@
-"""The messages between two ranks that share memory."""
+"""Link between two ranks that share memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from echelon.errors import EchelonError
 
 
 class SharedLine(Link):
-    """An outlet and an inlet."""
+    """Sender and receiver of one rank towards one peer, over two rings."""
 
     def __init__(self, at: MessageRegion, peer: int, max_message_bytes: int) -> None:
-        """Makes both ends of this rank.
+        """Creates both ends of this rank.
 
         Args:
-            at: where they are.
+            at: the region with the rings.
             peer: the other rank's number on this host.
-            max_message_bytes: a longer message of the peer is a ProtocolError.
+            max_message_bytes: limit of the peer's messages; a longer one is a ProtocolError.
         """
         self._outlet = RingSender(at, peer)
         self._inlet = RingReceiver(at, peer, max_message_bytes)

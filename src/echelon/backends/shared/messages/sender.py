@@ -1,7 +1,7 @@
-"""The sending end of a line: what is queued for one rank, and how it is written where that rank reads it.
+"""Sending end of a link: the queue of messages for one rank, written straight into that rank's ring and arena.
 
-Not locked: the backend calls it under its own lock. A payload is written as soon as it is sent, so a message is done
-when it was started, unless ring or arena are full, or it goes round in a circle. No call waits.
+Not locked: the backend calls it under its own lock. No call waits. A payload is written as soon as it is sent, so the
+send is complete at once. It stays queued only if ring or arena are full, or if the message is longer than its part.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from echelon.backends.shared.messages.message_region import MessageRegion
 from echelon.backends.work import Work
 from echelon.errors import EchelonError, ProtocolError
 
+# The first 64 MiB of an arena keep their pages while free, for the next message. The rest is returned to the system.
 _KEPT_BYTES = 64 << 20
-"""How much of an arena keeps its memory while it is free; the rest is given back to the system."""
 
 
 class _Outgoing:
-    """A message that is queued."""
+    """Queued message."""
 
     __slots__ = ("first", "head", "num_pieces", "num_written", "part", "slots", "tag", "tensor", "work")
 
@@ -35,27 +35,28 @@ class _Outgoing:
         self.tensor = tensor
         self.tag = tag
         self.work: Work[None] | None = work
-        """None: nobody waits for it."""
+        """None if nobody waits for it."""
         self.part = -1
         self.num_pieces = num_pieces
         self.num_written = 0
         self.first = 0
-        """How many pieces were written before its own."""
+        """Number of pieces that were written before its own."""
         self.slots = message_layout.Slots(0)
 
 
 class RingSender:
-    """What this rank writes for one other."""
+    """Writer of this rank's messages to one peer."""
 
     def __init__(self, at: MessageRegion, reader: int) -> None:
-        """Maps the arena when it is needed.
+        """Starts without an arena, which is mapped at the first large message.
 
         Args:
-            at: where everything is.
+            at: the region with ring and counters.
             reader: the other rank's number on this host.
         """
         self._post = at
         self._reader = reader
+        # Attributes of the region are copied here: `put` is the hot path of small messages.
         self._words = at.words
         self._sizes = at.sizes
         self._inline_bytes = at.sizes.inline_bytes
@@ -65,29 +66,29 @@ class RingSender:
         self._ring = at.ring(at.number, reader)
         self._ring_address = at.region.address + self._ring
         self.queue: deque[_Outgoing] = deque()
-        """What is not written yet."""
+        """Messages that are not wholly written yet, in order."""
         self._waits = False
         self._records = self._pieces = 0
         self._arena = Arena()
         self._window: Window | None = None
         self._arena_words = memoryview(bytearray()).cast("B")
         self._lent: dict[int, int] = {}
-        """Of each part that the reader has not freed yet, by where it is: its size."""
+        """Size of each part that the reader has not freed yet, by its offset."""
         self._num_freed = 0
 
     @property
     def owes(self) -> bool:
-        """Whether something is queued that somebody waits for."""
+        """Whether a queued message has a caller that waits for it."""
         return any(outgoing.work is not None for outgoing in self.queue)
 
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
-        """Writes a message, or queues it; `work` is completed when all of it is written.
+        """Writes a message, or queues it. `work` completes when all of it is written.
 
         Args:
-            head: the frame, without payload.
-            tensor: contiguous; it must not change before the work is done.
+            head: the frame without its payload.
+            tensor: contiguous; it must not change before `work` is done.
             tag: of the message.
-            work: see above.
+            work: completed or failed by this sender.
         """
         if self.put(head, tensor):
             work.complete()
@@ -96,16 +97,18 @@ class RingSender:
         self.flush()
 
     def put(self, head: bytes, tensor: torch.Tensor) -> bool:
-        """Writes a small message if there is room and nothing before it; returns whether it did."""
+        """Fast path: writes a small message if the queue is empty and it fits. False otherwise."""
         return not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor)
 
     def flush(self) -> None:
-        """Writes of what is queued as much as there is room for."""
+        """Writes as much of the queue as there is room for."""
         self._write_all()
         if self.queue and not self._waits:
+            # Then tries again: room made before `waiting` was stored rang for nobody, and another thread of this rank
+            # may sleep.
             self._say_whether_it_waits()
             message_region.fence()
-            self._write_all()  # who answered before that rang for nobody, and a thread of this rank may sleep already
+            self._write_all()
         if self._waits and not self.queue:
             self._say_whether_it_waits()
 
@@ -121,7 +124,11 @@ class RingSender:
                 outgoing.work.complete()
 
     def abandon(self, context: int, error: EchelonError) -> None:
-        """Ends the messages of a context's collectives that are queued; one that has begun goes on, but for nobody."""
+        """Fails the queued messages of a context's collectives.
+
+        A message that has begun is still written to its end, since its reader expects all pieces, but nobody waits for
+        it.
+        """
         kept: deque[_Outgoing] = deque()
         for outgoing in self.queue:
             if not outgoing.tag.is_collective_of(context):
@@ -135,7 +142,7 @@ class RingSender:
         self.queue = kept
 
     def fail(self, error: EchelonError) -> None:
-        """Ends everything that is queued."""
+        """Fails all queued messages."""
         for outgoing in self.queue:
             if outgoing.work is not None:
                 outgoing.work.complete(error=error)
@@ -144,7 +151,7 @@ class RingSender:
         self._waits = False
 
     def _write(self, outgoing: _Outgoing) -> bool:
-        """Writes as much of a message as there is room for; returns whether that is all of it."""
+        """Writes as much of a message as there is room for. True if all of it is written."""
         tensor = outgoing.tensor
         if tensor.nbytes <= self._inline_bytes:
             return self._put(outgoing.head, tensor)
@@ -152,18 +159,20 @@ class RingSender:
             return False
         words = self._words
         while outgoing.num_written < outgoing.num_pieces:
+            # The counter is read anew for each piece: the reader drains while this rank writes.
             slot = outgoing.slots.next(words[self._answers + message_layout.DRAINED] - outgoing.first)
             if slot is None:
                 return False
             self._copy_piece(outgoing, slot)
             outgoing.num_written += 1
             self._pieces += 1
+            # Memory order: the piece first, then its counter, then the bell. x86-64 keeps the order of stores.
             words[self._news + message_layout.PIECES] = self._pieces
             self._post.wake(self._reader)
         return True
 
     def _put(self, head: bytes, tensor: torch.Tensor) -> bool:
-        """Puts a small message into the ring; returns False if there is no room."""
+        """Writes a small message into the ring. False if there is no room."""
         num_bytes = tensor.nbytes
         size, payload_at, start = message_layout.small_record(head, num_bytes)
         at = self._room(size)
@@ -172,14 +181,16 @@ class RingSender:
         begin = self._ring + at
         self._memory[begin : begin + len(start)] = start
         if num_bytes:
+            # memmove, not torch's `copy_`, which takes microseconds a call.
             ctypes.memmove(self._ring_address + at + payload_at, tensor.data_ptr(), num_bytes)
+        # Memory order: the record first, then its counter, then the bell.
         self._records += size
         self._words[self._news + message_layout.RECORDS] = self._records
         self._post.wake(self._reader)
         return True
 
     def _begin(self, outgoing: _Outgoing) -> bool:
-        """Finds a part for a large message and puts its record into the ring; returns False if there is no room."""
+        """Allocates a part for a large message and writes its record into the ring. False if there is no room."""
         size = message_layout.record_bytes(len(outgoing.head), 0)
         num_bytes = outgoing.tensor.nbytes
         part_bytes = self._sizes.part_bytes(num_bytes)
@@ -199,11 +210,14 @@ class RingSender:
         begin = self._ring + at
         self._memory[begin : begin + len(prefix) + len(outgoing.head)] = prefix + outgoing.head
         self._records += size
-        self._words[self._news + message_layout.RECORDS] = self._records  # the first piece follows at once, and knocks
+        self._words[self._news + message_layout.RECORDS] = self._records  # no bell: the first piece follows and rings
         return True
 
     def _room(self, size: int) -> int | None:
-        """Returns where in the ring a record goes; passes the end of the ring over, where that is too short."""
+        """Returns the offset of a record of `size` bytes in the ring. None if there is no room.
+
+        Writes a prefix that skips the end of the ring, where that is too short.
+        """
         place = message_layout.place_for(
             size, self._records, self._words[self._answers + message_layout.TAKEN], self._sizes.ring_bytes
         )
@@ -219,12 +233,14 @@ class RingSender:
         num_bytes, piece_bytes = outgoing.tensor.nbytes, self._sizes.piece_bytes
         done = outgoing.num_written * piece_bytes
         at = self._mapped().address + message_region.PARTS + outgoing.part + slot * piece_bytes
+        # The slot is stored before the piece is counted, so the reader finds it with the counter.
         self._arena_words[message_region.SLOT_WORDS + self._pieces % message_region.NUM_SLOT_WORDS] = slot
         ctypes.memmove(at, outgoing.tensor.data_ptr() + done, min(piece_bytes, num_bytes - done))
 
     def _collect(self) -> None:
         """Takes back the parts that the reader has freed."""
         while self._lent:
+            # In the order of their numbers: a part whose word is late keeps later ones waiting, and none is missed.
             number = self._num_freed
             part = message_layout.freed_part(self._arena_words[number % message_region.NUM_FREED_WORDS], number)
             if part is None:
@@ -237,6 +253,7 @@ class RingSender:
 
     def _give_back(self, start: int, size: int) -> None:
         whole = self._arena.give_back(start, size)
+        # MADV_REMOVE frees the pages of the file for all processes; the range is wholly free, so no tensor lies in it.
         if whole is not None and whole >= _KEPT_BYTES:
             self._mapped().memory.madvise(mmap.MADV_REMOVE, message_region.PARTS + whole, MAX_PART_BYTES)
 
