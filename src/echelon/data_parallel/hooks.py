@@ -233,7 +233,7 @@ class PowerSGD(GradientHook):
 
 
 def _widen(matrix: Tensor) -> Tensor:
-    # torch.linalg.qr takes no half precision.
+    # torch.linalg.qr takes no half precision on the CPU (torch 2.13).
     return matrix.float() if matrix.element_size() < 4 else matrix
 
 

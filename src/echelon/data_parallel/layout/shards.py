@@ -1,4 +1,4 @@
-"""Layout of shards: a plan of which rank keeps which part of the parameters, made by each rank without communication."""
+"""Layout of optimizer shards: a plan of which rank keeps which part of the parameters. No communication."""
 
 from __future__ import annotations
 
