@@ -297,4 +297,4 @@ def test_a_pipeline_that_waits_says_for_what():
     with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(program, 2)
     assert "in receive from rank 1, the gradient of microbatch 0 for stage 0, at" in str(caught.value)
-    assert "what rank 0 has sent it, the input of microbatch 1 for stage 1" in str(caught.value)
+    assert "has not received a message of rank 0, the input of microbatch 1 for stage 1" in str(caught.value)

@@ -39,7 +39,6 @@ def can_overlap(group: ProcessGroup) -> bool:
     A reduction in shared memory occupies a core, so one must be idle: the cores of this process are compared with
     torch's threads of all local ranks. Ranks may disagree, because neither data nor order of messages depends on it.
     """
-    # Over a link most of the time is the transfer, which needs no core.
     if not group.backend.shares_memory or len(set(group.hosts)) > 1:
         return True
     hosts = group.backend.hosts

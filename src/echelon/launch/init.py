@@ -146,7 +146,7 @@ def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool
         )
     launched, patience = environment.read(os.environ), min(timeout, CONNECT_TIMEOUT)
     place = choose_device(device, name, 0 if launched is None else launched.local_rank)
-    # Only for a c10d backend: it needs torch's ranks anyway, so the group joins them instead of the launcher's.
+    # With a c10d backend the ranks of torch's default process group count, if the program has made one.
     attaches = name in ENGINES and dist.is_initialized()
     tcp = connect_default_group(timeout, patience) if attaches else _connect(launched, timeout)
     # Before the first group exists, so that no two ranks choose algorithms by different tables.

@@ -129,7 +129,7 @@ def _raise_first(outcomes: dict[int, Outcome]) -> NoReturn:
     cause = first_cause(failures)
     pickled = outcomes[cause.rank].error
     error: BaseException = pickle.loads(pickled) if pickled else PeerFailed(cause.rank, f"it {cause.summary}")
-    # An unpickled exception has lost its traceback, so the rank's comes along as a note.
+    # Pickling loses an exception's traceback, so the rank's comes along as a note.
     there = f":\n{cause.traceback.rstrip()}" if cause.traceback else ""
     error.add_note(f"rank {cause.rank} failed first{there}")
     for failure in failures:

@@ -73,8 +73,6 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
     program.check()
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder, ReservedPort() as port:
         environs = rank_environs(num_ranks, port, environ)
-        # A file per rank, not a pipe: a rank that is killed while it writes leaves no half report, and the launcher can
-        # look while a rank still runs.
         for rank, each in enumerate(environs):
             each[ERROR_FILE] = os.path.join(folder, f"rank{rank}.json")
         with Launcher(console, grace) as launcher:

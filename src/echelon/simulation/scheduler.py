@@ -223,7 +223,6 @@ class Scheduler:
         Raises:
             UnsupportedOp: the calling thread is none of the simulation's.
         """
-        # The identifier, not threading.current_thread(): this runs in every call of the library.
         task = self._running
         if task is None or task.ident != get_ident():
             raise UnsupportedOp(
@@ -296,7 +295,7 @@ class Scheduler:
             self._schedule(task, self.now)
             self._pass_on(task)
             return work._completed
-        # An action wakes pollers, because it may change state that the program polls beside `work`.
+        # In `_pollers`, too: a program may poll several Works in turn, so any action wakes it, not this Work only.
         task.polls = True
         self._pollers.append(task)
         try:
@@ -333,7 +332,6 @@ class Scheduler:
                 task.is_doomed = True
                 self._schedule(task, self.now)
 
-    # Not raised in a rank: its program could catch it.
     def fail(self, error: BaseException) -> None:
         """Ends the simulation with an error that belongs to no rank. The first error counts."""
         if not self.is_ending:
@@ -392,7 +390,7 @@ class Scheduler:
         """Runs events until one is the turn of a task, and returns that task. None when no task is left."""
         events = self._events
         while True:
-            # Deadlines are no events: nearly all waits end before theirs, and would leave stale events in the queue.
+            # Deadlines are not in the queue: the next one is looked up when no earlier event is left.
             if not events or events[0][0] > self._first_deadline:
                 if not self._tasks:
                     return None
