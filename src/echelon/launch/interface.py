@@ -34,6 +34,7 @@ def with_local_address(launched: Environment, environ: Mapping[str, str]) -> Env
     master = launched.master_addr
     found = _resolve(master)
     family = family_of(found[0]) if found else socket.AF_INET
+    # An address resolves to itself, so `master` is a host name if it is not among the results.
     is_here = master not in found and any(map(is_loopback, found))
     name = environ.get(VARIABLE)
     if name:

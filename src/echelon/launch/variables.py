@@ -35,6 +35,7 @@ class Translation:
     @property
     def port(self) -> int | None:
         """Port computed from the job's name, so ranks need not exchange it. None without a name."""
+        # Not hash(), which differs between processes.
         return PORTS[zlib.crc32(self.job.encode()) % len(PORTS)] if self.job else None
 
 

@@ -91,6 +91,7 @@ class Worker:
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="echelon rank")
         self._process.start()
+        # With an open copy here, the connection would not end when the worker dies.
         theirs.close()
         self.pid = self._process.pid or 0
         self.pidfd = os.pidfd_open(self.pid)

@@ -152,6 +152,7 @@ def _of_actions(costs: Costs) -> StepCost:
     def price(step: Action | Overlapped) -> float:
         stages = [action.stage for action in actions_of(step)]
         placement = [0] * (_num_stages(costs) or max(stages) + 1)
+        # All inputs are there at time 0, so that nothing but the action itself is priced.
         arrived = [Need(kind, stage, 0) for kind in "FB" for stage in stages]
         (ends,) = play([[step]], placement, 1, costs.per_stage(placement), arrived).ends
         return float(ends[0])

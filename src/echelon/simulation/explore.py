@@ -49,7 +49,7 @@ def explore(
             simulation = simulate(fn, world_size, args, seed, network, costs, faults)
             if check is not None:
                 check(simulation)
-        except Exception as error:
+        except Exception as error:  # not KeyboardInterrupt, which is no failure of the seed
             name = getattr(fn, "__name__", repr(fn))
             more = "".join(f", {what}=..." for what, given in _given(args, network, costs, faults) if given)
             replay = f"echelon.simulate({name}, {world_size}{more}, seed={seed})"
