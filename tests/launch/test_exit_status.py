@@ -51,7 +51,7 @@ def test_the_first_cause_is_the_rank_that_left_and_the_status_is_its_own(tmp_pat
     lines = [line for line in ended.stderr.splitlines() if line.startswith("echelon: ")]
     assert lines[0] == f"echelon: rank 1 exited with status {status}"
     assert "then rank 0 raised PeerFailed: rank 1 failed: " in ended.stderr
-    assert lines[-1] == f"echelon: all of that because rank 1 exited with status {status}"
+    assert lines[-1] == f"echelon: root cause: rank 1 exited with status {status}"
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def test_a_survivor_that_reports_first_does_not_hide_the_cause(script, tmp_path)
     lines = ended.err.splitlines()
     assert lines[0] == "echelon: rank 1 was killed by SIGKILL"
     assert lines[1].startswith("echelon: then rank 0 raised PeerFailed: rank 1 failed: its process died (")
-    assert lines[2] == "echelon: all of that because rank 1 was killed by SIGKILL"
+    assert lines[2] == "echelon: root cause: rank 1 was killed by SIGKILL"
 
 
 def test_the_others_may_still_report_after_the_first_end_was_noticed(script, tmp_path):

@@ -45,7 +45,7 @@ def test_without_a_file_the_static_table_counts(alone, tmp_path):
     [
         (None, echelon.LaunchError, "there is no such file; run `echelon tune --output "),
         (b"\xff", echelon.LaunchError, "cannot read "),
-        (b" " * (1 << 20) + b"{}", echelon.LaunchError, "more than 1048576 bytes are no table of algorithms"),
+        (b" " * (1 << 20) + b"{}", echelon.LaunchError, "has more than 1048576 bytes and is no table of algorithms"),
         (b"{}", echelon.PlanError, "it is no table of tuned collectives; run `echelon tune` again"),
     ],
 )

@@ -108,7 +108,7 @@ def look_at_the_time_for_ever(group):
 
 def test_looking_at_the_time_while_it_stands_still_is_a_deadlock(monkeypatch):
     monkeypatch.setattr("echelon.simulation.backend._LOOKS", 1000)
-    with pytest.raises(echelon.DeadlockError, match=r"rank 0 has looked at the time 1,000 times at 0 s"):
+    with pytest.raises(echelon.DeadlockError, match=r"rank 0 has read the clock 1,000 times in a row at 0 s"):
         echelon.simulate(look_at_the_time_for_ever, 1)
 
 
@@ -273,8 +273,8 @@ def test_what_was_sent_with_another_tag_is_named():
 
     with pytest.raises(echelon.DeadlockError, match="rank 0 waits for rank 1 in receive from rank 1, tag 5") as caught:
         echelon.simulate(program, 2)
-    assert "rank 0 has not asked for what rank 1 has sent it, tag 10\n" in str(caught.value)
-    assert str(caught.value).endswith("and 2 more that nobody has asked for")
+    assert "rank 0 has not received a message of rank 1, tag 10\n" in str(caught.value)
+    assert str(caught.value).endswith("and 2 more messages that were not received")
 
 
 def test_groups_are_told_apart():
@@ -297,4 +297,4 @@ def test_a_pipeline_that_waits_says_for_what():
     with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(program, 2)
     assert "in receive from rank 1, the gradient of microbatch 0 for stage 0, at" in str(caught.value)
-    assert "what rank 0 has sent it, the input of microbatch 1 for stage 1" in str(caught.value)
+    assert "has not received a message of rank 0, the input of microbatch 1 for stage 1" in str(caught.value)

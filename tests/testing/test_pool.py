@@ -51,7 +51,7 @@ def test_the_exception_of_the_failing_rank_is_raised_and_not_a_survivors(pool):
     with pytest.raises(KeyError, match="rank 1 has no key") as caught:
         pool.run(ranks.raise_on, 3, 1)
     first, *others = caught.value.__notes__
-    assert first.startswith("rank 1 failed first; there:\nTraceback")
+    assert first.startswith("rank 1 failed first:\nTraceback")
     assert sorted(note[:40] for note in others) == [f"then rank {rank} raised PeerFailed: rank 1 fa" for rank in (0, 2)]
 
 

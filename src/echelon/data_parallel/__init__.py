@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Imported when first used: the layout of buckets needs no torch, and neither does who only imports that.
+    # Imported at first use: `layout` is pure, so importing it must not import torch.
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_WHERE[name]), name)

@@ -1,4 +1,4 @@
-"""Sends many tensors from one rank to all, or averages them over all, in few messages."""
+"""Broadcasts and averages of many tensors in few messages, and the comparison of models that precedes them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from echelon.data_parallel.layout.buckets import bucket_layout
 from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group.group import JsonLike, ProcessGroup
 
-# Checks that all ranks have built the same model, before any of its tensors travels.
-
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup, options: Iterable[str]) -> None:
-    """Compares names, shapes and dtypes of parameters and buffers over all ranks, in their order.
+    """Compares names, shapes and dtypes of parameters and buffers over all ranks, in their order. Blocks.
+
+    Call it before any tensor of the model is sent, so that ranks never write into tensors of another shape.
 
     Args:
         module: the model; its values do not matter.
@@ -31,13 +31,14 @@ def check_same_model(module: torch.nn.Module, group: ProcessGroup, options: Iter
 
 
 def check_same_lines(lines: Sequence[str], group: ProcessGroup) -> None:
-    """Compares what describes the models of all ranks, line by line.
+    """Compares lines of text, such as a model's outline, over all ranks. Blocks.
 
     Raises:
         CollectiveMismatch: on every rank, with the first difference.
     """
     if group.world_size == 1:
         return
+    # Fast path: ranks exchange 16 bytes. The lines themselves travel only to explain a difference.
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     if len(set(map(str, group.all_gather_object(digest)))) == 1:
         return
@@ -61,7 +62,7 @@ def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> 
 
     Args:
         by_rank: the lines of each rank; not all equal.
-        ranks: what the ranks are called.
+        ranks: numbers of the ranks, for the sentence.
     """
     for number in range(max(map(len, by_rank))):
         found = [lines[number] if number < len(lines) else "nothing more" for lines in by_rank]
@@ -90,16 +91,16 @@ def check_module(module: object) -> None:
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], group: ProcessGroup, src: int = 0, bucket_mb: float = 25
 ) -> None:
-    """Overwrites `tensors` on every rank with those of rank `src`, in place. Blocks until it is done.
+    """Overwrites `tensors` on every rank with the tensors of rank `src`, in place. Blocks until it is done.
 
-    A tensor whose values are right already is not written: autograd refuses a backward through a tensor that was
+    A tensor that already has the right values is not written: autograd refuses a backward through a tensor that was
     written since, even with the same values.
 
     Args:
         tensors: same number, shapes and dtypes on every rank.
         group: the ranks.
-        src: the rank whose tensors they are.
-        bucket_mb: mebibytes that travel, and are copied on the way, at a time.
+        src: the rank whose values all ranks take.
+        bucket_mb: mebibytes per message, and of temporary memory.
 
     Raises:
         UnsupportedOp, InvalidRank, CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.broadcast`.
@@ -127,7 +128,7 @@ def average_tensors(tensors: Sequence[torch.Tensor], group: ProcessGroup, bucket
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """Returns what tensors must have in common to travel in one flat tensor."""
+    """Returns the dtype and device as text. Tensors of one kind may share a flat tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
@@ -139,6 +140,7 @@ def _in_buckets(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[list[
 
 def _write(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        if not torch.equal(as_bytes(plain(tensor)), as_bytes(piece)):  # bits: 0 is not -0
+        # Compared by bits, not by values: 0.0 equals -0.0, and NaN equals nothing.
+        if not torch.equal(as_bytes(plain(tensor)), as_bytes(piece)):
             check_writable(tensor, "a broadcast of parameters and buffers")
             tensor.copy_(piece.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""The memory of one bucket: gradients in a row, and a view of it for each parameter that can be its .grad."""
+"""Memory of the gradient buckets: one flat tensor per bucket, with a view per parameter that can be its .grad."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from echelon.data_parallel.layout.buckets import bucket_layout
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 
-# The home of each parameter's gradient: a place in the memory of one bucket.
-
 
 class BucketSet:
-    """All buckets with their memory, laid out in the order in which gradients come once that is known.
+    """All buckets of a reducer with their memory. A parameter's home is its place in one bucket.
 
-    Where buckets are reduced one behind the other and nothing runs beside, there is one of each kind: ranks then wait
-    for each other once.
+    Buckets follow the order in which gradients come, once it is known. If reductions cannot overlap with backward,
+    there is one bucket per kind, so ranks wait for each other once.
     """
 
     def __init__(
@@ -35,14 +33,14 @@ class BucketSet:
         dtype: torch.dtype | None,
         learns_order: bool,
     ) -> None:
-        """Lays out the buckets in the reverse order of the parameters; they have no memory before `allocate`.
+        """Lays out the buckets in the reverse order of the parameters. `allocate` gives them memory.
 
         Args:
             parameters: name and parameter; the same ones in the same order on every rank, each once.
             group: the ranks that reduce them.
             bucket_mb: mebibytes at which a bucket is full.
-            dtype: of the memory, where it is wider than that of the parameters.
-            learns_order: whether `arrived` is kept for `learn`.
+            dtype: dtype of the memory, if it is wider than the parameters' dtype.
+            learns_order: whether to record `arrived`, for `arrange`.
 
         Raises:
             UnsupportedOp: a parameter has no memory of its own.
@@ -57,28 +55,28 @@ class BucketSet:
         self._parameters = [parameter for _, parameter in parameters]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self.arrived: list[int] | None = [] if learns_order else None
-        """The parameters in the order in which their gradients came, each once or more; None: of no interest."""
+        """Parameters in the order in which their gradients came, each once or more. None if not needed."""
         self.memories: list[BucketMemory] = []
-        """In the order of the buckets; none before `allocate`."""
+        """Memory of each bucket, in the layout's order. Empty before `allocate`."""
         self._order = self._default_order()
         self._is_one = False
-        """Whether there is one bucket of each kind."""
+        """Whether there is one bucket per kind."""
         self._lay_out()
 
     def allocate(self) -> None:
         """Allocates the memory of all buckets. Blocks until all ranks have.
 
         Raises:
-            UnsupportedOp: there is no memory that ranks share.
+            UnsupportedOp: the shared memory could not be allocated.
         """
         self.memories = [self._memory(number) for number in range(len(self.layout.buckets))]
 
     def bucket_of(self, index: int) -> int:
-        """Returns the number of the bucket in which a parameter's gradient lies."""
+        """Returns the number of the bucket that holds a parameter's gradient."""
         return self._homes[index][0]
 
     def keep(self, index: int) -> None:
-        """Moves a gradient that is complete to its home.
+        """Copies a complete gradient into its bucket and makes .grad a view of it.
 
         Raises:
             UnsupportedOp: the gradient cannot be reduced.
@@ -87,7 +85,7 @@ class BucketSet:
         self.memories[home].take(place)
 
     def hide(self, index: int) -> None:
-        """Takes a gradient away that is rounded from wider memory, as autograd is about to add to it.
+        """Removes a .grad that was rounded from wider memory, before autograd adds to it.
 
         Raises:
             UnsupportedOp: the gradient cannot be reduced.
@@ -96,28 +94,30 @@ class BucketSet:
         self.memories[home].hide(place)
 
     def show(self) -> None:
-        """Gives back what was taken away and not added to."""
+        """Restores the gradients hidden by `hide` that this backward did not touch."""
         for memory in self.memories:
             memory.show()
 
     def has_gradients(self) -> list[bool]:
-        """Returns, of each parameter, whether its bucket was filled with a gradient of this rank."""
+        """Returns, per parameter, whether this rank put a gradient into its bucket."""
         return [self.memories[home].has_gradient[place] for home, place in self._homes]
 
     def give(self, index: int) -> None:
-        """Makes what a parameter's home holds its gradient."""
+        """Sets a parameter's .grad from its bucket."""
         home, place = self._homes[index]
         self.memories[home].give(place)
 
     def arrange(self, order: Sequence[int], *, in_one: bool) -> None:
-        """Lays out the buckets anew, unless they are so already. Every rank must do the same.
+        """Lays out the buckets anew if the layout changes. Every rank must call it with the same arguments.
+
+        Blocks, if it does, until all ranks have allocated the new memory.
 
         Args:
-            order: in which gradients came, the others as before; none: all as before.
-            in_one: whether there is one bucket of each kind.
+            order: parameters in the order in which their gradients came; the others follow. Empty: no change.
+            in_one: whether to make one bucket per kind.
 
         Raises:
-            UnsupportedOp: there is no memory that ranks share.
+            UnsupportedOp: the shared memory could not be allocated.
         """
         if in_one == self._is_one and not order:
             return
@@ -131,8 +131,10 @@ class BucketSet:
         if self.layout == before:
             self.memories = memories
             return
+        # Bucket by bucket: each `take` moves gradients out of old memory, which is freed with its last view. Without
+        # the `del`, old and new buckets would all be alive at once.
         del memories
-        for number, bucket in enumerate(self.layout.buckets):  # one by one, as the memory of the old ones becomes free
+        for number, bucket in enumerate(self.layout.buckets):
             self.memories.append(self._memory(number))
             for place in range(len(bucket.members)):
                 self.memories[number].take(place)
@@ -140,7 +142,8 @@ class BucketSet:
     def _lay_out(self) -> None:
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
         kinds = [kind_of(parameter) for parameter in self._parameters]
-        # More buckets cost more than the end of a large one, unless that goes over a link.
+        # Smaller buckets towards the end hide the tail of a transfer over a link. In shared memory there is no such
+        # tail, and each further bucket costs a meeting of all ranks.
         tapers = not self._group.is_native
         if self._is_one:
             self.layout = bucket_layout(sizes, kinds, math.inf, math.inf, self._order, tapers=False)
@@ -165,11 +168,11 @@ class BucketSet:
 
 
 class BucketMemory:
-    """Holds the gradients of the parameters of one bucket.
+    """Memory of one bucket: the gradients of its parameters in a row.
 
-    In the parameters' own dtype a parameter's gradient *is* its view from its first backward on: there is no second
-    copy. In a wider dtype the memory is where gradients are accumulated, and .grad holds what comes out, rounded.
-    Autograd must not add to what is rounded, so `hide` takes it away before; what the user has changed counts as it is.
+    In the parameters' own dtype, .grad *is* the view of this memory from the first backward on: there is no second
+    copy. In a wider dtype, gradients are accumulated here and .grad is a rounded copy. Autograd must not add to a
+    rounded copy, so `hide` removes it before. A .grad that the user changed replaces the accumulated value.
     """
 
     def __init__(
@@ -181,15 +184,17 @@ class BucketMemory:
         planned: torch.dtype,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocates the memory, where the ranks of `group` share it, if they can. Every rank must do the same.
+        """Allocates the memory, shared between the ranks of `group` if possible. Every rank must do the same.
+
+        Blocks, for a CPU tensor, until all ranks have.
 
         Args:
-            number: which bucket.
-            names: of the parameters, for errors.
-            parameters: of one dtype and device.
+            number: number of the bucket in the layout.
+            names: names of the parameters, for errors.
+            parameters: parameters of one dtype and device.
             group: the ranks that reduce it.
             planned: the parameters' dtype.
-            dtype: of the memory, if it is wider than that; None: the parameters'.
+            dtype: dtype of the memory, if it is wider than `planned`. None: `planned`.
         """
         self.number = number
         self._names = names
@@ -199,6 +204,8 @@ class BucketMemory:
         self._is_wide = dtype != planned
         sizes = [parameter.numel() for parameter in parameters]
         device = parameters[0].device
+        # `group.empty` is memory that local ranks share, so a reduction copies nothing into a staging buffer. A GPU's
+        # memory is not, and one rank alone has nobody to share it with.
         if device.type == "cpu" and group.world_size > 1:
             self.flat = group.empty(sum(sizes), dtype)
         else:
@@ -207,28 +214,30 @@ class BucketMemory:
             _like(piece, parameter) for piece, parameter in zip(torch.split(self.flat, sizes), parameters, strict=True)
         ]
         self.has_gradient = [False] * len(parameters)
-        """Of each parameter: whether this rank has a gradient for the reduction. Set by `fill`."""
+        """Per parameter, whether this rank has a gradient for the reduction. Set by `fill`."""
         self._shown: list[Tensor | None] = [None] * len(parameters)
-        """In a wider dtype: the rounded gradient that .grad was set to."""
+        """Wider dtype only: the rounded gradient that .grad was set to."""
         self._versions = [0] * len(parameters)
-        """And how often that had been written then."""
+        """Wider dtype only: autograd's version of each tensor in `_shown` at that time."""
         self._is_hidden = [False] * len(parameters)
-        """In a wider dtype: whether .grad was taken away until something is added to it."""
+        """Wider dtype only: whether .grad was removed by `hide` and not set since."""
 
     def take(self, index: int) -> None:
-        """Moves the gradient of a parameter, which is new or was added to, into the memory.
+        """Moves a parameter's new or changed gradient into the memory, then sets .grad from it.
 
         Raises:
-            UnsupportedOp: the gradient is sparse or has no memory of its own, has a graph of its own, or another dtype
-                than the parameter had.
+            UnsupportedOp: the gradient is sparse, has no memory of its own, has a graph, or has another dtype than the
+                parameter had.
         """
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
+        # Fast path: with zero_grad(set_to_none=False) autograd adds to the view in place, so there is nothing to copy.
         if gradient is None or gradient is view:
             return
         if problem := _problem(gradient, self._dtype):
             raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {problem}")
         with torch.no_grad():
+            # Hidden: .grad is only the part that this backward computed. Otherwise it is the whole gradient.
             if self._is_hidden[index]:
                 view.add_(gradient)
             else:
@@ -236,7 +245,7 @@ class BucketMemory:
         self.give(index)
 
     def hide(self, index: int) -> None:
-        """Takes a gradient away that is rounded, as autograd is about to add to it.
+        """Removes a rounded .grad before autograd adds to it. Does nothing without a wider dtype.
 
         Raises:
             UnsupportedOp: as `take`.
@@ -244,18 +253,19 @@ class BucketMemory:
         parameter = self._parameters[index]
         if not self._is_wide or parameter.grad is None:
             return
+        # The user changed .grad, by clipping for instance: that value is the one to add to.
         if not self._is_shown(index):
             self.take(index)
         parameter.grad, self._is_hidden[index] = None, True
 
     def show(self) -> None:
-        """Gives back what was hidden, after a backward that added nothing to it: one of torch.autograd.grad."""
+        """Restores hidden gradients that this backward did not touch, as torch.autograd.grad leaves all of them."""
         for index, is_hidden in enumerate(self._is_hidden):
             if is_hidden:
                 self.give(index)
 
     def fill(self) -> None:
-        """Takes every gradient that there is, and zeros for the others.
+        """Brings the memory up to date: all gradients of this rank, and zeros for parameters without one.
 
         Raises:
             UnsupportedOp: as `take`.
@@ -269,7 +279,7 @@ class BucketMemory:
                 self.take(index)
 
     def give(self, index: int) -> None:
-        """Makes what the memory holds for a parameter its .grad."""
+        """Sets a parameter's .grad: the view itself, or a rounded copy of it if the memory is wider."""
         parameter, view = self._parameters[index], self._views[index]
         if not self._is_wide:
             parameter.grad = view
@@ -280,25 +290,27 @@ class BucketMemory:
         self._is_hidden[index] = False
 
     def bucket(self, weight: float) -> GradientBucket:
-        """Returns the bucket as a hook sees it, with the weight of this rank."""
+        """Returns the argument of `GradientHook.reduce`. `weight` is the weight of this rank in the mean."""
         return GradientBucket(self.number, self.flat, self._views, self._names, weight)
 
     def _is_shown(self, index: int) -> bool:
-        """Says whether .grad is what this memory holds, rounded, and nobody has changed it."""
+        """Whether .grad is still the rounded copy that `give` set, with its values unchanged."""
         gradient = self._parameters[index].grad
         if gradient is None or gradient is not self._shown[index]:
             return False
+        # The same object is not enough: the user may have written to it in place, which raises autograd's version.
         return version_of(gradient) == self._versions[index]
 
 
 def _like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a piece of the memory in the shape of a parameter, laid out as the parameter if that has no gaps."""
+    """Returns a piece of the memory with a parameter's shape, and its strides unless they leave gaps."""
+    # The strides that empty_like chooses are those that autograd gives a new gradient; "meta" allocates nothing.
     strides = torch.empty_like(parameter, device="meta").stride()
     return piece.as_strided(parameter.shape, strides, piece.storage_offset())
 
 
 def _problem(gradient: Tensor, dtype: torch.dtype) -> str:
-    """Says why a gradient cannot be reduced, and what to do; nothing if it can."""
+    """Returns the reason why a gradient cannot be reduced, and the fix. Empty if it can."""
     if gradient.layout != torch.strided:
         return "is sparse: make it dense, such as by nn.Embedding(..., sparse=False)"
     if not has_values(gradient):

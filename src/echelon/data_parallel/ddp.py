@@ -1,11 +1,11 @@
 """DistributedDataParallel: wraps a module so that every backward leaves the mean gradient on every rank.
 
-Strategy. Hooks on the parameters tell when a gradient is complete, so it does not matter how the module was called. The
-first hook of a backward, that on the module's output if it was called as a whole, asks the engine to be told of the end
-of that backward (the outermost, where checkpoints run others inside); there `finish` blocks until all ranks have come.
-Everything runs in the thread that called backward; the collectives run in the lane of the reducer's group, beside
-backward, or behind it if they would only take the core from it. Hooks refer to the wrapper weakly: without it the
-module is an ordinary one again.
+Strategy. Hooks on the parameters report complete gradients, so it does not matter how the module was called. The first
+hook of a backward (on the module's output, if the module was called as a whole) queues a callback of the autograd
+engine for the end of that backward: of the outermost one, where checkpoints run others inside. In the callback `finish`
+blocks until all ranks have reduced. Everything runs in the thread that called backward. The collectives run in the lane
+of the reducer's group, overlapped with backward, or after backward if they would take its core. Hooks hold the wrapper
+weakly: once it is gone, the module is an ordinary one again.
 """
 
 from __future__ import annotations
@@ -29,28 +29,27 @@ from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientRe
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup, check_group
 
-# The parameters of a module as they were when a wrapper began to watch them.
-
 
 class ParamSnapshot:
-    """What there was to watch, to compare with what there is, and the hooks that watch it."""
+    """Snapshot of a module's parameters, and the hooks on them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Looks at the parameters that there are now."""
+        """Records the present parameters and which of them require gradients."""
         self._module = module
         self.named = list(module.named_parameters())
         self.trainable = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
         self._requires_grad = [parameter.requires_grad for _, parameter in self.named]
         self.handles: list[RemovableHandle] = []
-        """Of the hooks."""
+        """Handles of the hooks, for `release`."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters, frozen ones too."""
+        """All parameters, frozen ones too."""
         return [parameter for _, parameter in self.named]
 
     def is_current(self) -> bool:
-        """Says whether these are the module's parameters still, and the same of them are trained."""
+        """Whether the module still has the same parameters, and trains the same ones."""
+        # Runs before every forward, so it compares identities and flags only, and skips the names.
         now = list(self._module.parameters())
         return len(now) == len(self.named) and all(
             parameter is known and parameter.requires_grad == trainable
@@ -58,18 +57,16 @@ class ParamSnapshot:
         )
 
     def added_since(self, earlier: ParamSnapshot) -> list[torch.nn.Parameter]:
-        """Returns the parameters that there were not earlier."""
+        """Returns the parameters that the earlier snapshot lacks."""
         known = set(map(id, earlier.parameters))
         return [parameter for parameter in self.parameters if id(parameter) not in known]
 
     def release(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
 
-
-# Brings the buffers of a model together, such as the running statistics of BatchNorm.
 
 Buffers: TypeAlias = Literal["broadcast", "average", "local"]
 
@@ -77,14 +74,17 @@ Buffers: TypeAlias = Literal["broadcast", "average", "local"]
 def synchronize_buffers(
     buffers: Sequence[torch.Tensor], how: Buffers, group: ProcessGroup, src: int, bucket_mb: float
 ) -> None:
-    """Overwrites buffers by those of rank `src`, or by their mean if they are numbers with a fraction; or leaves them.
+    """Makes buffers, such as BatchNorm's running statistics, equal on all ranks. Blocks, unless `how` is "local".
+
+    "broadcast" copies the buffers of rank `src`. "average" takes the mean of floating-point and complex buffers, and
+    copies the others from rank `src`. "local" leaves all of them.
 
     Args:
         buffers: same number, shapes and dtypes on every rank.
         how: "broadcast", "average" or "local".
         group: the ranks.
         src: the rank whose buffers are broadcast.
-        bucket_mb: mebibytes that travel at a time.
+        bucket_mb: mebibytes per message.
 
     Raises:
         CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.broadcast`.
@@ -101,20 +101,21 @@ def _has_fraction(buffer: torch.Tensor) -> bool:
 
 
 class DistributedDataParallel(ModuleProxy):
-    """Trains the same module on every rank, each on its own part of the batch.
+    """Data-parallel wrapper: trains the same module on every rank, each on its own part of the batch.
 
-    After `backward()` each gradient is the mean over all ranks, bit-identical on all of them: what one process gets
-    for the whole batch, if the loss is a mean and all parts have the same number of samples (or with
-    `average="samples"`). Parameters stay the objects they are, so an optimizer may be made before or after. Those that
-    no rank used keep the gradient None; those that only some used get the right mean. Every backward that reaches a
-    parameter reduces, as long as this wrapper lives; a rank on which it reaches none calls `sync_gradients()` instead.
-    A rank that runs a forward and skips its backward is told, as are the others; so is one that skips both and lets its
-    optimizer make the step; that may be compiled, where the parameters are on the CPU. To call `module` itself is the
-    same.
+    After `backward()` each gradient is the mean over all ranks, bit-identical on all of them. It equals the gradient of
+    one process on the whole batch, if the loss is a mean and all parts have the same number of samples (or with
+    `average="samples"`). Parameters stay the objects they are, so an optimizer may be made before or after. Parameters
+    that no rank used keep the gradient None; parameters that only some ranks used get the right mean.
 
-    Gradients are views of the buckets in which they travel, so they take no memory twice.
+    Every backward that reaches a parameter reduces, as long as this wrapper lives. A rank on which it reaches none
+    calls `sync_gradients()` instead. All ranks raise CollectiveMismatch if one runs a forward and skips its backward,
+    or skips both and lets its optimizer make the step. The step may be compiled, if the parameters are on the CPU.
+    Calling `module` directly has the same effect as calling the wrapper.
 
-    It behaves as the module: attributes, state_dict and named_parameters are the module's, under the same names.
+    Gradients are views of the buckets in which they travel, so there is no second copy.
+
+    Attributes, state_dict and named_parameters are the module's own, under the same names.
 
     Not supported, and refused: sparse gradients, `backward(create_graph=True)`.
     """
@@ -128,24 +129,24 @@ class DistributedDataParallel(ModuleProxy):
         average: Average = "ranks",
         hook: GradientHook | None = None,
     ) -> None:
-        """Makes all ranks start from the parameters and buffers of rank 0, written in place.
+        """Copies the parameters and buffers of rank 0 to all ranks, in place. Blocks until it is done.
 
         Args:
-            module: the model, on every rank the same but for its values.
+            module: the model, the same on every rank except for its values.
             group: the ranks. Every rank of it must wrap the same modules in the same order.
-            bucket_mb: mebibytes of gradients that are reduced at a time beside backward. Where all ranks share memory
-                and none has a core left over, all are reduced at once behind it.
-            buffers: before each training forward, buffers (such as the running statistics of BatchNorm) become those
-                of rank 0 ("broadcast"), or their mean if they are numbers with a fraction ("average"), or stay
-                ("local"). Not under `no_sync`.
-            average: all ranks weigh the same ("ranks"), or as much as they have samples ("samples"): as the first
-                tensor given to forward has rows, added up over the forwards since gradients were last reduced.
+            bucket_mb: mebibytes of gradients that are reduced at a time, overlapped with backward. If all ranks share
+                memory and none has an idle core, all gradients are reduced at once after backward.
+            buffers: how buffers, such as the running statistics of BatchNorm, are made equal before each training
+                forward. "broadcast" copies those of rank 0, "average" takes the mean of floating-point and complex
+                ones, "local" leaves them. Not under `no_sync`.
+            average: weights of the ranks in the mean. "ranks": equal. "samples": the number of samples, which is the
+                number of rows of forward's first tensor, added up over the forwards since the last reduction.
             hook: how a bucket is reduced: to send less, or less often. None: an all_reduce.
 
         Raises:
             CollectiveMismatch: on every rank, if names, shapes or dtypes of the model or the options differ.
-            InvalidArgument: `module` is no instance of a module, `group` is no group, or an option is none.
-            UnsupportedOp: a parameter or buffer that the group's backend cannot move, or that has no shape yet or no
+            InvalidArgument: `module` is no module instance, `group` is no group, or an option has an unknown value.
+            UnsupportedOp: a parameter or buffer that the group's backend cannot send, or that has no shape yet or no
                 memory of its own, such as a DTensor; a parameter that another living wrapper reduces, which has not
                 failed; or no parameter requires a gradient.
         """
@@ -169,19 +170,21 @@ class DistributedDataParallel(ModuleProxy):
         _check_tensors(module)
         take_over(module.named_parameters())
         check_same_model(module, group, self._options)
-        _check_trains(module)  # after the comparison, so that all ranks raise, or all hear of the difference
+        # After the comparison: either all ranks have nothing to train and raise, or all raise CollectiveMismatch. A
+        # rank that raised alone would leave the others waiting in the comparison.
+        _check_trains(module)
         self._reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
         self._joining = Joining(self._reducer.group)
         self._watched: ParamSnapshot | None = None
-        self.module = module  # last: from here on new attributes are the module's
+        self.module = module  # last: ModuleProxy passes attributes that are set from here on to the module
         self.broadcast_parameters()
         self._watch()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the with block backward leaves each rank's own gradients; the next one outside reduces what adds up.
+        """Inside, backward accumulates local gradients. The next backward outside reduces their sum.
 
-        What counts is where backward is called; forward may be called outside. Every rank must do the same.
+        The place of the call of backward counts; forward may be called outside. Every rank must do the same.
         """
         before = self._synchronise
         self._synchronise = False
@@ -192,13 +195,13 @@ class DistributedDataParallel(ModuleProxy):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Inside the with block ranks may have different numbers of batches: put the loop over batches into it.
+        """Inside, ranks may have different numbers of batches: put the loop over batches into the with block.
 
-        A rank that leaves the block goes on reducing with the others, without gradients of its own, until all have
-        left; then all take parameters and buffers of the first of those that left last. Gradients are still divided by
-        the number of all ranks, or weigh by samples if `average` says so. Costs a round of one byte per forward and
-        backward. Every rank must enter it. Not for a module that calls collectives itself, which ranks that have left
-        would not call: give ranks without samples empty batches instead.
+        The exit blocks until all ranks have left: meanwhile this rank takes part in the others' reductions, without
+        gradients of its own. Then all ranks copy parameters and buffers from the lowest rank among the last to leave.
+        Gradients are still divided by the number of all ranks, or weighted by samples with `average="samples"`. Costs
+        an all_gather of one byte per forward and backward. Every rank must enter the block. Not for a module that calls
+        collectives itself, which ranks without batches would not call: give them empty batches instead.
 
         Raises:
             CollectiveMismatch: ranks run different numbers of forwards per backward.
@@ -215,9 +218,9 @@ class DistributedDataParallel(ModuleProxy):
             self._reducer.forget()
 
     def sync_gradients(self) -> None:
-        """Replaces all gradients by their mean over all ranks, now; also under `no_sync`.
+        """Replaces all gradients by their mean over all ranks. Blocks until it is done. Works under `no_sync`, too.
 
-        For gradients that backward did not reduce: made under `no_sync`, or by hand.
+        For gradients that backward did not reduce: accumulated under `no_sync`, or set by hand.
 
         Raises:
             UnsupportedOp, Closed, CollectiveMismatch, PeerFailed, Timeout: as `GradientReducer.finish`.
@@ -227,7 +230,7 @@ class DistributedDataParallel(ModuleProxy):
         self._reducer.reduce()
 
     def broadcast_parameters(self, src: int = 0) -> None:
-        """Overwrites parameters and buffers with those of rank `src`, in place.
+        """Copies the parameters and buffers of rank `src` to all ranks, in place. Blocks until it is done.
 
         Raises:
             InvalidRank: `src` is not a rank of the group.
@@ -244,46 +247,48 @@ class DistributedDataParallel(ModuleProxy):
     # Inside
 
     def before_forward(self) -> None:
-        """Called by the hooks of the module, at the beginning of a forward that records a graph."""
+        """Called by the module's hooks at the start of a forward that records a graph. May block."""
         if self._watched is None or not self._watched.is_current():
             self._watch()
-        # Once only, if a forward fails and is tried again: the other ranks do not know of that.
+        # Once per forward that ends well: the other ranks do not know that one failed and is retried, so a second
+        # round of collectives would find no partner.
         if self.module.training and self._synchronise and not self._is_prepared:
             self._prepare_forward(first_active(self._joining.announce(Next.FORWARD)) or 0)
             self._is_prepared = True
 
     def on_forward(self, num_samples: int) -> None:
-        """Called by the hooks of the module, for each forward that is to have a backward."""
+        """Called by the module's hooks for each forward that needs a backward."""
         self._is_prepared = False
         self._reducer.note_samples(num_samples)
         if self._synchronise:
             self._reducer.note_forward()
 
     def on_backward(self) -> None:
-        """Called by hooks in a backward pass."""
+        """Called by hooks in a backward pass, many times."""
         if not self._is_armed:
             self._is_armed = True
             at_end_of_backward(self._on_end, self._on_failure)
 
     def before_gradient(self, index: int) -> None:
-        """Called by the hooks of a parameter, before a gradient is added to it, if the hook accumulates itself."""
+        """Called by a parameter's hook before autograd adds a gradient. Only with a hook that has a `dtype`."""
         self.on_backward()
         self._reducer.hide(index)
 
     def on_gradient(self, index: int) -> None:
-        """Called by the hooks of a parameter, when a gradient was added to it."""
+        """Called by a parameter's hook after autograd added a gradient. Launches full buckets."""
         if not self._synchronise:
             self._reducer.keep(index)
             return
         self.on_backward()
         if not self._reducer.is_under_way:
             self._joining.announce(Next.REDUCTION)
+            # Asked anew for each backward: the number of torch's threads may have changed.
             self._runs_beside = can_overlap(self._reducer.group)
         self._reducer.ready(index, launch=self._runs_beside)
 
     @property
     def compiled_steps(self) -> torch.Tensor:
-        """Counted up by compiled code, for each step of an optimizer of these parameters."""
+        """Counter to which compiled code adds 1 for each step of an optimizer of these parameters."""
         return self._reducer.compiled_steps
 
     def on_step(self) -> None:
@@ -291,7 +296,7 @@ class DistributedDataParallel(ModuleProxy):
         self._reducer.note_step()
 
     def give_up(self) -> bool:
-        """Called by another wrapper that is to have the same parameters: leaves them to it after a failure."""
+        """Releases the parameters if this wrapper has failed, so that another may wrap them. True if it did."""
         if self._reducer.is_closed:
             self._unwatch()
         return self._reducer.is_closed
@@ -299,9 +304,11 @@ class DistributedDataParallel(ModuleProxy):
     def _on_end(self) -> None:
         self._is_armed = False
         self._reducer.show()
-        if self._reducer.is_under_way:  # torch.autograd.grad completes no parameter's gradient
+        # No reduction has begun after torch.autograd.grad, which sets no parameter's .grad.
+        if self._reducer.is_under_way:
             self._reducer.start()
-            # Not at once: other models in this backward have to start, too, before one of them is waited for.
+            # `finish` blocks, so it goes to the end of the queue: other models in this backward start their buckets
+            # first. Ranks may come to two models in different orders, and would wait for each other.
             at_end_of_backward(self._reducer.finish, self._reducer.abandon)
 
     def _on_failure(self) -> None:
@@ -310,17 +317,19 @@ class DistributedDataParallel(ModuleProxy):
         self._reducer.abandon()
 
     def _watch(self) -> None:
-        """Plans buckets for the parameters that there are and that require gradients now, and hooks them."""
+        """Plans buckets for the parameters that require gradients now, and hooks them. Blocks until all ranks have."""
         self._unwatch()
         before, now = self._watched, ParamSnapshot(self.module)
         take_over(now.named)
         if before is not None and (late := now.added_since(before)):
-            # Where gradients travel, so that a rank which alone has new ones is told.
+            # In the reducer's group: if only this rank has new parameters, the others are in a reduction there, so
+            # the calls meet and raise CollectiveMismatch.
             check_same_model(self.module, self._reducer.group, self._options)
             broadcast_tensors(late, self._reducer.group, bucket_mb=self._bucket_mb)
         self._watched = now
         self._reducer.plan(now.trainable)
         if self._reducer.is_needed:
+            # The second hook per parameter is only for rounded gradients, which autograd must not add to.
             is_wide = self._hook is not None and self._hook.dtype is not None
             now.handles = watch_gradients([parameter for _, parameter in now.trainable], self, before=is_wide)
             now.handles += watch_forwards(self.module, self)
@@ -330,7 +339,7 @@ class DistributedDataParallel(ModuleProxy):
             self._watched.release()
 
     def _prepare_forward(self, src: int) -> None:
-        """Does what the hook and the buffers need before a forward that is to be synchronised.
+        """Runs the hook's `before_forward`, then synchronises the buffers. Blocks.
 
         Args:
             src: the rank whose buffers are broadcast.
@@ -341,7 +350,7 @@ class DistributedDataParallel(ModuleProxy):
         synchronize_buffers(buffers, self._buffers_are, self._reducer.group, src, self._bucket_mb)
 
     def _shadow(self, step: Next, src: int) -> None:
-        """Does what ranks with batches do, without any."""
+        """Takes part in a step of the ranks that still have batches, without gradients of its own."""
         if step == Next.REDUCTION:
             for parameter in self.module.parameters():
                 parameter.grad = None

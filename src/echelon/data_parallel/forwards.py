@@ -1,10 +1,14 @@
-"""Tells a data-parallel wrapper of each forward of its module, and of each backward through what that returned.
+"""Module hooks that report forwards and backwards to a data-parallel wrapper, and `join` for uneven batches.
 
-Hooks on the module, so it does not matter whether the wrapper or the module was called. They hold the wrapper weakly,
-and a copy of the module, or one that was saved and loaded, tells nobody.
+The hooks are on the module, so it does not matter whether the wrapper or the module was called. They hold the wrapper
+weakly. The hooks of a copied, or saved and loaded, module report to nobody.
 
-A forward in training is to be followed by a backward, so it counts when it has ended well: one that failed may be tried
-again. One in evaluation counts when a backward comes to what it returned, if ever.
+A forward in training needs a backward, so it counts as soon as it has ended well: one that failed may be retried. A
+forward in evaluation counts when a backward reaches its output, if ever.
+
+Strategy of `Joining`. While ranks join, each announces its next step to all others before each forward and each
+reduction, in one all_gather of one byte. A rank without batches announces NOTHING and takes part in the others' steps,
+with gradients that count as none. It ends when all announce NOTHING.
 """
 
 from __future__ import annotations
@@ -22,15 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from echelon.errors import CollectiveMismatch
 from echelon.group.group import ProcessGroup
 
-# Lets ranks with fewer batches take part in what the others still do.
-#
-# Strategy. While ranks join, each tells all others what it does next, before each forward and each reduction, in one
-# round of one byte. Who has no batches left says so and does the same as the others, with gradients that count as
-# none.
-
 
 class Next(IntEnum):
-    """What a rank does next."""
+    """Next step of a rank, as announced to the others. NOTHING: it has no batches left."""
 
     NOTHING = 0
     FORWARD = 1
@@ -38,18 +36,18 @@ class Next(IntEnum):
 
 
 class Joining:
-    """Whether the ranks join at present, and which of them still have batches."""
+    """State of `join`: whether it is on, and which ranks still have batches."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Takes the group in which ranks tell each other what they do next."""
+        """Takes the group in which ranks announce their next steps."""
         self._group = group
         self._is_on = False
         self.last_active = 0
-        """The first of the ranks that had batches last."""
+        """Lowest rank among those that had batches in the latest step with any."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Ranks may leave the with block early, if they take part in `others` before."""
+        """Inside, `announce` exchanges steps. A rank without batches must iterate over `others` before it leaves."""
         self._is_on = True
         try:
             yield
@@ -57,18 +55,19 @@ class Joining:
             self._is_on = False
 
     def others(self) -> Iterator[tuple[Next, int]]:
-        """Yields what the other ranks do next, with the first of them, until none has batches."""
+        """Yields the next step of the ranks with batches, and the lowest such rank. Ends when none has batches."""
         while (src := first_active(steps := self.announce(Next.NOTHING))) is not None:
             yield steps[src], src
 
     def announce(self, mine: Next) -> list[Next]:
-        """Tells the other ranks what is next, if ranks may leave early; returns what each does, else nothing.
+        """Announces this rank's next step and returns the step of each rank. Blocks. Empty, at once, outside `on`.
 
         Raises:
             CollectiveMismatch: on every rank, if two that still have batches do different things.
         """
         if not self._is_on:
             return []
+        # device="cpu": torch.set_default_device may name another.
         told = self._group.all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
         steps = [Next(step) for step in told.tolist()]
         if {Next.FORWARD, Next.REDUCTION} <= set(steps):
@@ -89,20 +88,20 @@ def first_active(steps: Sequence[Next]) -> int | None:
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Receiver of the reports: the wrapper."""
 
     def before_forward(self) -> None:
         """A forward that records a graph begins."""
 
     def on_forward(self, num_samples: int) -> None:
-        """A forward of as many samples counts. Called after it, or in a backward pass."""
+        """A forward of `num_samples` samples counts. Called after it, or in a backward pass."""
 
     def on_backward(self) -> None:
-        """A backward pass has come to what a forward returned. Called inside that pass, maybe several times."""
+        """A backward pass has reached the output of a forward. Called inside that pass, maybe several times."""
 
 
 def watch_forwards(module: nn.Module, listener: Listener) -> list[RemovableHandle]:
-    """Has `listener` told, as long as it lives, of the forwards of `module` that record a graph."""
+    """Reports the forwards of `module` that record a graph to `listener`, as long as it lives."""
     hook = _Hook(weakref.ref(listener))
     return [
         module.register_forward_pre_hook(hook.before),
@@ -114,6 +113,7 @@ class _Hook:
     def __init__(self, listener: weakref.ref[Listener] | None) -> None:
         self._listener = listener
 
+    # A weak reference cannot be pickled, and the module with its hooks must be: deepcopy and torch.save go this way.
     def __reduce__(self) -> tuple[type[_Hook], tuple[None]]:
         return _Hook, (None,)
 
@@ -138,7 +138,7 @@ class _Hook:
 
 
 class _Forward:
-    """One forward, known to what it returned."""
+    """One forward. The hooks on its output tensors refer to it."""
 
     def __init__(self, listener: Listener, num_samples: int) -> None:
         self._listener = weakref.ref(listener)
@@ -148,7 +148,7 @@ class _Forward:
     def count(self) -> None:
         listener = self._listener()
         if listener and not self._has_counted:
-            self._has_counted = True
+            self._has_counted = True  # a forward counts once, however many outputs and backwards it has
             listener.on_forward(self._num_samples)
 
     def on_gradient(self, _: Tensor) -> None:

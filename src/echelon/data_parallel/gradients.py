@@ -1,8 +1,8 @@
-"""Tells a data-parallel wrapper of each gradient that backward computes for its parameters, and of each optimizer step.
+"""Parameter hooks that report gradients and optimizer steps to a data-parallel wrapper.
 
-Hooks on the parameters, so it does not matter how the module was called. They hold the wrapper weakly. An optimizer is
-recognised by its parameters' hooks, so it may be made before or after the wrapper. Where torch.compile has compiled its
-step, which calls no hook, the step counts in a tensor that the parameters carry along.
+The hooks are on the parameters, so it does not matter how the module was called. They hold the wrapper weakly. An
+optimizer is recognised by its parameters' hooks, so it may be made before or after the wrapper. A step compiled by
+torch.compile calls no hook; it counts in a tensor that is an attribute of the parameters.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from echelon._torch_private import hooks_after_gradient
 from echelon.errors import UnsupportedOp
 
 _COMPILED_STEPS = "_echelon_compiled_steps"
-"""The attribute of a parameter that holds its listener's `compiled_steps`."""
+"""Attribute of a parameter that holds its listener's `compiled_steps`."""
 
 
 class Listener(Protocol):
-    """Who is told, by the number of the parameter."""
+    """Receiver of the reports: the wrapper. `index` is the parameter's number."""
 
     @property
     def compiled_steps(self) -> torch.Tensor:
-        """A number to which compiled code adds 1 for each step of an optimizer that has some of the parameters."""
+        """Counter to which compiled code adds 1 for each step of an optimizer that has some of the parameters."""
 
     def before_gradient(self, index: int) -> None:
-        """A gradient is complete and will be added to .grad, unless it is for torch.autograd.grad."""
+        """A gradient is complete. Autograd adds it to .grad next, unless it is for torch.autograd.grad."""
 
     def on_gradient(self, index: int) -> None:
         """A gradient has been added to .grad."""
@@ -40,19 +40,29 @@ class Listener(Protocol):
         """An optimizer that has some of the parameters has made a step."""
 
     def give_up(self) -> bool:
-        """Stops listening for good, if it has failed; another wrapper is to have the parameters. Says whether."""
+        """Releases the parameters for another wrapper if this one has failed. True if it did."""
 
 
 def watch_gradients(
     parameters: Sequence[torch.nn.Parameter], listener: Listener, before: bool
 ) -> list[RemovableHandle]:
-    """Has `listener` told, as long as it lives, of the gradients of `parameters`; only with `before` also before."""
+    """Reports the gradients of `parameters` to `listener`, as long as it lives.
+
+    Args:
+        parameters: watched parameters; their positions are the `index` of the reports.
+        listener: receiver of the reports, held weakly.
+        before: whether to call `before_gradient` as well, which takes a second hook per parameter.
+
+    Returns:
+        The handles that remove the hooks.
+    """
     _watch_optimizers()
     handles = []
     for index, parameter in enumerate(parameters):
         hook = _Hook(listener, index)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        if parameter.device.type == "cpu":  # beside a GPU's, a tensor of the CPU would cost the compiled step its graph
+        # Not for GPU parameters: a CPU tensor among them would cost the compiled step its CUDA graph.
+        if parameter.device.type == "cpu":
             setattr(parameter, _COMPILED_STEPS, listener.compiled_steps)
         if before:
             handles.append(parameter.register_hook(hook.before))  # type: ignore[no-untyped-call]
@@ -60,10 +70,10 @@ def watch_gradients(
 
 
 def take_over(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Has wrappers that have failed let go of these parameters.
+    """Takes these parameters from wrappers that have failed.
 
     Raises:
-        UnsupportedOp: one works still. Each would read gradients that the other is reducing.
+        UnsupportedOp: a wrapper that has not failed has one of them. Each would read gradients that the other reduces.
     """
     for name, parameter in named:
         for hook in hooks_after_gradient(parameter):
@@ -74,6 +84,7 @@ def take_over(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
                 )
 
 
+# Cached: one hook for all optimizers of the process, registered once. It finds the wrappers through the parameters.
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
@@ -91,7 +102,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _count_compiled_step(optimizer: torch.optim.Optimizer) -> None:
-    """Becomes part of what is compiled, and so is plain: to call a hook from there would break fullgraph=True."""
+    # torch.compile traces this function into the step, so it may only use tensors and plain Python: calling a listener
+    # would break fullgraph=True.
     counts: list[torch.Tensor] = []
     for each in optimizer.param_groups:
         for parameter in each["params"]:

@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and the optimizer, as small objects that users can write too."""
+"""Gradient hooks: how a bucket of gradients is reduced. Users may subclass GradientHook."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ class GradientBucket(NamedTuple):
     """Gradients that are reduced together."""
 
     number: int
-    """Which bucket of the layout; the same on every rank. The layout changes after the first reduction."""
+    """Number of the bucket in the layout; the same on every rank. The layout changes after the first reduction."""
     gradients: Tensor
-    """All of them in a row, one-dimensional: what a hook writes the mean over all ranks into."""
+    """All gradients in a row, one-dimensional. The hook writes the mean over all ranks into it."""
     pieces: Sequence[Tensor]
-    """A view for each parameter, in its shape."""
+    """Views of `gradients`, one per parameter, in its shape."""
     names: Sequence[str]
-    """Of each parameter."""
+    """Names of the parameters."""
     weight: float
-    """What this rank counts for in the mean: 1, or the number of its samples. `gradients` are multiplied already."""
+    """Weight of this rank in the mean: 1, or the number of its samples. Already multiplied into `gradients`."""
 
 
 class GradientHook:
-    """Reduces buckets of gradients; give one to DistributedDataParallel. Override what is to be different.
+    """Hook of DistributedDataParallel that reduces buckets of gradients. The default is an all_reduce.
 
-    A hook belongs to one model. Every rank must give the same hook with the same options: what `repr` says of it is
-    compared, so override that if there are options.
+    A hook belongs to one model. Every rank must give the same hook with the same options: ranks compare its `repr`, so
+    override `__repr__` if there are options.
     """
 
     dtype: torch.dtype | None = None
-    """In which gradients are accumulated and given to `reduce`, if it is wider than that of their parameter."""
+    """Dtype in which gradients are accumulated and given to `reduce`, if it is wider than their parameter's."""
 
     leaves_gradients: bool = False
-    """Whether gradients stay those of each rank, and it is the parameters that are brought together."""
+    """Whether gradients stay local to each rank, because the hook synchronises the parameters instead."""
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:
-        """Replaces the bucket's gradients by their mean over all ranks; may block.
+        """Replaces the bucket's gradients by their mean over all ranks. May block.
 
-        Called for each bucket when it is full, in the same order on every rank and one at a time, beside backward.
+        Called for each full bucket, in the same order on every rank and one at a time, overlapped with backward.
 
         Args:
-            bucket: what to reduce; this rank's gradients, zeros where it has none.
-            group: the ranks, for as many collectives as it takes. Nobody else uses it meanwhile.
+            bucket: this rank's gradients, zeros where it has none.
+            group: the ranks. The hook may run any number of collectives; nobody else uses the group meanwhile.
         """
         group.all_reduce(bucket.gradients, "mean")
 
     def before_forward(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Called before each training forward that is to be synchronised, in the caller's thread."""
+        """Called in the caller's thread before each training forward outside `no_sync`. Does nothing by default."""
 
     def at_end(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Called when all ranks have left `join`, before they take the parameters of the last one."""
+        """Called when all ranks have left `join`, before they copy the last rank's parameters."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 class CompressTo(GradientHook):
-    """Sends gradients in half precision: half the bytes of float32. What has no more bits already is sent as it is.
+    """Sends gradients in half precision: half the bytes of float32. Gradients of 16 bits are sent unchanged.
 
-    Each rank adds up one part, in float32 or wider, and sends the mean of that to the others: so a gradient is rounded
-    twice, whatever the number of ranks, and float16 overflows only where a gradient or the mean does.
+    Each rank adds up one part, in float32 or wider, and sends its mean to the others. So a gradient is rounded twice,
+    for any number of ranks, and float16 overflows only where a gradient or the mean does.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -75,13 +75,15 @@ class CompressTo(GradientHook):
         self._sent_as = dtype
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:
-        """Sends each part to the rank that adds it up, and the means to all."""
+        """Sends each part to the rank that adds it up, and the means to all. Blocks until it is done."""
         gradients = bucket.gradients
         if gradients.is_complex():
             gradients = torch.view_as_real(gradients).view(-1)
         if gradients.element_size() <= self._sent_as.itemsize:
             super().reduce(bucket, group)
             return
+        # An all_reduce in half precision would round at each of its steps; this rounds before all_to_all and before
+        # all_gather only.
         came = group.all_to_all(gradients.to(self._sent_as)).view(group.world_size, -1)
         mean = came.sum(0, dtype=gradients.dtype).div_(group.world_size)
         gradients.copy_(group.all_gather(mean.to(self._sent_as)))
@@ -91,10 +93,10 @@ class CompressTo(GradientHook):
 
 
 class AccumulateIn(GradientHook):
-    """Accumulates and reduces gradients in a wider dtype than the parameters have: float32 for bfloat16, say.
+    """Accumulates and reduces gradients in a wider dtype than the parameters have, such as float32 for bfloat16.
 
-    What backwards under `no_sync` leave is kept there; .grad is that, rounded. Parameters that are as wide already, and
-    complex ones whose parts are, stay in their dtype.
+    The sum of backwards under `no_sync` is kept in that dtype; .grad is a rounded copy. Parameters that are as wide
+    already, and complex ones whose parts are, stay in their dtype.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -110,15 +112,15 @@ class AccumulateIn(GradientHook):
 class LocalSGD(GradientHook):
     """Leaves gradients local, and averages the parameters every `period` steps (Lin et al., 2020, arXiv:1808.07217).
 
-    With `average="samples"` ranks weigh as many as the samples they had since the last average. A period of 1 is the
-    same as averaging gradients for plain SGD. Call `average` once more before the model is used. The optimizer's state
-    is each rank's own, so it cannot be sharded: not for ZeroOptimizer.
+    With `average="samples"` a rank's weight is its number of samples since the last average. For plain SGD, a period of
+    1 is the same as averaging gradients. Call `average` once more before the model is used. The optimizer's state is
+    local to each rank, so it cannot be sharded: not for ZeroOptimizer.
     """
 
     leaves_gradients = True
 
     def __init__(self, period: int) -> None:
-        """Takes the number of steps from one average to the next."""
+        """Takes the number of steps between two averages."""
         if period < 1:
             raise ValueError(f"period={period}: average every 1 or more steps")
         self._period = period
@@ -126,23 +128,24 @@ class LocalSGD(GradientHook):
         self._weight = 0.0
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:  # noqa: ARG002
-        """Leaves the gradients, and notes that a step was made."""
-        if bucket.number == 0:
+        """Leaves the gradients and counts the step. Never blocks."""
+        if bucket.number == 0:  # once per reduction, which calls this for every bucket
             self._steps += 1
             self._weight += bucket.weight
 
     def before_forward(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Averages the parameters if it is time."""
+        """Averages the parameters if `period` steps have been made since the last average. Blocks if so."""
         if self._steps >= self._period:
             self.average(parameters, group)
 
     def at_end(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Averages the parameters: nobody's last steps are lost."""
+        """Averages the parameters, so that no rank's last steps are lost. Blocks."""
         self.average(parameters, group)
 
     def average(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
         """Replaces each parameter by its mean over all ranks. Blocks until it is done. Every rank must call it."""
         total = group.all_reduce(torch.tensor(self._weight, dtype=torch.float64, device="cpu")).item()
+        # The mean divides by world_size; multiplied by this share before, it is the mean weighted by samples.
         share = self._weight * group.world_size / total if total else 1.0
         self._steps, self._weight = 0, 0.0
         learnt = [one.detach() for one in parameters if one.is_floating_point() or one.is_complex()]
@@ -155,25 +158,22 @@ class LocalSGD(GradientHook):
         return f"LocalSGD({self._period})"
 
 
-# PowerSGD: gradients sent as products of thin matrices (Vogels, Karimireddy and Jaggi, 2019, arXiv:1905.13727).
-
-
 class PowerSGD(GradientHook):
     """Sends each matrix of gradients, n by m, as P Qᵀ with P n by r and Q m by r: r (n + m) numbers instead of n m.
 
-    One step of subspace iteration, started from the last Q, finds P and Q; what they leave out stays on this rank and
-    is added to the next gradient (error feedback). Vectors, and matrices that would not become smaller, are sent whole.
-    Tensors of more than two dims count as matrices of shape (first, all others). A matrix with infinite or undefined
-    elements on any rank starts anew: they must not stay in what is left out for ever.
+    See Vogels, Karimireddy and Jaggi, 2019, arXiv:1905.13727. One step of subspace iteration, started from the last Q,
+    finds P and Q. The approximation error stays on this rank and is added to the next gradient (error feedback).
+    Vectors, and matrices that would not become smaller, are sent whole. Tensors of more than two dims count as matrices
+    of shape (first, all others). If a matrix has infinite or NaN elements on any rank, its error and Q are reset.
     """
 
     def __init__(self, rank: int = 4, start_after: int = 0, seed: int = 0) -> None:
-        """Sends nothing yet.
+        """Takes the options, the same on every rank.
 
         Args:
-            rank: the columns r of P and Q.
-            start_after: reductions that are sent whole first, as early gradients change most.
-            seed: of the first Q; the same on every rank.
+            rank: number of columns r of P and Q.
+            start_after: number of first reductions that are sent whole, as early gradients change most.
+            seed: seed of the first Q.
         """
         if rank < 1:
             raise ValueError(f"rank={rank}: P and Q have 1 or more columns")
@@ -186,8 +186,8 @@ class PowerSGD(GradientHook):
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, bucket: GradientBucket, group: ProcessGroup) -> None:
-        """Reduces a bucket in three collectives: all P, what is sent whole, all Q."""
-        self._num_reductions += bucket.number == 0
+        """Reduces a bucket in three collectives: all P, all whole gradients, all Q. Blocks until it is done."""
+        self._num_reductions += bucket.number == 0  # once per reduction, which calls this for every bucket
         if self._num_reductions <= self._start_after:
             super().reduce(bucket, group)
             return
@@ -204,11 +204,13 @@ class PowerSGD(GradientHook):
             sent = lefts[name] @ self._bases[name].T
             self._errors[name] = matrix - sent
             pieces[name].copy_(sent.view(pieces[name].shape))
-            if not self._bases[name].isfinite().all():  # the same on every rank, as it was reduced
+            # An infinite or NaN element would stay in the error for ever. All ranks take the same branch: Q was
+            # reduced, so it has the same bits everywhere.
+            if not self._bases[name].isfinite().all():
                 del self._errors[name], self._bases[name]
 
     def _matrix_of(self, name: str, piece: Tensor) -> Tensor:
-        """Returns a gradient as a matrix, with what earlier ones left out; makes its basis if it has none."""
+        """Returns a gradient as a matrix plus the error of earlier reductions. Makes its first Q if there is none."""
         matrix = _widen(piece.reshape(len(piece), -1))
         if name in self._errors and self._errors[name].shape == matrix.shape:
             return matrix + self._errors[name]
@@ -222,6 +224,7 @@ class PowerSGD(GradientHook):
         return self._rank * (rows + piece.numel() // rows) < piece.numel()
 
     def _first_basis(self, matrix: Tensor) -> Tensor:
+        # Drawn on the CPU and then copied: every rank must have the same first Q, whatever its device.
         columns = min(self._rank, *matrix.shape)
         return torch.randn(matrix.shape[1], columns, generator=self._generator, device="cpu").to(matrix)
 
@@ -230,6 +233,7 @@ class PowerSGD(GradientHook):
 
 
 def _widen(matrix: Tensor) -> Tensor:
+    # torch.linalg.qr takes no half precision on the CPU (torch 2.13).
     return matrix.float() if matrix.element_size() < 4 else matrix
 
 

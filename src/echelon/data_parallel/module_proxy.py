@@ -1,4 +1,4 @@
-"""A module around another that looks like the other from outside."""
+"""Base class of wrappers that look like the wrapped module from outside."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from echelon.errors import UnsupportedOp
 
 
 class ModuleProxy(torch.nn.Module):
-    """Passes what is asked of it on to `module`: attributes, state_dict and the names of parameters.
+    """Module that delegates to `module`: attributes, state_dict and the names of parameters.
 
-    Once `module` is set, new attributes become the module's, but for those that the wrapper has already.
+    Once `module` is set, new attributes become the module's, except for attributes that the wrapper already has.
     """
 
     module: torch.nn.Module
@@ -45,16 +45,19 @@ class ModuleProxy(torch.nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state_dict of the bare module, on this rank; the same on every rank, or broadcast_parameters() after.
+        """Loads a state_dict of the bare module, on this rank only.
+
+        Load the same on every rank, or call broadcast_parameters() afterwards.
 
         Raises:
-            ValueError: assign=True, which would replace the parameters that are being watched.
+            ValueError: assign=True, which would replace the parameters that have the hooks.
         """
         if assign:
             raise ValueError("assign=True replaces the parameters: load into the module first, then wrap it")
         return self.module.load_state_dict(state_dict, strict)
 
     def __getattr__(self, name: str) -> Any:
+        # Before `module` is set, and for `module` itself, delegation would recurse for ever.
         own = self.__dict__.get("_modules", {})
         if name == "module" or "module" not in own:
             return super().__getattr__(name)

@@ -1,16 +1,15 @@
-"""Reduces the gradients of parameters over a group, in buckets beside the computation.
+"""Gradient reducer: averages the gradients of parameters over a group, in buckets, overlapped with backward.
 
-Strategy. Buckets are launched by one thread, that of the caller, strictly in the order of the layout, whatever order
-their gradients come in: so the n-th collective of the group is the same bucket on every rank. Each is an asynchronous
-collective of a group of its own, which nobody else uses. Where collectives are messages, buckets take turns in two such
-groups: the bytes of one travel while the ranks of the other wait for each other. Only `finish` blocks, until all are
-done or failed. It ends because every rank launches every bucket in each reduction, those with gradients that this rank
-does not have, too.
+Strategy. One thread, the caller's, launches buckets strictly in the order of the layout, in whichever order their
+gradients come. So the n-th collective of the group is the same bucket on every rank. Each is an asynchronous collective
+of a subgroup that only the reducer uses. Where collectives are messages, buckets alternate between two such groups: the
+bytes of one travel while the ranks of the other wait for each other. Only `finish` blocks, until all buckets are done
+or failed. It ends because every rank launches every bucket in each reduction, with zeros for gradients that it lacks.
 
-A summary travels behind the last bucket: which gradients each rank had, how many forwards led to them and of how many
-samples, and how many optimizer steps came before. So ranks that pair different iterations are told, and what no rank
-has stays None. It also tells whether any rank has a core left over to reduce beside backward: if none has, one bucket
-of each kind holds all from then on.
+A summary follows the last bucket: which gradients each rank had, after how many forwards, of how many samples, and the
+number of optimizer steps before. So ranks detect that they pair different iterations, and gradients that no rank has
+stay None. The summary also counts ranks with an idle core for reductions overlapped with backward. If there is none,
+one bucket per kind holds all gradients from then on.
 """
 
 from __future__ import annotations
@@ -33,14 +32,12 @@ from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, Time
 from echelon.group.group import ProcessGroup
 from echelon.group.runner import Lateness
 
-# Says whether a core is left over for reductions.
-
 
 def can_overlap(group: ProcessGroup) -> bool:
-    """Says whether a reduction can run beside the computation without taking time from it.
+    """Whether a reduction can overlap with the computation without taking a core from it. Never blocks.
 
-    Where all ranks share memory it takes a core while it runs, so there must be one that computes nothing. Ranks may
-    come to different answers: what they send, and in which order, does not depend on it.
+    A reduction in shared memory occupies a core, so one must be idle: the cores of this process are compared with
+    torch's threads of all local ranks. Ranks may disagree, because neither data nor order of messages depends on it.
     """
     if not group.backend.shares_memory or len(set(group.hosts)) > 1:
         return True
@@ -49,41 +46,48 @@ def can_overlap(group: ProcessGroup) -> bool:
     return num_local * torch.get_num_threads() < len(os.sched_getaffinity(0))
 
 
-# What a rank has done since gradients were last reduced.
-
-
 class StepCounts:
-    """Counts forwards, optimizer steps and samples, so that ranks that pair different iterations are told."""
+    """Counters of this rank's forwards, optimizer steps and samples since the last reduction.
+
+    Ranks compare them in the summary, to detect that they pair different iterations.
+    """
 
     def __init__(self, counts_steps: bool = True) -> None:
-        """Begins at 0; steps stay there unless `counts_steps`."""
+        """Starts at 0. The number of steps stays 0 without `counts_steps`."""
         self._counts = True
         self._counts_steps = counts_steps
         self._called_steps = self.num_forwards = self.num_samples = 0
+        # A tensor, because code of torch.compile can add to one, and cannot call `note_step`.
         self.compiled_steps = new_tensor((), torch.int64).zero_()
-        """To which compiled code adds 1 for each optimizer step."""
+        """Counter to which compiled code adds 1 for each optimizer step."""
 
     @property
     def num_steps(self) -> int:
-        """Steps of optimizers, compiled ones too."""
+        """Number of optimizer steps, compiled ones included."""
         return self._called_steps + int(self.compiled_steps) if self._counts_steps else 0
 
     def note_step(self) -> None:
-        """Counts a step of an optimizer that is not compiled."""
+        """Counts a step of an uncompiled optimizer."""
         self._called_steps += 1
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Resets all counters to 0."""
         self._counts = True
         self._called_steps = self.num_forwards = self.num_samples = 0
         self.compiled_steps.zero_()
 
     def exempt(self) -> None:
-        """Leaves forwards and steps of this rank out of the next comparison."""
+        """Excludes forwards and steps of this rank from the next comparison."""
         self._counts = False
 
     def summary(self, having: list[bool], came: list[int], *, beside: bool) -> Summary:
-        """Returns what the other ranks are told; of gradients, who has them and in which order they came."""
+        """Returns this rank's summary for the other ranks.
+
+        Args:
+            having: per parameter, whether this rank has a gradient.
+            came: parameters in the order in which their gradients came; empty if this rank does not report it.
+            beside: whether this rank has an idle core for reductions.
+        """
         num_forwards = self.num_forwards if self._counts else None
         return Summary.of(having, num_forwards, self.num_samples, came, self.num_steps, beside=beside)
 
@@ -92,12 +96,13 @@ class StepCounts:
 
 
 def mismatch(mine: str, group: ProcessGroup) -> CollectiveMismatch:
-    """Returns the error for ranks whose tallies differ. Every rank must ask for it.
+    """Returns the error for ranks whose counts differ. Blocks; every rank must call it.
 
     Args:
-        mine: the tally of this rank, in words.
+        mine: the counts of this rank, in words.
         group: the ranks.
     """
+    # The summary holds sums only, so the error costs a collective of its own to name each rank's counts.
     told = [str(each) for each in group.all_gather_object(mine)]
     counts = "; ".join(f"rank {rank} {each}" for rank, each in zip(group.ranks, told, strict=True) if each)
     return CollectiveMismatch(
@@ -106,23 +111,21 @@ def mismatch(mine: str, group: ProcessGroup) -> CollectiveMismatch:
     )
 
 
-# Weighs the gradients of each rank by its number of samples.
-#
-# Each rank multiplies its gradients by its number over the mean number of the reduction before, which all know, and
-# what comes out is put right by the new one. So numbers stay in the range of the gradients, and ranks with equal
-# numbers multiply nothing; the first reduction of all has to ask for the mean.
-
-
 class SampleWeights:
-    """Remembers how many samples ranks have on average; the same on every rank."""
+    """Weights of the ranks by their numbers of samples, for `average="samples"`.
+
+    A rank multiplies its gradients by its number of samples over the mean number of the previous reduction, which all
+    ranks know. The result is rescaled by the actual mean. So values stay in the range of the gradients, and ranks with
+    equal numbers multiply nothing. Only the first reduction needs a collective to learn the mean.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._usual = 0.0
-        """The mean over ranks in the last reduction; 0: there was none."""
+        """Mean number of samples per rank in the last reduction. 0 before the first. The same on every rank."""
 
     def expect(self, num_samples: int) -> None:
-        """Called before a reduction, with the samples of this rank. Blocks the first time."""
+        """Prepares a reduction with this rank's number of samples. Blocks the first time."""
         if not self._usual:
             told = self._group.all_reduce(torch.tensor(num_samples, dtype=torch.float64, device="cpu"), "mean")
             self._usual = told.item() or 1.0
@@ -132,10 +135,10 @@ class SampleWeights:
         _scale(gradients, num_samples / self._usual)
 
     def rescale(self, reduced: Iterable[torch.Tensor], summary: Summary) -> None:
-        """Divides by the samples that there were on average instead of those that were expected.
+        """Rescales from the predicted mean number of samples to the actual one.
 
         Raises:
-            UnsupportedOp: ranks have gradients, and none has a sample.
+            UnsupportedOp: ranks have gradients, but none has a sample.
         """
         if summary.num_samples:
             expected, self._usual = self._usual, summary.num_samples / self._group.world_size
@@ -150,7 +153,7 @@ class SampleWeights:
 
 def _scale(gradients: torch.Tensor, factor: float) -> None:
     if factor == 0:
-        gradients.zero_()  # the gradients of no samples may be NaN
+        gradients.zero_()  # the gradients of no samples may be NaN, and 0 times NaN is NaN
     elif factor != 1:
         gradients.mul_(factor)
 
@@ -161,17 +164,17 @@ DEFAULT_BUCKET_MB = 25.0
 
 
 class GradientReducer:
-    """Replaces each parameter's gradient by the mean over all ranks. Every rank must do the same.
+    """Reducer that replaces each parameter's gradient by the mean over all ranks. Every rank must make the same calls.
 
-    `reduce` does it at once. To overlap it with backward call `ready` for each gradient that is complete, which
-    launches the buckets that are full, and `finish` at the end; or `start`, something else, and `finish`.
+    `reduce` does it in one blocking call. To overlap it with backward, call `ready` for each complete gradient, which
+    launches full buckets, and `finish` at the end; or call `start`, compute something else, and call `finish`.
 
-    A gradient that is None on some ranks counts as zeros there; one that is None on all stays None. Gradients become
-    views of the buckets' memory, and half precision is added in float32. After a reduction all ranks hold identical
-    bits.
+    A gradient that is None on some ranks counts as zeros there. A gradient that is None on all ranks stays None.
+    Gradients become views of the buckets' memory. Half precision is added in float32. After a reduction all ranks hold
+    identical bits.
 
-    As it is a mean, what was reduced before and is added to stays what it is: steps without zero_grad add up. Who wants
-    a sum multiplies what is added by the number of ranks.
+    Steps without zero_grad add up: the mean of equal gradients is the same gradient, so the part that an earlier step
+    reduced stays unchanged. For a sum over ranks, multiply the new gradients by the number of ranks.
     """
 
     def __init__(
@@ -184,17 +187,17 @@ class GradientReducer:
         hook: GradientHook | None = None,
         learns_order: bool = False,
     ) -> None:
-        """Plans the buckets and allocates their memory, together with the other ranks.
+        """Plans the buckets and allocates their memory. Blocks until all ranks have.
 
         Args:
             parameters: name and parameter; the same ones in the same order on every rank, each once.
-            group: the ranks to reduce over. A subgroup of it is made, so every rank must make the same reducers.
+            group: the ranks to reduce over. The reducer makes subgroups, so every rank must make the same reducers.
             bucket_mb: mebibytes at which a bucket is full; the same on every rank.
-            average: whether all ranks weigh the same, or as much as the samples noted before each reduction.
-            hook: what reduces a bucket; None: an all_reduce.
-            learns_order: whether the first backward shows in which order gradients come (rank 0's counts), which is the
-                order of the buckets from then on; and whether buckets can be reduced beside a backward: where no rank
-                has a core left over for that, and there is no hook, one holds all, however large.
+            average: weights of the ranks: "ranks" equal, "samples" the samples noted before each reduction.
+            hook: hook that reduces a bucket. None: an all_reduce.
+            learns_order: whether the layout adapts after a reduction: to the order in which rank 0's gradients came
+                in its first backward, and to one bucket per kind, of any size, if no rank has an idle core and there is
+                no hook.
 
         Raises:
             ValueError: `bucket_mb` is not above 0.
@@ -206,8 +209,9 @@ class GradientReducer:
         self._learns_order = learns_order
         self.group = _of_its_own(group, "gradients")
         self.groups = [self.group] if self.group.is_native else [self.group, _of_its_own(group, "gradients in between")]
-        """In which buckets are reduced, in turns; in the first also whatever else ranks tell each other."""
-        # What the hook sends is numbered when it runs, not when it is due.
+        """Groups in which buckets are reduced alternately. The first also carries summaries and announcements."""
+        # A hook has a group of its own: it takes sequence numbers when it runs, in the lane, not when it is launched.
+        # In a group that the caller's thread uses as well, ranks would number the calls differently.
         self._hook_group = _of_its_own(group, "hook")
         self._awaited: list[set[int]] | None = None
         self._launched: list[Work[torch.Tensor] | Work[None]] = []
@@ -223,7 +227,7 @@ class GradientReducer:
         Blocks until all ranks have allocated the buckets' memory.
 
         Raises:
-            UnsupportedOp: there is no memory that ranks share.
+            UnsupportedOp: the shared memory could not be allocated.
         """
         dtype = None if self._hook is None else self._hook.dtype
         self._homes = BucketSet(list(parameters), self.group, self._bucket_mb, dtype, self._learns_order)
@@ -232,55 +236,55 @@ class GradientReducer:
 
     @property
     def layout(self) -> Layout:
-        """The buckets as they are now."""
+        """Present layout of the buckets."""
         return self._homes.layout
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a reduction has begun, by `ready` or `start`, that has not been finished."""
+        """Whether `ready` or `start` has begun a reduction that is not finished."""
         return self._awaited is not None
 
     @property
     def is_closed(self) -> bool:
-        """Whether a reduction was abandoned, so that there can be no other."""
+        """Whether a reduction was abandoned, after which all others raise Closed."""
         return bool(self._failure)
 
     @property
     def num_launched(self) -> int:
-        """The number of buckets on their way in the reduction under way."""
+        """Number of launched buckets in the current reduction."""
         return len(self._launched)
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do for gradients as they come."""
+        """Whether gradients need any work: False for a single rank without a hook."""
         return self.group.world_size > 1 or self._hook is not None
 
     def note_samples(self, num_samples: int) -> None:
-        """Counts samples whose gradients the next reduction is to include."""
+        """Counts samples whose gradients the next reduction includes."""
         self._tally.num_samples += num_samples
 
     def note_forward(self) -> None:
-        """Counts a forward after which a reduction is to come."""
+        """Counts a forward that needs a reduction."""
         self._tally.num_forwards += 1
 
     @property
     def compiled_steps(self) -> torch.Tensor:
-        """A number to which code of torch.compile adds 1 where else `note_step` is called."""
+        """Counter to which code of torch.compile adds 1 instead of a call of `note_step`."""
         return self._tally.compiled_steps
 
     def note_step(self) -> None:
-        """Counts a step of an optimizer of these parameters, but not one by gradients of this rank alone.
+        """Counts a step of an optimizer of these parameters. Ignored if the hook leaves gradients local.
 
-        A rank may leave such a step out, if its gradients are infinite for instance.
+        With local gradients a rank may skip a step that the others make, if its gradients are infinite for instance.
         """
         self._tally.note_step()
 
     def forget(self) -> None:
-        """Begins counting forwards, steps and samples anew. Every rank must do the same."""
+        """Resets the counts of forwards, steps and samples. Every rank must do the same."""
         self._tally.forget()
 
     def hide(self, index: int) -> None:
-        """To be called before autograd adds to a gradient: takes it away if it is rounded from the wider memory.
+        """Removes a .grad that was rounded from wider memory. Call it before autograd adds to the gradient.
 
         Raises:
             UnsupportedOp: the gradient cannot be reduced (see `start`).
@@ -288,11 +292,11 @@ class GradientReducer:
         self._homes.hide(index)
 
     def show(self) -> None:
-        """To be called after a backward: gives back what was taken away and not added to."""
+        """Restores gradients hidden by `hide` that the backward did not touch. Call it after a backward."""
         self._homes.show()
 
     def keep(self, index: int) -> None:
-        """Moves a gradient that is complete, but is not to be reduced yet, to where the reduction will find it.
+        """Moves a complete gradient into its bucket without reducing it, as under `no_sync`.
 
         Raises:
             UnsupportedOp: the gradient cannot be reduced (see `start`).
@@ -300,16 +304,16 @@ class GradientReducer:
         self._homes.keep(index)
 
     def ready(self, index: int, launch: bool = True) -> None:
-        """Says that the gradient of a parameter is complete. Launches the buckets that are full.
+        """Marks a parameter's gradient as complete, and launches full buckets.
 
-        Never blocks, but in the first reduction of ranks that weigh by samples.
+        Never blocks, except in the first reduction with `average="samples"`.
 
         Args:
             index: the parameter's number, in the order given.
-            launch: False: nothing is launched before `start`.
+            launch: whether to launch full buckets now. False: `start` launches them.
 
         Raises:
-            UnsupportedOp: its bucket is on its way already, or a gradient cannot be reduced (see `start`).
+            UnsupportedOp: its bucket is in flight already, or a gradient cannot be reduced (see `start`).
         """
         if not self.is_needed:
             return
@@ -325,11 +329,13 @@ class GradientReducer:
             )
         self._homes.keep(index)
         awaited[home].discard(index)
+        # In the layout's order only: a full bucket waits for the ones before it, because the n-th collective must be
+        # the same bucket on every rank.
         while launch and self.num_launched < len(awaited) and not awaited[self.num_launched]:
             self._launch()
 
     def start(self) -> None:
-        """Launches all buckets that are not on their way. Blocks no more than `ready`.
+        """Launches all buckets that are not in flight, then the summary. Blocks no more than `ready`.
 
         Raises:
             UnsupportedOp: a gradient is sparse, has a graph of its own, or another dtype than its parameter had.
@@ -344,13 +350,13 @@ class GradientReducer:
             self._summary = self.group.all_reduce(self._own_summary(), async_op=True)
 
     def finish(self) -> None:
-        """Starts what `start` would, waits until all is reduced, and sets the gradients.
+        """Calls `start`, blocks until all buckets are reduced, and sets the gradients.
 
         Raises:
             UnsupportedOp, Closed: as `start`.
             CollectiveMismatch: the ranks have run different numbers of forwards, or of optimizer steps, since the last
-                reduction: one of them has skipped a backward. The gradients are of no use then.
-            UnsupportedOp: ranks weigh by samples, and none has any.
+                reduction: one of them has skipped a backward. The gradients are useless then.
+            UnsupportedOp: `average="samples"`, and no rank has any samples.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_reduce`.
         """
         if not self.is_needed:
@@ -364,7 +370,7 @@ class GradientReducer:
         except BaseException as error:
             self.abandon(error)
             raise
-        mine = str(self._tally)
+        mine = str(self._tally)  # before `forget` resets it: the error names these counts
         self._awaited, self._launched, self._summary = None, [], None
         self.forget()
         if not summary.agrees():
@@ -375,23 +381,25 @@ class GradientReducer:
             self._homes.arrange(order, in_one=self._hook is None and not summary.num_beside)
 
     def reduce(self) -> None:
-        """Reduces all gradients: `start`, then `finish`. Asked for, so it may take part without a forward."""
+        """Reduces all gradients: `start`, then `finish`. Blocks. Not compared with forwards, so it needs none."""
         self._tally.exempt()
-        with normal_mode():  # what hooks keep from one reduction to the next is used outside of inference mode as well
+        # Hooks keep tensors from one reduction to the next. Made in inference mode, they could not be used outside it.
+        with normal_mode():
             self.finish()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Gives up the reduction under way, if there is one, on all ranks: what would have finished it has failed.
+        """Cancels the current reduction on all ranks. Does nothing if there is none.
 
-        This rank is out of step with the others then; they get PeerFailed, now or when they come to this reduction.
+        This rank is out of step with the others then. They raise PeerFailed, now or when they reach this reduction.
 
         Args:
-            error: why; a Timeout names the rank that was waited for, so that the others do not blame this one.
+            error: the cause. A Timeout names the rank that was waited for, so that the others do not blame this one.
         """
         if self._awaited is None:
             return
         rank = self.group.backend.rank
         reason = f"its backward failed with {self.num_launched} of {len(self._awaited)} buckets of gradients under way"
+        # The first cause wins: `revoke` returns the failure that the group already has, which the later groups take.
         cause: Failure = failure_of(error, rank) if isinstance(error, Timeout) else PeerFailed(rank, reason)
         for group in self._failed_first():
             cause = group.backend.revoke(group.context, group.ranks, cause)
@@ -430,6 +438,7 @@ class GradientReducer:
         bucket = memory.bucket(1.0 if self._average == "ranks" else float(self._tally.num_samples))
         description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
         work = group.backend.start(lambda: hook.reduce(bucket, group), description, group.context)
+        # A hook may call any collective, so a late one is looked up in the flight recorder instead of being known here.
         latest = partial(group.backend.flight_recorder.latest, group.context)
         work.lateness = Lateness(group.backend, group.ranks, group.timeout, latest)
         return work
@@ -438,12 +447,13 @@ class GradientReducer:
         return self.groups[number % len(self.groups)]
 
     def _failed_first(self) -> list[ProcessGroup]:
-        """Returns all groups, that of a bucket which has failed before others: why, is why the rest is given up."""
+        """Returns all groups, first the group of the first failed bucket: its failure is the cause for the others."""
         failed = [number for number, work in enumerate(self._launched) if work.has_ended and work.exception()]
         begin = failed[0] % len(self.groups) if failed and self._hook is None else 0
         return [*self.groups[begin:], *self.groups[:begin], self._hook_group]
 
     def _own_summary(self) -> torch.Tensor:
+        # Rank 0 alone reports the order: places are added up over ranks.
         arrived = self._homes.arrived if self.group.rank == 0 else None
         beside = can_overlap(self.group)
         summary = self._tally.summary(self._homes.has_gradients(), arrived or [], beside=beside)
@@ -459,7 +469,7 @@ class GradientReducer:
 
 
 def _of_its_own(group: ProcessGroup, what: str) -> ProcessGroup:
-    """Returns a group of the same ranks with its own order of collectives."""
+    """Returns a subgroup of all ranks, which numbers its collectives independently of `group`."""
     subgroup = group.subgroup(range(group.world_size), f"{group.name}/{what}")
     assert subgroup is not None
     return subgroup

@@ -1,8 +1,8 @@
 """SyncBatchNorm: batch normalisation over the batches of all ranks, on any device that the group's backend handles.
 
-Each rank gives the number, the mean and the squared deviations of its values; from these the statistics of the whole
-batch are put together without the cancellation of sums of squares (Chan, Golub and LeVeque, 1979). One collective in
-the forward, one in the backward.
+Each rank sends the number, the mean and the squared deviations of its values. They combine into the statistics of the
+whole batch without the cancellation of sums of squares (Chan, Golub and LeVeque, 1979). The forward takes one
+collective, the backward one more.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from echelon.group.group import ProcessGroup, check_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalisation, in training, over the values of all ranks: as one process does on the whole batch.
+    """Batch normalisation that, in training, uses the values of all ranks, like one process on the whole batch.
 
-    Ranks may have different numbers of samples, also none. Every rank must call forward, and backward, as often as the
-    others. The parameters' gradients are those of this rank's samples; DistributedDataParallel averages them. In
-    evaluation it is the ordinary layer, and nothing is sent.
+    Ranks may have different numbers of samples, including none. Every rank must call forward, and backward, as often as
+    the others; both block. Gradients of weight and bias cover this rank's samples only; DistributedDataParallel
+    averages them. In evaluation it is the ordinary layer, and nothing is sent.
 
     Input and output: (samples, num_features) or (samples, num_features, ...).
     """
@@ -41,7 +41,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Makes the layer; nothing is sent.
+        """Makes the layer. Nothing is sent.
 
         Args:
             group: the ranks whose batches count as one.
@@ -53,7 +53,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, group: ProcessGroup) -> nn.Module:
-        """Replaces every BatchNorm1d, 2d and 3d inside `module`, and returns it, or its replacement.
+        """Replaces every BatchNorm1d, 2d and 3d inside `module`. Returns `module`, or its replacement if it is one.
 
         Parameters and buffers stay the same objects, so an optimizer may be made before. Every rank must do the same.
 
@@ -82,12 +82,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return new.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises each feature; updates the running statistics in training.
+        """Normalises each feature. In training, blocks for one collective and updates the running statistics.
 
         Raises:
             SizeMismatch: `input` has not `num_features` features in dim 1.
             UnsupportedOp: in training, `input` has no memory of its own.
-            ValueError: all ranks together have no more than one value per feature.
+            ValueError: all ranks together have at most one value per feature.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
         """
         if self.training:
@@ -97,7 +97,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 f"(samples, {self.num_features}, ...)", tuple(input.shape), "SyncBatchNorm", "give it such an input"
             )
         if not self.training:
-            own = self.running_mean is None
+            own = (
+                self.running_mean is None
+            )  # without running statistics, evaluation uses this rank's batch, as in torch
             return nn.functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, training=own, eps=self.eps
             )
@@ -126,13 +128,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def _statistics(values: Tensor, group: ProcessGroup) -> tuple[float, Tensor, Tensor]:
-    """Returns number, mean and variance of the values of each feature over all ranks; the same bits on each."""
+    """Returns number, mean and variance of each feature's values over all ranks. Blocks. Same bits on every rank."""
     features = values.shape[1]
     wide = values.to(_wide(values.dtype))
     dims = _all_but_features(values)
     count = values.numel() // features if features else 0
     mean = wide.mean(dims) if count else wide.new_zeros(features)
     squares = (wide - _along(mean, values)).square().sum(dims)
+    # One collective of 1 + 2 * features numbers. Gathered, not reduced: deviations cannot be combined before the mean
+    # over all ranks is known.
     told = group.all_gather(torch.cat([wide.new_tensor([float(count)]), mean, squares]).unsqueeze(0))
     counts, means, deviations = told[:, :1], told[:, 1 : features + 1], told[:, features + 1 :]
     total = float(counts.sum())
@@ -169,6 +173,8 @@ class _Normalise(Function):
         wide = gradient.to(mean.dtype)
         normal = (x - _along(mean, x)) * _along(inverse_std, x)
         for_bias, for_weight = wide.sum(dims), (wide * normal).sum(dims)
+        # The input gradient needs both sums over all ranks, since mean and std depend on every rank's input. Gradients
+        # of weight and bias stay local.
         sums = ctx.group.all_reduce(torch.stack([for_bias, for_weight])) / ctx.count
         scale = inverse_std if weight is None else inverse_std * weight
         for_x = _along(scale, x) * (wide - _along(sums[0], x) - normal * _along(sums[1], x))
@@ -176,10 +182,11 @@ class _Normalise(Function):
             for_x.to(x.dtype),
             None if weight is None else for_weight.to(weight.dtype),
             for_bias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None,
-            *[None] * 4,
+            *[None] * 4,  # count, mean, inverse_std and group
         )
 
 
+# As torch's own BatchNorm: statistics of half precision are computed in float32.
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 

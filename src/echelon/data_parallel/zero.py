@@ -1,8 +1,12 @@
 """ZeroOptimizer: each rank keeps the optimizer's state of its shard of the parameters only.
 
-Strategy (ZeRO stage 1, Rajbhandari et al., 2020, arXiv:1910.02054). All parameters of one dtype lie in a row that is
-cut into one shard per rank. The inner optimizer works on views of the shard's parameters and gradients, so it updates
-them in place; then the shards are gathered, a bucket at a time. Parameters and gradients stay whole on every rank.
+Strategy (ZeRO stage 1, Rajbhandari et al., 2020, arXiv:1910.02054). All parameters of one dtype form a row that is cut
+into one shard per rank. The inner optimizer works on views of the shard's parameters and gradients, so it updates them
+in place. Then the shards are gathered, a bucket at a time. Parameters and gradients stay whole on every rank.
+
+State for a checkpoint: tensors with one value per element of a piece are sharded as the parameter is, so they are
+gathered whole and cut again. Other values, such as the number of steps, are equal on all ranks that have a piece of the
+parameter.
 """
 
 from __future__ import annotations
@@ -22,18 +26,13 @@ from echelon.data_parallel.layout.shards import Piece, pieces_between, shard_lay
 from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup, check_group
 
-# The state of a sharded optimizer: gathered whole for a checkpoint, and cut again.
-#
-# Of a parameter's state, tensors with one value per element of the piece are sharded as the parameter is; all else,
-# such as the number of steps, is the same on all ranks that have a piece of the parameter.
-
 
 class _Entry(NamedTuple):
-    """One value in the state of a parameter, as the ranks tell each other of it."""
+    """Description of one value in the state of a parameter, as the ranks exchange it."""
 
     name: str
     dtype: str
-    """Of a tensor; empty for a value that is none."""
+    """Dtype of a tensor. Empty for a value that is no tensor."""
     is_sharded: bool
     value: JsonLike
 
@@ -44,21 +43,23 @@ def gather_state(
     group: ProcessGroup,
     dst: int | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Puts the states of the pieces on all ranks together. Every rank must call it.
+    """Gathers the states of all ranks' pieces into states of whole parameters. Blocks; every rank must call it.
 
     Args:
         states: this rank's pieces and the state of each.
         parameters: all parameters, whole; their values do not matter.
         group: the ranks that have the pieces.
-        dst: the only rank that gets the result, others get nothing; None: all do.
+        dst: the only rank that gets the result, while the others get an empty dict. None: every rank gets it.
 
     Returns:
-        The state of each parameter that has one, by its number; tensors are new.
+        The state of each parameter that has one, by the parameter's number. Tensors are new.
     """
     mine = {piece.parameter: dict(state) for piece, state in states if state}
     told = group.all_gather_object({str(number): _describe(state) for number, state in mine.items()})
     owners = [cast("dict[str, list[Any]]", each) for each in told]
     gathered: dict[int, dict[str, Any]] = {}
+    # In the order of the parameters on every rank, so that the collectives match. Each decision below depends on the
+    # gathered descriptions only.
     for number, parameter in enumerate(parameters):
         having = [rank for rank, owned in enumerate(owners) if str(number) in owned]
         if not having:
@@ -72,7 +73,7 @@ def gather_state(
 
 
 def cut_state(whole: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict[str, Any]:
-    """Returns the state of one piece, in new tensors, from that of its whole parameter.
+    """Returns the state of one piece, in new tensors, cut from the state of its whole parameter.
 
     Raises:
         ValueError: the state belongs to a parameter of another shape.
@@ -81,9 +82,11 @@ def cut_state(whole: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict
     for name, value in whole.items():
         if not isinstance(value, Tensor):
             state[name] = value
+        # "step" by name: a scalar parameter's step has the parameter's shape, but is a count and keeps its dtype.
         elif name == "step" or value.dim() == 0 < parameter.dim():
             state[name] = value.detach().clone()
         elif value.shape == parameter.shape:
+            # The dtype and the order in memory of the parameter here, which may differ from the saved ones.
             dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
             moved = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value.detach())
             state[name] = in_memory_order(moved)[piece.start : piece.stop].clone()
@@ -113,11 +116,12 @@ def _describe(state: Mapping[str, Any]) -> list[JsonLike]:
 def _collect(
     entry: _Entry, own: Mapping[str, Any], first: int, parameter: Tensor, group: ProcessGroup, dst: int | None
 ) -> Any:
-    """Brings one value together; `first` is the lowest rank that has it."""
+    """Gathers one value from all ranks. `first` is the lowest rank that has it."""
     if not entry.dtype:
         return entry.value
     dtype = cast("torch.dtype", getattr(torch, entry.dtype))
     gives = entry.name in own and (entry.is_sharded or group.rank == first)
+    # A value that is not sharded is sent by one rank only; the others send 0 elements.
     part = own[entry.name].reshape(-1) if gives else torch.empty(0, dtype=dtype, device=parameter.device)
     came = group.all_gather(part) if dst is None else group.gather(part, dst)
     if came is None:
@@ -130,19 +134,19 @@ def _collect(
 
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers of torch whose update of an element needs other elements of its parameter."""
+"""Torch's optimizers whose update of an element needs other elements of its parameter."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is sharded over the ranks of a group: the same result, 1/world_size of the state.
+    """Optimizer whose state is sharded over the ranks of a group: the same result with 1/world_size of the state.
 
-    `param_groups` holds the whole parameters, so learning rate schedulers, `zero_grad` and clipping work as ever;
-    options that they change are used at the next step. Every rank must make the same calls of `step`, `state_dict`,
+    `param_groups` holds the whole parameters, so learning rate schedulers, `zero_grad` and clipping work as usual.
+    Options that they change apply from the next step. Every rank must make the same calls of `step`, `state_dict`,
     `load_state_dict` and `add_param_group`, with gradients that are equal on all ranks, as DistributedDataParallel
     leaves them (LocalSGD does not).
 
-    For optimizers that treat each element by itself: SGD, Adam, AdamW, RMSprop, Adagrad and the like. With AdamW in
-    float32 a rank keeps 8 + 8 / world_size bytes per parameter: value, gradient, and its shard of two moments.
+    For elementwise optimizers: SGD, Adam, AdamW, RMSprop, Adagrad and the like. With AdamW in float32 a rank keeps
+    8 + 8 / world_size bytes per parameter: value, gradient, and its shard of two moments.
     """
 
     def __init__(
@@ -153,19 +157,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_mb: float = 25.0,
         **options: Any,
     ) -> None:
-        """Plans the shards, and compares with the other ranks for which parameters.
+        """Compares the parameters over all ranks and plans the shards. Blocks.
 
         Args:
-            optimizer_class: such as torch.optim.AdamW.
+            optimizer_class: class of the optimizer, such as torch.optim.AdamW.
             params: parameters, or dicts of "params" and options, as any optimizer takes; the same on every rank.
             group: the ranks that share the state.
-            bucket_mb: mebibytes of parameters that are gathered, and copied on the way, at a time.
-            options: of the optimizer, such as lr.
+            bucket_mb: mebibytes of parameters per message, and of temporary memory.
+            options: options of the optimizer, such as lr.
 
         Raises:
             CollectiveMismatch: on every rank, if optimizers or shapes or dtypes of parameters differ.
-            UnsupportedOp: an optimizer that does not treat each element by itself, or a parameter with gaps in memory,
-                or without memory of its own.
+            UnsupportedOp: the optimizer is not elementwise, or a parameter has gaps in memory or no memory of its own.
             InvalidArgument: `optimizer_class` is no class of optimizers, `params` are no parameters, `group` is no
                 group, or `bucket_mb` no size.
             ValueError: the optimizer itself refuses an option.
@@ -203,13 +206,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates this rank's shard, then brings all parameters up to date on every rank.
+        """Updates this rank's shard, then gathers the parameters on every rank. Blocks.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: function that evaluates the model again and returns the loss.
 
         Raises:
-            SizeMismatch: a parameter was given other memory since, such as by model.to().
+            SizeMismatch: a parameter's memory was replaced, such as by model.to().
             UnsupportedOp: a gradient is sparse, or has no memory of its own.
             CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather`.
         """
@@ -218,13 +221,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
+        # Schedulers change the options in the outer groups.
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(outer))
         for piece, view in self._views:
             view.grad = self._gradient_of(piece, view)
         self._inner.step()
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            outer.update(_options(inner))  # some count their steps there
+            outer.update(_options(inner))  # some optimizers count their steps there
+        # The views of gradients would keep their memory alive after zero_grad.
         for _, view in self._views:
             view.grad = None
         with torch.no_grad():
@@ -233,10 +238,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self, dst: int | None = None) -> dict[str, Any]:
-        """Returns the whole state, as the plain optimizer has it and loads it. Every rank must call it.
+        """Returns the whole state, in the plain optimizer's format. Blocks; every rank must call it.
 
         Args:
-            dst: the only rank that gets the state, others get it empty; None: every rank gets it whole.
+            dst: the only rank that gets the state, while the others get an empty one. None: every rank gets it.
 
         Raises:
             InvalidRank: `dst` is not a rank of the group.
@@ -248,7 +253,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's shard from a whole state: from here, another number of ranks, or the plain optimizer.
+        """Loads this rank's shard of a whole state. Does not block.
+
+        The state may come from this optimizer, on any number of ranks, or from the plain optimizer.
 
         Raises:
             ValueError: it belongs to other parameters.
@@ -263,21 +270,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._inner.state[view] = cut_state(whole, piece, self._parameters[piece.parameter])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Takes further parameters in, which are cut into shards of their own. Every rank must do the same.
+        """Adds parameters, which are cut into shards of their own. Blocks; every rank must do the same.
 
         Raises:
             CollectiveMismatch, UnsupportedOp: as when the optimizer is made.
-            ValueError: what the optimizer itself refuses, such as a parameter that it has.
+            ValueError: the optimizer itself refuses the group, for a parameter that it already has for instance.
         """
         super().add_param_group(param_group)
-        if self._is_planned:  # not while the base class is being made
+        if self._is_planned:  # the constructor of the base class calls this before there is anything to add to
             for each in self._cut(self.param_groups[-1:]):
                 self._inner.add_param_group(each)
 
     # Inside
 
     def _cut(self, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Plans shards for the parameters of new groups; returns groups of this rank's part of them."""
+        """Plans shards for the parameters of new groups. Returns the groups with this rank's views as parameters."""
         first = len(self._parameters)
         new: list[Tensor] = [parameter for each in param_groups for parameter in each["params"]]
         for number, one in enumerate(new, start=first):
@@ -301,9 +308,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return cut
 
     def _gather(self, row: _Row) -> None:
-        """Brings the parameters of one row up to date, in buckets."""
+        """Gathers the parameters of one row, in buckets."""
         group = self._group
         lengths = [row.bounds[rank + 1] - row.bounds[rank] for rank in range(group.world_size)]
+        # A bucket takes an equal stretch of every rank's shard, so all ranks send in every message.
         step = max(1, self._bucket_bytes // (row.element_size * group.world_size))
         for begin in range(0, max(lengths), step):
             parts = [
@@ -325,7 +333,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     _piece_of(self._parameters[row.numbers[piece.parameter]], piece).copy_(values)
 
     def _check_gradients(self) -> None:
-        """Checks those of all shards, so that every rank finds the same."""
+        """Checks the gradients of all shards, so that every rank raises the same error, and none waits for another."""
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise UnsupportedOp(
@@ -337,6 +345,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _gradient_of(self, piece: Piece, view: Tensor) -> Tensor | None:
         parameter = self._parameters[piece.parameter]
+        # An update of the old memory would be lost without an error.
         if view.data_ptr() != _piece_of(parameter, piece).data_ptr():
             raise SizeMismatch(
                 "the memory that the parameters had when the optimizer was made",
@@ -347,13 +356,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gradient = parameter.grad
         if gradient is None:
             return None
+        # Pieces are ranges of memory: parameter and gradient must have their elements in the same order there.
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         return _piece_of(gradient, piece)
 
 
 class _Row:
-    """Parameters of one dtype and device, one after another, cut into shards."""
+    """Row of parameters of one dtype and device, cut into shards."""
 
     def __init__(self, numbers: list[int], parameters: list[Tensor], num_shards: int) -> None:
         self.numbers = numbers
@@ -365,12 +375,12 @@ class _Row:
             self.bounds.append(self.bounds[-1] + sum(map(len, shard)))
 
     def of_rank(self, rank: int) -> list[Piece]:
-        """Returns the pieces of one shard, by the numbers that the parameters have in the optimizer."""
+        """Returns the pieces of one shard, with the optimizer's numbers of the parameters."""
         return [Piece(self.numbers[each.parameter], each.start, each.stop) for each in self._shards[rank]]
 
 
 def _rows_of(parameters: list[Tensor], first: int, num_shards: int) -> list[_Row]:
-    """Puts parameters, of which the first has the number `first`, into rows."""
+    """Sorts parameters into rows by dtype and device. The number of the first parameter is `first`."""
     by_kind: dict[str, list[int]] = {}
     for number, parameter in enumerate(parameters, start=first):
         if not _is_dense(parameter):
@@ -389,7 +399,7 @@ def _piece_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Says whether the elements fill their part of memory, in whatever order of dims."""
+    """Whether the elements fill a range of memory without gaps or overlaps, in any order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:

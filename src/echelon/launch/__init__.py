@@ -1,1 +1,1 @@
-"""Starts ranks, and tells a rank where the others are."""
+"""Start of ranks: launchers, workers, the environment of a rank, and the first connection."""

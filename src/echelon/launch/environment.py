@@ -1,10 +1,10 @@
-"""Reads what a launcher tells a rank through environment variables.
+"""Environment of a rank: rank, world size and rendezvous, read from the launcher's environment variables.
 
 torchrun, a Kubernetes PyTorchJob and `echelon run` all set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The rest is
-optional: LOCAL_RANK, LOCAL_WORLD_SIZE, ECHELON_SECRET, ECHELON_RUN_ID, and what torchrun adds about its agent. srun,
-Open MPI's mpirun and PMI's mpiexec have other names for the ranks (`slurm`, `mpi`); there MASTER_ADDR and MASTER_PORT
-overrule where ranks meet. Where several launchers are nested, the innermost counts: whoever set the four, then mpirun
-or mpiexec, then srun.
+optional: LOCAL_RANK, LOCAL_WORLD_SIZE, ECHELON_SECRET, ECHELON_RUN_ID, and torchrun's variables about its agent. srun,
+Open MPI's mpirun and PMI's mpiexec have other names (`slurm`, `from_open_mpi`, `from_pmi`); there MASTER_ADDR and
+MASTER_PORT override the rendezvous address. Of nested launchers the innermost counts: the one that set the four
+variables, then mpirun or mpiexec, then srun.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from echelon.launch import backends
 from echelon.launch.slurm import check_alone, from_slurm
 from echelon.launch.variables import Translation, Variables, loopback, renamed
 
-# What mpirun tells a rank: Open MPI's, and the MPICH family's (Intel MPI too), which speaks PMI.
-
+# The variables of two families: Open MPI's mpirun, and mpiexec of MPICH and Intel MPI, which use PMI.
 _OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -39,7 +38,7 @@ _PMI = {
 
 
 def from_open_mpi(environ: Mapping[str, str]) -> Translation | None:
-    """Returns what Open MPI's mpirun said; None if it did not start this rank."""
+    """Translates the variables of Open MPI's mpirun. None if it did not start this rank."""
     if not environ.get("OMPI_COMM_WORLD_RANK"):
         return None
     namespace = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
@@ -47,20 +46,21 @@ def from_open_mpi(environ: Mapping[str, str]) -> Translation | None:
 
 
 def from_pmi(environ: Mapping[str, str]) -> Translation | None:
-    """Returns what MPICH's or Intel MPI's mpiexec said; None if it did not start this rank.
+    """Translates the variables of MPICH's or Intel MPI's mpiexec. None if it did not start this rank.
 
-    It gives a job no name. On one host the number of the process that started all the ranks serves as one.
+    mpiexec gives a job no name. On one host, the pid of the process that started all ranks serves as the name.
     """
     if not environ.get("PMI_RANK"):
         return None
     translation = _mpi_translation("mpiexec", environ, _PMI, f"pmi-{_starter()}")
+    # Between hosts the pids differ, so ranks would compute different names.
     return translation if translation.is_one_host else replace(translation, job="")
 
 
 def _starter() -> int:
-    """Returns the number of the nearest process above this one that is not part of a rank, as a wrapping script is."""
+    """Returns the pid of the nearest ancestor that is not part of a rank. A script around the program is part of it."""
     pid = os.getppid()
-    with suppress(OSError):  # not ours to read: not part of a rank
+    with suppress(OSError):  # another user's process cannot be read, and is no part of a rank
         while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
@@ -73,27 +73,27 @@ def _mpi_translation(launcher: str, environ: Mapping[str, str], names: Mapping[s
 
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""All four or none, unless a launcher has its own: without them a program is a world of one."""
+"""Variables of which all four or none are set, unless a launcher has its own. With none the world size is 1."""
 
 MIN_SECRET_LENGTH = 16
-"""Characters. Shorter ones can be guessed."""
+"""Characters. Shorter secrets can be guessed."""
 
 
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_RANK", "SLURM_PROCID")
-"""How the variables begin by which a rank knows its launcher."""
+"""Prefixes of the variables by which a rank recognises its launcher."""
 _WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a launcher told this rank.
+    """Rank, world size and rendezvous of this process, as its launcher gave them.
 
-    rank, world_size: among all ranks; local_rank, local_world_size: among those of this host. master_addr,
-    master_port: where ranks meet. secret: shared by the ranks of this job, None if the launcher gave none. run_id,
-    restart: which job, and which attempt at it. elastic: torchrun started this rank. agent_store: torchrun's agent
-    already listens on master_port with a torch store, and every rank is a client of it. is_one_host: it is certain
-    that all ranks are on this host. job: a name for the job, the same on all of its ranks. local_address: by which the
-    ranks of other hosts reach this one, None for the one on the way to rank 0 (`interface` chooses it).
+    rank, world_size: among all ranks. local_rank, local_world_size: among the ranks of this host. master_addr,
+    master_port: rendezvous address. secret: shared by the ranks of this job, None if the launcher gave none. run_id,
+    restart: the job and the attempt at it. elastic: torchrun started this rank. agent_store: torchrun's agent already
+    listens on master_port with a torch store, of which every rank is a client. is_one_host: all ranks are certainly on
+    this host. job: name of the job, the same on all of its ranks. local_address: address at which the ranks of other
+    hosts reach this one; None: the address of the route to rank 0 (`interface` chooses it).
     """
 
     rank: int
@@ -113,11 +113,11 @@ class Environment:
 
     @property
     def address(self) -> str:
-        """Where ranks meet, as "host:port"; an IPv6 address is put in brackets."""
+        """Rendezvous address as "host:port". An IPv6 address is put in brackets."""
         return join_address(self.master_addr, self.master_port)
 
     def check_secret(self) -> None:
-        """Raises LaunchError if there is no secret, and none can be shared in a file or a store."""
+        """Raises LaunchError if there is no secret, and no file or store in which ranks could share one."""
         if self.secret is None and not self.is_one_host and not self.elastic:
             raise LaunchError(
                 "ECHELON_SECRET is not set, and not all ranks are on one host: set it on every rank to the same random "
@@ -125,21 +125,23 @@ class Environment:
             )
 
     def __repr__(self) -> str:
-        # Ends up in logs, so it never shows the secret.
+        # Written to logs, so it never shows the secret.
         secret = "none" if self.secret is None else "given"
         return f"<Environment rank {self.rank} of {self.world_size} at {self.address}, secret {secret}>"
 
 
 def read(environ: Mapping[str, str]) -> Environment | None:
-    """Returns what the launcher said in `environ`; None if there was no launcher.
+    """Reads the launcher's variables from `environ`. None if there was no launcher.
 
     Raises:
-        LaunchError: only some of the variables are set, two contradict each other, or one is not what it should be.
+        LaunchError: only some of the variables are set, two contradict each other, or one has an invalid value.
         InvalidWorldSize, InvalidRank: a number of ranks, or a rank, is out of range.
     """
     present = [name for name in REQUIRED if environ.get(name)]
+    # Before the check for contradictions: srun or mpirun may have started torchrun's agent, and its ranks inherit the
+    # variables of the agent.
     if len(present) == len(REQUIRED) and "TORCHELASTIC_RUN_ID" in environ:
-        return _read_common(environ)  # torchrun's agent may itself have been started by another launcher
+        return _read_common(environ)
     launched = _translation(environ)
     if launched is not None:
         _check_agreement(Variables(environ), launched.variables, _WHO)
@@ -158,17 +160,17 @@ def read(environ: Mapping[str, str]) -> Environment | None:
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Says whether a launcher started this process as one of several ranks."""
+    """Whether a launcher started this process as a rank."""
     return bool(environ.get("RANK")) or _translation(environ) is not None
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns `environ` as ranks that this process starts may inherit it: without what its own launcher told it."""
+    """Returns `environ` for ranks that this process starts: without the variables of its own launcher."""
     return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS)}
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes | None:
-    """Returns ECHELON_SECRET, None if it is not set.
+    """Returns ECHELON_SECRET. None if it is not set.
 
     Raises:
         LaunchError: it is too short to be a secret.
@@ -185,7 +187,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes | None:
 
 
 def read_backend(environ: Mapping[str, str], backend: str) -> str:
-    """Returns the backend to use: `backend`, or ECHELON_BACKEND if it is "auto".
+    """Returns the backend to use: `backend`, or ECHELON_BACKEND if `backend` is "auto" and the variable is set.
 
     Raises:
         LaunchError: there is no backend of that name.
@@ -198,12 +200,13 @@ def read_backend(environ: Mapping[str, str], backend: str) -> str:
 
 
 def _translation(environ: Mapping[str, str]) -> Translation | None:
-    """Returns what the innermost launcher with names of its own said; None if there is none, or for a single rank."""
+    """Translates the variables of the innermost of mpirun, mpiexec and srun. None without one, or for a single rank."""
     open_mpi, pmi = from_open_mpi(environ), from_pmi(environ)
     if open_mpi is not None and pmi is not None:
         _check_agreement(open_mpi.variables, pmi.variables, _WHO[:2])
     launched = open_mpi or pmi
-    if launched is None or (launched is pmi and not pmi.variables.text("LOCAL_RANK")):  # srun speaks PMI, too
+    # srun speaks PMI, too: without MPI_LOCALRANKID its own variables come first.
+    if launched is None or (launched is pmi and not pmi.variables.text("LOCAL_RANK")):
         launched = from_slurm(environ) or launched
     return None if launched is None or launched.variables.text("WORLD_SIZE") == "1" else launched
 
@@ -214,7 +217,7 @@ def _check_agreement(ours: Variables, theirs: Variables, names: tuple[str, ...])
         if mine and other and mine != other:
             raise LaunchError(
                 f"{ours.alias(name)}={mine} contradicts {theirs.alias(name)}={other}: "
-                "two launchers, or one and a variable set by hand; unset the one that is not meant"
+                "two launchers, or one and a variable set by hand; unset the wrong one"
             )
 
 
@@ -241,6 +244,7 @@ def _read_common(environ: Mapping[str, str]) -> Environment:
         restart=restart,
         elastic="TORCHELASTIC_RUN_ID" in environ,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        # Only then may ranks share a secret in a file. LOCAL_WORLD_SIZE has a default, so it must really be set.
         is_one_host=_is_loopback(host) or (bool(variables.text("LOCAL_WORLD_SIZE")) and local_world_size == world_size),
         job=f"{join_address(host, port)}-{run_id}-{restart}",
     )
@@ -253,7 +257,7 @@ def _read_translated(environ: Mapping[str, str], launched: Translation) -> Envir
         "LOCAL_WORLD_SIZE", default=world_size, maximum=min(world_size, MAX_LOCAL_WORLD_SIZE)
     )
     rank = said.rank("RANK", world_size)
-    overruling = Variables(environ)
+    overruling = Variables(environ)  # MASTER_ADDR and MASTER_PORT, set by the user beside mpirun, mpiexec or srun
     host = overruling.text("MASTER_ADDR").strip("[]") or (
         loopback() if launched.is_one_host else said.text("MASTER_ADDR")
     )

@@ -1,8 +1,8 @@
-"""Makes the group of all ranks from whatever started this program.
+"""`echelon.init`: the group of all ranks, for any launcher, and its end with the program.
 
-Strategy. `init` looks in these places, in this order: a group provided by the code that called us (simulated ranks,
-spawn), torchrun's store, another launcher, nothing at all (a world of one). The secret is the one in the environment;
-else one that the ranks of one host share in a file; else, under torchrun alone, one in its store.
+Strategy. `init` takes the first of these: a group provided by the calling code (simulated ranks, spawn), torchrun's
+store, another launcher, nothing at all (world size 1). The secret is ECHELON_SECRET; else one that the ranks of one
+host share in a file; else, under torchrun only, one in its store.
 """
 
 from __future__ import annotations
@@ -41,16 +41,14 @@ from echelon.launch.torch_store import connect_default_group, shared_secret
 from echelon.launch.tuned import agreed_table
 from echelon.operation_records import FlightRecord, FlightRecorder
 
-# On which device a rank is to have its tensors.
-
 
 def choose_device(name: str, backend: str, local_rank: int) -> torch.device:
-    """Returns the device of a rank.
+    """Returns the device on which a rank has its tensors.
 
     Args:
-        name: "auto": a GPU of its own where the backend's collectives take tensors of GPUs, else the CPU; or "cpu",
-            "cuda" (the GPU with the number of the rank on its host), "cuda:1".
-        backend: its name.
+        name: "auto", "cpu", "cuda" (the GPU with the number of the rank on its host) or "cuda:1". "auto" is "cuda" if
+            the backend's collectives take GPU tensors, else "cpu".
+        backend: name of the backend.
         local_rank: this rank's number on its host.
 
     Raises:
@@ -81,7 +79,7 @@ CONNECT_TIMEOUT = 60.0
 """Seconds in which all ranks have to find each other."""
 
 _latest: deque[FlightRecorder] = deque(maxlen=1)
-"""What the group that `init` made last has recorded: kept after the group is gone, for whoever asks why."""
+"""Flight recorder of the latest group of `init`. Kept after the group is gone, to explain a failure."""
 _provided: ContextVar[ProcessGroup | None] = ContextVar("echelon_provided_group", default=None)
 
 
@@ -89,8 +87,7 @@ _provided: ContextVar[ProcessGroup | None] = ContextVar("echelon_provided_group"
 def provide(group: ProcessGroup) -> Iterator[None]:
     """Makes `init` return `group` inside the with block, in this thread.
 
-    Whatever runs ranks by itself (`simulate`, `spawn`) uses this, so that a script which calls `echelon.init()`
-    runs there unchanged.
+    `simulate` and `spawn` use this, so that a script which calls `echelon.init()` runs there unchanged.
     """
     token = _provided.set(group)
     try:
@@ -100,31 +97,31 @@ def provide(group: ProcessGroup) -> Iterator[None]:
 
 
 def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto") -> ProcessGroup:
-    """Returns the group of all ranks of this job.
+    """Returns the group of all ranks of this job. Blocks until all ranks are connected.
 
-    Who started the program decides: `echelon run`, `echelon.spawn`, torchrun and other launchers that set RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Started alone, it is a world
-    of one. At the end of the program the group is closed. If the program ends with an exception or with `sys.exit` of
-    an error status, the other ranks are told that this one has failed. A program that makes one group after another
-    closes each: until then it keeps its memory and connections.
+    The launcher decides which ranks there are: `echelon run`, `echelon.spawn`, torchrun and other launchers that set
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, srun, mpirun, mpiexec, or `echelon.simulate`. Without a launcher the
+    world size is 1. At the end of the program the group is closed. If the program ends with an exception or with
+    `sys.exit` of an error status, this rank has failed: the other ranks get PeerFailed. A program that makes one group
+    after another should close each; an open group keeps its memory and connections.
 
-    The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. Where it is
-    not set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts,
-    rank 0 makes one and shares it through torch's store, which asks nobody who they are: that keeps out strangers who
-    only find the port of a rank, and nobody who can reach the store. Set ECHELON_SECRET yourself where that matters.
+    The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. If it is not
+    set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts, rank
+    0 makes one and shares it through torch's store, which authenticates nobody. That keeps out strangers who only find
+    the port of a rank, but not those who can reach the store. Set ECHELON_SECRET yourself if that matters.
 
     Args:
         backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
-            where the system has it. The environment variable ECHELON_BACKEND overrules "auto". "gloo", "nccl",
-            "mpi" and "ucc" have that engine of torch.distributed do the collectives; messages still go over TCP. If
-            the program has called `torch.distributed.init_process_group`, its ranks are the ranks.
-        timeout: seconds that a blocking call of the group waits unless told otherwise.
-        device: where this rank is to have its tensors; it becomes `group.device`, and torch's current GPU if it is one.
-            "auto": a GPU of its own where the backend takes tensors of GPUs, else "cpu"; or "cuda", "cuda:1".
+            if the system supports it. The environment variable ECHELON_BACKEND overrides "auto". With "gloo", "nccl",
+            "mpi" and "ucc" that c10d backend does the collectives; messages still go over TCP. If the program has
+            called `torch.distributed.init_process_group`, the group has the same ranks.
+        timeout: default timeout of the group's blocking calls, seconds.
+        device: device of this rank's tensors: "auto", "cpu", "cuda" or "cuda:1". It becomes `group.device`, and torch's
+            current GPU if it is one. "auto" is a GPU of its own if the backend takes GPU tensors, else "cpu".
 
     Raises:
-        LaunchError: the environment or the arguments make no sense. Three of its kind have types of their own:
-            InvalidRank, InvalidWorldSize, and PlanError for a tuned table of collectives.
+        LaunchError: the environment or the arguments are invalid. Three subclasses: InvalidRank, InvalidWorldSize, and
+            PlanError for a tuned table of collectives.
         ConnectError: the ranks did not all find each other within 60 s (or `timeout`, if that is shorter).
         AuthenticationError: a rank has another secret.
     """
@@ -140,7 +137,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
 
 
 def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool]:
-    """Returns the group of all ranks, and whether other ranks are to be told how this program ends."""
+    """Returns the group of all ranks, and whether there may be other ranks, which need to know how this one ends."""
     name = environment.read_backend(os.environ, backend)
     if name == "simulated":
         raise LaunchError(
@@ -148,8 +145,10 @@ def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool
         )
     launched, patience = environment.read(os.environ), min(timeout, CONNECT_TIMEOUT)
     place = choose_device(device, name, 0 if launched is None else launched.local_rank)
+    # With a c10d backend the ranks of torch's default process group count, if the program has made one.
     attaches = name in ENGINES and dist.is_initialized()
     tcp = connect_default_group(timeout, patience) if attaches else _connect(launched, timeout)
+    # Before the first group exists, so that no two ranks choose algorithms by different tables.
     table = agreed_table(tcp, patience)
     connected = carry(tcp, name, patience, place)
     group = ProcessGroup(connected, table=table)
@@ -158,9 +157,9 @@ def _open(backend: str, timeout: float, device: str) -> tuple[ProcessGroup, bool
 
 
 def end_with_program(group: ProcessGroup) -> None:
-    """Has a group closed at the end of the program, or, if that ends with an error, the other ranks told.
+    """Closes a group at the end of the program, or aborts it if the program ends with an error.
 
-    Until then it is kept alive, unless it is closed earlier.
+    Keeps the group alive until it is closed.
     """
     at_end = partial(_close, group, watch_exit())
     atexit.register(at_end)
@@ -169,12 +168,12 @@ def end_with_program(group: ProcessGroup) -> None:
 
 
 def flight_recorder(group: ProcessGroup | None = None) -> tuple[FlightRecord, ...]:
-    """Returns the last 1,000 operations of this rank, the oldest first: what was called, where, and how it ended.
+    """Returns the last 1,000 operations of this rank, oldest first: each with its call, line of code and result.
 
-    Collectives, and messages between two ranks. Nothing of the tensors is kept but their shapes and bytes.
+    Operations are collectives, and messages between two ranks. Of tensors only shapes and sizes are recorded.
 
     Args:
-        group: any group of this rank; None: the one that `init` gave.
+        group: any group of this rank. None: the latest group of `init`.
     """
     found = _provided.get() if group is None else check_group(group)
     recorder = found.backend.flight_recorder if found is not None else next(iter(_latest), None)
@@ -190,16 +189,16 @@ def _accept(provided: ProcessGroup, backend: str) -> ProcessGroup:
 
 
 def carry(tcp: TcpBackend, name: str, timeout: float, device: torch.device | None = None) -> Backend:
-    """Returns the backend of that name over connections that are there; all ranks call it.
+    """Returns the backend of that name over connections that exist already. Blocks; all ranks call it.
 
     Args:
-        tcp: connects all ranks.
-        name: "auto", "shm", "tcp", or an engine of torch.distributed.
+        tcp: backend that connects all ranks.
+        name: "auto", "shm", "tcp", or a c10d backend.
         timeout: seconds for the ranks to agree.
-        device: where this rank is to have its tensors; None: what `choose_device` says of ranks of one host.
+        device: device of this rank's tensors. None: the choice of `choose_device` for ranks of one host.
 
     Raises:
-        LaunchError: "shm" was asked for, and a rank of this host cannot share memory; or torch lacks the engine.
+        LaunchError: "shm" was asked for, and a rank of this host cannot share memory; or torch lacks the c10d backend.
     """
     device = choose_device("auto", name, tcp.rank) if device is None else device
     if device.type == "cuda":
@@ -213,13 +212,15 @@ def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
     if launched is None or (launched.world_size == 1 and not launched.elastic):
         return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
     connect_timeout = min(timeout, CONNECT_TIMEOUT)
+    # A file is for one host only: others could not read it.
     if launched.secret is not None or not launched.is_one_host:
         return _connect_ranks(launched, timeout, connect_timeout)
     with SecretFile(launched.job) as file:
         backend = _connect_ranks(replace(launched, secret=file.secret()), timeout, connect_timeout)
         if launched.rank == 0:
             file.remove()
-        backend.barrier(connect_timeout)  # the file has gone before any rank can call init again
+        # No rank returns before rank 0 has removed the file: a second `init` of the job would read the old secret.
+        backend.barrier(connect_timeout)
         return backend
 
 
@@ -255,13 +256,14 @@ def _connect_through_store(launched: Environment, timeout: float, connect_timeou
         local_address=launched.local_address,
         connect_timeout=connect_timeout,
     )
+    # Without the agent's store, rank 0 serves the store, which ends with this function: all must have read it before.
     if not launched.agent_store:
-        backend.barrier(connect_timeout)  # the store ends with this function on rank 0: not before all have read it
+        backend.barrier(connect_timeout)
     return backend
 
 
 def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
-    """Opens torchrun's store: its agent's, or (with a static rendezvous) one that rank 0 serves on the master port."""
+    """Opens torchrun's store: the agent's, or, with a static rendezvous, one that rank 0 serves on the master port."""
     try:
         server = TCPStore(
             launched.master_addr,
@@ -272,7 +274,7 @@ def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        # A program may call init again: every call gets keys of its own, and so does every restart.
+        # A program may call init again, and torchrun may restart it: each call and restart needs keys of its own.
         store = PrefixStore(f"echelon/{launched.restart}", server)
         call = store.add(f"calls of rank {launched.rank}", 1)
     except RuntimeError as error:

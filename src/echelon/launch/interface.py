@@ -1,4 +1,4 @@
-"""On which of this host's addresses a rank listens, and from which it dials."""
+"""Choice of this host's address on which a rank listens and from which it connects to others."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ logger = logging.getLogger("echelon")
 
 VARIABLE = "ECHELON_INTERFACE"
 TORCH_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""By which torch's backends are told the same."""
+"""Variables with which torch's backends choose their interface."""
 
 
 def with_local_address(launched: Environment, environ: Mapping[str, str]) -> Environment:
-    """Returns `launched` with the address by which ranks of other hosts reach this one, where it has to be chosen.
+    """Returns `launched` with the address at which ranks of other hosts reach this one, if it has to be chosen.
 
-    That is the one of ECHELON_INTERFACE. Without that it is the one on the way to rank 0, which needs no choice; but on
-    rank 0's host its name may stand for the loopback address, as Debian's installer has it in /etc/hosts.
+    ECHELON_INTERFACE chooses it. Without that it is the address of the route to rank 0, which needs no choice, except
+    on rank 0's host: there its name may stand for the loopback address, as Debian's installer has it in /etc/hosts.
 
     Raises:
-        LaunchError: there is no such interface, or it has no address of the kind that MASTER_ADDR has; or nothing says
-            by which address others reach this host.
+        LaunchError: there is no such interface, or it has no address of MASTER_ADDR's family; or this host has no
+            address that others could reach.
     """
+    # Ranks of one host use the rendezvous address itself; ECHELON_INTERFACE is for several hosts.
     if launched.is_one_host:
         return launched
     master = launched.master_addr
     found = _resolve(master)
     family = family_of(found[0]) if found else socket.AF_INET
+    # An address resolves to itself, so `master` is a host name if it is not among the results.
     is_here = master not in found and any(map(is_loopback, found))
     name = environ.get(VARIABLE)
     if name:
@@ -78,7 +80,7 @@ def _mention_torchs(environ: Mapping[str, str]) -> None:
 
 
 def _resolve(host: str) -> list[str]:
-    """Returns the addresses that a name stands for here; none, if it is not known (yet)."""
+    """Returns the addresses of a host name. Empty if the name is unknown, which may change while a cluster starts."""
     try:
         return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:

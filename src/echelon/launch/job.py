@@ -1,7 +1,7 @@
-"""Runs one function on a set of workers and gathers what it returns.
+"""Job: one function run on a set of workers, and its results or the first cause of failure.
 
-Strategy. The parent waits for all workers at once. After the first failure the others get a few seconds to report,
-because the first that is noticed need not be the cause. Then the exception of the first cause is raised.
+Strategy. The parent waits for all workers at once. After the first failure the others get 3 s (`GRACE`) to report,
+because the first failure that is noticed need not be the cause. Then the exception of the first cause is raised.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from echelon.launch.worker import Job, Outcome, Worker
 from echelon.wording import listed
 
 GRACE = 3.0
-"""Seconds that ranks get to report after the first failure."""
+"""Seconds that the other ranks get to report after the first failure."""
 
 
 def check_call(function: object, args: object) -> None:
-    """Raises LaunchError unless these are a function for each rank to run and its arguments after the group."""
+    """Raises LaunchError unless `function` is callable and `args` is a sequence of its arguments after the group."""
     if not callable(function):
         raise LaunchError(f"fn={function!r}: give the function that each rank runs; its first argument is the group")
     if not isinstance(args, Sequence) or isinstance(args, str):
@@ -39,6 +39,8 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
     Raises:
         LaunchError: the other process could not find the function by its name, or an argument cannot be pickled.
     """
+    # Refused here: every worker would fail while it imports the program, with a message about a file named <stdin>
+    # for instance.
     check_call(function, args)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if "<" in name:
@@ -51,7 +53,7 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
         raise LaunchError(f"this program was read from {path}, so no other process can import it: put it in a file")
     try:
         return pickle.dumps((function, tuple(args)))
-    except Exception as error:  # an argument's class may do anything here
+    except Exception as error:  # an argument's class may raise anything here
         raise LaunchError(
             f"fn={name} and its arguments cannot be pickled ({error}): pass functions of a module and plain values"
         ) from error
@@ -60,17 +62,17 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
 def run_job(
     workers: Sequence[Worker], call: bytes, *, backend: str, timeout: float, deadline: float | None = None
 ) -> list[Any]:
-    """Runs `call` on `workers`, as ranks 0, 1, ..., and returns their results in rank order.
+    """Runs `call` on `workers`, as ranks 0, 1, ..., and returns their results in rank order. Blocks.
 
     Args:
-        workers: one per rank; all idle.
+        workers: one idle worker per rank.
         call: from `pickle_call`; the function gets the group, then the arguments.
-        backend: of the group, by name.
-        timeout: of the group, seconds.
-        deadline: seconds after which the job is given up; None: never.
+        backend: name of the group's backend.
+        timeout: the group's default timeout, seconds.
+        deadline: seconds after which the job is given up. None: never.
 
     Raises:
-        Exception: whatever the first failing rank raised, with a note that names the rank; PeerFailed if it died.
+        Exception: the exception of the first failing rank, with a note that names the rank; PeerFailed if it died.
         Timeout: the deadline passed. Workers that have not reported are still running.
     """
     world_size = len(workers)
@@ -84,6 +86,7 @@ def run_job(
             run_id=secrets.token_hex(4),
             backend=backend,
             timeout=timeout,
+            # A value that the user has set counts; torch reads it when a worker starts.
             num_threads=None if "OMP_NUM_THREADS" in os.environ else threads_per_rank(world_size),
         )
         for rank, worker in enumerate(workers):
@@ -101,12 +104,13 @@ def run_job(
 
 
 def _gather(workers: Sequence[Worker], deadline: float | None) -> dict[int, Outcome]:
-    """Collects outcomes until all are there, the grace after a failure is over, or the deadline has passed."""
+    """Collects outcomes until all have come, the grace after a failure is over, or the deadline has passed."""
     until = None if deadline is None else time.monotonic() + deadline
     failed = False
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(workers):
         open_ranks = [rank for rank in range(len(workers)) if rank not in outcomes]
+        # The pidfd too: a worker's death need not end its connection, which a child of the worker may keep open.
         sources = [source for rank in open_ranks for source in (workers[rank].connection, workers[rank].pidfd)]
         ready = wait(sources, None if until is None else max(0.0, until - time.monotonic()))
         for rank in open_ranks:
@@ -125,7 +129,8 @@ def _raise_first(outcomes: dict[int, Outcome]) -> NoReturn:
     cause = first_cause(failures)
     pickled = outcomes[cause.rank].error
     error: BaseException = pickle.loads(pickled) if pickled else PeerFailed(cause.rank, f"it {cause.summary}")
-    there = f"; there:\n{cause.traceback.rstrip()}" if cause.traceback else ""
+    # Pickling loses an exception's traceback, so the rank's comes along as a note.
+    there = f":\n{cause.traceback.rstrip()}" if cause.traceback else ""
     error.add_note(f"rank {cause.rank} failed first{there}")
     for failure in failures:
         if failure is not cause:

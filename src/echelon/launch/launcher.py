@@ -1,8 +1,8 @@
-"""Waits for the ranks of one host, copies their output and decides when which of them has to end.
+"""Launcher of `echelon run`: rank processes, their output and their end.
 
 Strategy. One thread waits for everything at once: output of the ranks, their ends (pidfd), signals, and the next
-deadline. After the first failure the other ranks get a grace to report theirs; then they get SIGTERM, and a second
-later SIGKILL. So the job ends at most grace + 1 s after its first rank, whatever the others do.
+deadline. After the first failure the other ranks get a grace period to report theirs; then they get SIGTERM, and a
+second later SIGKILL. So the job ends at most grace + 1 s after its first failed rank, even if the others hang.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from echelon.launch import report
 from echelon.launch.report import RankFailure, describe_exit, exit_status, first_cause
 from echelon.wording import listed
 
-# A rank as a process that runs a program of its own, as `echelon run` starts it.
-#
-# A rank leads a process group, so that a signal reaches its children too, and Ctrl-C reaches the launcher alone, which
-# passes it on. The kernel kills a rank whose launcher dies.
-
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class RankProcess:
-    """A running rank.
+    """Process of one rank, running its own program.
 
-    stdout, stderr: file descriptors to read from, which never block. pidfd: readable once the process has ended.
+    The rank leads a process group: a signal to the group reaches its children too, and Ctrl-C reaches the launcher
+    only, which passes it on. The kernel kills a rank whose launcher dies.
+
+    stdout, stderr: non-blocking file descriptors to read from. pidfd: readable once the process has ended.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -57,6 +55,7 @@ class RankProcess:
         self.pidfd = os.pidfd_open(self.pid)
         self.stdout = self._process.stdout.fileno()
         self.stderr = self._process.stderr.fileno()
+        # Non-blocking: the launcher's one thread must not wait for one rank while others write.
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stderr, False)
 
@@ -66,31 +65,33 @@ class RankProcess:
             os.killpg(self.pid, number)
 
     def reap(self) -> int:
-        """Waits for the end of the process and returns its code, negative for a signal.
+        """Waits for the end of the process and returns its exit code, negative for a signal.
 
-        The children of a rank that failed are killed.
+        Kills the children of a failed rank.
         """
+        # WNOWAIT leaves a zombie, so pid and process group are still the rank's when its children are killed. After
+        # `wait` the kernel may give the number to another process.
         info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         if info is not None and (info.si_code != os.CLD_EXITED or info.si_status != 0):
-            self.send_signal(signal.SIGKILL)  # before the pid is free for another process
+            self.send_signal(signal.SIGKILL)
         return self._process.wait()
 
     def failure(self, at: float) -> RankFailure:
-        """Returns how the rank failed, after `reap`: as it reported itself, or else as its exit shows.
+        """Returns the rank's failure: its own report, or a record made from its exit code. Call it after `reap`.
 
         Args:
-            at: when the end was noticed, on the clock of `time.monotonic`.
+            at: time at which the end was noticed, on the clock of `time.monotonic`.
         """
         code = self._process.returncode
         reported = self.reported()
         return reported or RankFailure(rank=self.rank, at=at, summary=describe_exit(code), status=exit_status(code))
 
     def reported(self) -> RankFailure | None:
-        """Returns the failure that the rank reported itself, None if it did not."""
+        """Returns the failure that the rank reported itself. None if it did not."""
         return report.read(self._error_file) if self._error_file else None
 
     def close(self) -> None:
-        """Kills whatever is left of the rank and frees its descriptors."""
+        """Kills the rank if it still runs, and closes its file descriptors."""
         if self._process.returncode is None:
             self.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -101,31 +102,27 @@ class RankProcess:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Returns what a child does right after the fork: it asks the kernel to kill it when `parent` dies.
-
-    The C library is loaded here, because a child that was just forked may do next to nothing.
-    """
+    """Returns a preexec function that has the kernel kill the child when `parent` dies."""
+    # Loaded before the fork: between fork and exec a child may do next to nothing.
     prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # it died before prctl, so the kernel will send no signal
             os._exit(1)
 
     return ask
 
 
-# Marks the lines that ranks print with their rank, as in "[2] loss 3.1".
-
 _COLORS = (36, 33, 35, 32, 34, 31)
 """ANSI: cyan, yellow, magenta, green, blue, red."""
 
 _LONGEST_LINE = 1 << 20
-"""Bytes; a longer line is cut, so that a rank without line ends cannot fill the memory."""
+"""Bytes. A longer line is cut, so that output without line ends cannot fill the memory."""
 
 
 class MarkedStream:
-    """One stream of one rank, copied line by line to `target`.
+    """Copy of one rank's stdout or stderr to `target`, with the rank before each line, as in "[2] loss 3.1".
 
     Lines of different ranks never mix, because only whole lines are written.
     """
@@ -139,7 +136,7 @@ class MarkedStream:
         self._pending = b""
 
     def feed(self, data: bytes) -> None:
-        """Writes the lines that `data` completes and keeps the rest for later."""
+        """Writes the lines that `data` completes, and keeps the rest until its line ends."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > _LONGEST_LINE:
             lines.append(self._pending)
@@ -147,7 +144,7 @@ class MarkedStream:
         self._write(lines)
 
     def finish(self) -> None:
-        """Writes a last line that has no end."""
+        """Writes the last line if it has no line end."""
         if self._pending:
             self._write([self._pending])
             self._pending = b""
@@ -162,15 +159,15 @@ _PATIENCE = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 
 _LAST_READS = 16
-"""Reads of a stream whose rank has ended. One empties the pipe, but a child may hold it too, and write for ever."""
+"""Most reads of a stream whose rank has ended. Bounded, because a child may hold the pipe, too, and write for ever."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends the job: each is passed on to all ranks."""
+"""Signals that end the job. Each is passed on to all ranks."""
 
 
 @dataclass(frozen=True)
 class Console:
-    """Where the launcher writes: the output of the ranks and its own messages."""
+    """Output of the launcher: the ranks' lines and its own messages."""
 
     stdout: BinaryIO
     stderr: BinaryIO
@@ -184,7 +181,7 @@ class Console:
 
 
 class Launcher:
-    """The ranks of one run: which live, which failed, and what happens when to those that live on."""
+    """Ranks of one run: starts them, copies their output, and ends the others after a failure or a signal."""
 
     def __init__(self, console: Console, grace: float) -> None:
         self._console = console
@@ -201,14 +198,14 @@ class Launcher:
         self._next_signal = signal.SIGTERM
 
     def run(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> int:
-        """Runs `command` once with each of `environs`, as ranks 0, 1, ..., and returns the exit status.
+        """Runs `command` once with each of `environs`, as ranks 0, 1, ..., and returns the exit status. Blocks.
 
-        That is 0, or the status of the first rank that failed, or 128 + the number of the signal that ended the job.
+        The status is 0, or that of the first failed rank, or 128 + the number of the signal that ended the job.
         """
         with self._signals():
             for rank, environ in enumerate(environs):
                 self._start(rank, command, environ)
-                self._handle(0.0)
+                self._handle(0.0)  # acts on signals and failures while ranks are still being started
                 if self._interrupted_by or self._failures:
                     break
             while self._running:
@@ -219,9 +216,10 @@ class Launcher:
         return self._conclude()
 
     def _handle(self, timeout: float | None) -> None:
-        """Waits for something to happen and does what it asks for."""
+        """Waits up to `timeout` seconds for events and runs their callbacks. None: without limit."""
         for key, _ in self._selector.select(timeout):
-            if key.fd in self._selector.get_map():  # not if a callback before has dropped it
+            # `_on_end` unregisters streams that may be ready in the same batch of events.
+            if key.fd in self._selector.get_map():
                 key.data()
 
     def _start(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -239,7 +237,7 @@ class Launcher:
         self._selector.register(source, selectors.EVENT_READ, callback)
 
     def _copy(self, source: int) -> bool:
-        """Copies what there is to read; says whether there may be more."""
+        """Copies one chunk of output. False if the stream is empty or has ended."""
         try:
             data = os.read(source, 1 << 16)
         except BlockingIOError:
@@ -260,6 +258,7 @@ class Launcher:
             self._streams[source].finish()
         self._running.discard(process)
         code = process.reap()
+        # A rank that the launcher's own signal ended has not failed, unless it reported a failure before.
         ended_by_us = self._interrupted_by or self._next_signal != signal.SIGTERM
         if code != 0 and not (ended_by_us and process.reported() is None):
             self._fail(process.failure(at))
@@ -270,14 +269,15 @@ class Launcher:
             return
         if len(self._failures) == 1:
             self._deadline = time.monotonic() + self._grace
-        # A rank may have reported the cause and still be on its way out.
+        # A rank may have reported the cause and still be running its exit handlers.
         known = [*self._failures, *filter(None, (process.reported() for process in self._running))]
+        # While all known failures blame another rank, wait for that one's report, until the grace is over.
         own = [failure for failure in known if failure.blames is None]
         if own and self._explained is None:
             self._explain(first_cause(own))
 
     def _explain(self, failure: RankFailure) -> None:
-        """Writes the whole of the first cause: once, as soon as it is known."""
+        """Writes the first cause with its traceback. Called once, as soon as the cause is known."""
         self._explained = failure
         self._console.say(_line(failure))
         trace = MarkedStream(failure.rank, self._console.stderr, color=self._console.color_stderr)
@@ -285,7 +285,7 @@ class Launcher:
         trace.finish()
 
     def _escalate(self) -> None:
-        """Sends the ranks that still run the next, stronger signal."""
+        """Sends SIGTERM to the running ranks, and SIGKILL the next time."""
         for process in self._running:
             process.send_signal(self._next_signal)
             self._ended.add(process.rank)
@@ -293,7 +293,7 @@ class Launcher:
         self._deadline = time.monotonic() + _PATIENCE
 
     def _interrupt(self, number: int) -> None:
-        """Passes a signal on to the ranks; the second one kills them."""
+        """Passes a signal on to the ranks. The second signal kills them."""
         self._next_signal = signal.SIGKILL
         if self._interrupted_by:
             self._escalate()
@@ -321,17 +321,18 @@ class Launcher:
         for line in after:
             self._console.say(f"then {line}")
         if after:
-            self._console.say(f"all of that because {cause}")
+            self._console.say(f"root cause: {cause}")
         return cause.status
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turns signals into bytes on a socket that the loop waits on, so that nothing is interrupted halfway."""
+        """Inside, signals become bytes on a socket that the loop waits on, so they interrupt nothing halfway."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setblocking(False)
         self._watch(ours.fileno(), lambda: self._on_wakeup(ours))
-        caught = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores
+        caught = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        # A handler that does nothing: without one, Python writes nothing to the wakeup descriptor.
         previous = {number: signal.signal(number, lambda *_: None) for number in caught}
         wakeup = signal.set_wakeup_fd(theirs.fileno())
         try:

@@ -1,8 +1,10 @@
-"""Tells the launcher of this rank how it failed.
+"""Failure records of ranks, the choice of the first cause, and the excepthook that reports a rank's failure.
 
-`echelon run` gives each rank a file name in ECHELON_ERROR_FILE. A rank that leaves with an uncaught exception
-writes it there instead of printing it, so that the launcher can print the first cause first and the consequences
-after it.
+`echelon run` gives each rank a file name in ECHELON_ERROR_FILE. A rank that ends with an uncaught exception writes it
+there instead of printing it, so that the launcher can print the first cause first and the consequences after it.
+
+When one rank fails, the others soon fail too, because they waited for it. A survivor's PeerFailed can be reported long
+before the end of the rank that it blames is noticed, so the order of reports alone does not show the cause.
 """
 
 from __future__ import annotations
@@ -26,20 +28,15 @@ from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, Timeout
 from echelon.exits import describe_exit_of, status_of, summarize
 from echelon.wording import counted
 
-# What is known about ranks that failed, and which of them was the cause.
-#
-# When one rank fails, the others soon fail too, because they waited for it. A survivor's PeerFailed can be reported
-# long before the end of the rank that it blames is noticed, so the order of reports alone does not say who began.
-
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed.
+    """Failure of one rank.
 
-    at: seconds on the clock of `time.monotonic`, which all processes of one host share. summary: one line.
-    traceback: text, empty if the rank left none. where: the innermost line of the user's own code, as "file:line",
-    or empty. blames: the rank that this one failed because of, None if the failure is its own. status: the exit
-    status to pass on.
+    at: seconds on the clock of `time.monotonic`, which all processes of one host share. summary: one line. traceback:
+    text, empty if the rank left none. where: the innermost line of the user's own code, as "file:line", or empty.
+    blames: the rank whose failure caused this one, None if the failure is the rank's own. status: the exit status to
+    pass on.
     """
 
     rank: int
@@ -55,12 +52,12 @@ class RankFailure:
 
 
 def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """Returns the failure that came first among those that blame no other rank; if all do, the first of all."""
+    """Returns the earliest failure that blames no other rank. The earliest of all if each blames one."""
     return min(failures, key=lambda failure: (failure.blames is not None, failure.at))
 
 
 def describe_exit(returncode: int) -> str:
-    """Says how a process ended, such as "was killed by SIGKILL" or "exited with status 3".
+    """Describes the end of a process, such as "was killed by SIGKILL" or "exited with status 3".
 
     Args:
         returncode: as in `subprocess.Popen`: negative means the number of a signal.
@@ -69,18 +66,19 @@ def describe_exit(returncode: int) -> str:
         return f"exited with status {returncode}"
     try:
         name = signal.Signals(-returncode).name
-    except ValueError:
+    except ValueError:  # a real-time signal has no name
         name = f"signal {-returncode}"
     return f"was killed by {name}"
 
 
 def exit_status(returncode: int) -> int:
-    """Returns the status that a shell shows for `returncode`: 128 + signal for a process that was killed."""
+    """Returns the status that a shell shows for `returncode`: 128 + signal for a killed process."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def blamed_rank(error: BaseException) -> int | None:
-    """Returns the rank that an error in the chain of `error` says has failed or departed, None if there is none."""
+    """Returns the rank that failed or departed according to the chain of `error`. None if it names none."""
+    # Down the chain: a program may have wrapped our error in its own.
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, PeerFailed):
@@ -95,7 +93,7 @@ ERROR_FILE = "ECHELON_ERROR_FILE"
 
 
 class Abortable(Protocol):
-    """The part of a ProcessGroup that is needed here."""
+    """Part of ProcessGroup that this module uses."""
 
     @property
     def rank(self) -> int:
@@ -103,13 +101,14 @@ class Abortable(Protocol):
         ...
 
     def abort(self, reason: str, origin: int | None = None) -> None:
-        """Tells every peer that this rank gives up; `origin` is the rank that it began with, None this one."""
+        """Makes every peer fail with `reason`. `origin` is the rank that failed first, None this one."""
         ...
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
-    """Returns the record of `error`, raised on this rank just now."""
+    """Returns the failure record of `error`, raised on this rank just now."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The user's line, not the innermost one, which lies inside of Echelon or torch.
     own = [frame for frame in frames if not is_foreign(frame.filename)]
     return RankFailure(
         rank=rank,
@@ -123,9 +122,10 @@ def describe(rank: int, error: BaseException) -> RankFailure:
 
 
 def folded(error: BaseException) -> str:
-    """Returns the traceback of `error` and its causes, with the frames inside of Echelon counted, not shown.
+    """Returns the traceback of `error` and its causes, with Echelon's own frames counted instead of shown.
 
-    They stay where they lead to an exception that Echelon does not raise on purpose: that is a defect of Echelon.
+    The frames are shown if they lead to an exception that Echelon does not raise on purpose, which is a defect of
+    Echelon.
     """
     whole = traceback.TracebackException.from_exception(error)
     described, chain = whole, error
@@ -140,7 +140,7 @@ def folded(error: BaseException) -> str:
 
 
 def _fold(described: traceback.TracebackException, is_on_purpose: bool) -> None:
-    """Puts one line in place of each row of frames inside of Echelon."""
+    """Replaces each run of Echelon's own frames by one line."""
     kept: list[traceback.FrameSummary] = []
     rows = [(own, list(frames)) for own, frames in groupby(described.stack, lambda frame: is_own(frame.filename))]
     for number, (is_ours, frames) in enumerate(rows):
@@ -154,7 +154,8 @@ def _fold(described: traceback.TracebackException, is_on_purpose: bool) -> None:
 
 
 def write(path: str, failure: RankFailure) -> bool:
-    """Writes `failure` to `path`; says whether that worked. The reader never sees half of it."""
+    """Writes `failure` to `path`. True if it could be written."""
+    # Renamed when complete: the launcher reads the file while this rank is still running.
     partial = f"{path}.{os.getpid()}"
     try:
         with open(partial, "w", encoding="utf-8") as file:
@@ -166,7 +167,7 @@ def write(path: str, failure: RankFailure) -> bool:
 
 
 def read(path: str) -> RankFailure | None:
-    """Returns what a rank wrote to `path`, None if it wrote nothing."""
+    """Returns the failure that a rank wrote to `path`. None if there is no file."""
     try:
         with open(path, encoding="utf-8") as file:
             return RankFailure(**json.load(file))
@@ -176,9 +177,9 @@ def read(path: str) -> RankFailure | None:
 
 @contextmanager
 def reported_start() -> Iterator[None]:
-    """Has the failure of a start reach the launcher of this rank, if nobody catches it.
+    """Inside, an exception that nobody catches is reported to the launcher.
 
-    There is no group yet to tell, so the other ranks find out for themselves.
+    There is no group yet whose peers could be notified, so they detect the failure themselves.
     """
     try:
         yield
@@ -192,13 +193,13 @@ def reported_start() -> Iterator[None]:
 def report_uncaught(group: Abortable) -> Callable[[], None]:
     """Makes an uncaught exception of this process abort `group` and reach the launcher.
 
-    The peers then fail with the reason, instead of a connection that ended; it names the rank that failed first, which
-    need not be this one. Without a launcher the exception is printed as ever. An excepthook that somebody installed
-    before is called in any case; one that is installed later takes this one's place, unless it calls it.
+    The peers then fail with the reason, instead of a lost connection. The reason names the rank that failed first,
+    which need not be this one. Without a launcher the exception is printed as usual. An excepthook installed before is
+    still called. One installed later replaces this one, unless it calls it.
 
     Returns:
-        Takes the group out of this again. It must be called when the group is closed: until then the group is kept
-        alive, so that peers hear of an exception even if the program dropped its own reference.
+        A function that removes the group again. It must be called when the group is closed. Until then the group is
+        kept alive, so that an exception reaches the peers even if the program dropped its own reference.
     """
     hook = _installed()
     hook.rank = group.rank
@@ -212,7 +213,8 @@ def report_uncaught(group: Abortable) -> Callable[[], None]:
 
 
 def _installed() -> _Hook:
-    """Returns the excepthook of this process, installed now unless it is there."""
+    """Returns the excepthook of this process, and installs it first if there is none."""
+    # A forked child inherits its parent's hook, which belongs to the parent's rank.
     hook = sys.excepthook
     if not isinstance(hook, _Hook) or hook.pid != os.getpid():
         hook = sys.excepthook = _Hook(hook)
@@ -220,18 +222,18 @@ def _installed() -> _Hook:
 
 
 class _Hook:
-    """Excepthook of this process, for all its open groups, and for a start that failed.
+    """Excepthook of this process, for all its open groups, and for a failed start.
 
-    One is enough however many groups come and go: a chain of one for each would keep them all alive. It stays after the
-    last group has closed, since the launcher wants to know of a later exception as well.
+    One hook for all groups, because a chain with one hook per group would keep them all alive. It stays after the last
+    group has closed, so that a later exception is still reported to the launcher.
     """
 
     def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self.pid = os.getpid()
         self.rank = 0
-        """Of the group that came last, or of the start that failed."""
+        """Rank in the latest group, or of the failed start."""
         self.groups: list[Abortable] = []
-        """The groups that are open."""
+        """Open groups."""
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -239,11 +241,13 @@ class _Hook:
         if os.getpid() == self.pid:  # not in a child that was forked later
             path = os.environ.get(ERROR_FILE)
             written = path is not None and write(path, describe(self.rank, error))
-            for group in tuple(self.groups):  # aborting takes a group out of the list
+            for group in tuple(self.groups):  # a copy: aborting a group removes it from the list
+                # A Timeout is the fault of the rank that was waited for, not of this one.
                 cause = failure_of(error, group.rank) if isinstance(error, Timeout) else error
                 if isinstance(cause, PeerFailed):
                     group.abort(cause.reason, cause.rank)
                 else:
                     group.abort(summarize(error))
+        # The launcher prints the report. The default hook would print it a second time; a user's hook does more.
         if not written or self._previous is not sys.__excepthook__:
             self._previous(kind, error, trace)

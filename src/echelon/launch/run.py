@@ -1,8 +1,8 @@
-"""Runs a program as all the ranks of one host: what `echelon run` does.
+"""Implementation of `echelon run`: runs a program as all the ranks of one host.
 
-torch.distributed.elastic.multiprocessing is not used: it ends the other ranks as soon as it notices that one
-failed, so the cause may be a rank that was about to report; it looks once a second; it copies output through files
-that it polls; its ranks outlive it when it is killed; and importing it takes seconds.
+torch.distributed.elastic.multiprocessing is not used. It ends the other ranks as soon as it notices a failure, so the
+cause may be a rank that was about to report. It polls once a second, and copies output through files that it polls. Its
+ranks outlive it when it is killed. Importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from echelon.launch.report import ERROR_FILE
 from echelon.launch.variables import ReservedPort, threads_per_rank
 
 MAX_RANKS = 1024
-"""More ranks than this on one host are a slip of the keyboard."""
+"""Most ranks on one host. A larger number is taken for a typing error."""
 
 GRACE = 3.0
-"""Seconds that ranks get to report after the first failure."""
+"""Seconds that the other ranks get to report after the first failure."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs: a script, or a module as with `python -m`."""
+    """Program that every rank runs: a script, or a module as with `python -m`."""
 
     name: str
     args: tuple[str, ...] = ()
@@ -48,19 +48,19 @@ class Program:
 
 
 def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str, str], grace: float = GRACE) -> int:
-    """Runs `program` as `num_ranks` ranks on this host until all have ended, and returns the exit status.
+    """Runs `program` as `num_ranks` ranks on this host, blocks until all have ended, and returns the exit status.
 
     Call it from the main thread: it takes over SIGINT, SIGTERM and SIGHUP while it runs.
 
     Args:
-        program: what to run.
-        num_ranks: at least 1.
-        console: where output goes.
-        environ: what the ranks find in their environment, besides what tells them about each other.
+        program: script or module to run.
+        num_ranks: number of ranks, at least 1.
+        console: destination of the output.
+        environ: environment of the ranks, without their ranks and rendezvous.
         grace: seconds that the other ranks get to report after the first failure.
 
     Returns:
-        0, or the status of the first rank that failed; 128 + the number of the signal if one ended it or the
+        0, or the status of the first rank that failed, or 128 + the number of the signal that ended that rank or the
         launcher.
 
     Raises:
@@ -82,8 +82,9 @@ def run(program: Program, num_ranks: int, console: Console, environ: Mapping[str
 
 
 def rank_environs(num_ranks: int, port: ReservedPort, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Returns the environment of every rank: `environ` and what tells the ranks about each other."""
+    """Returns the environment of every rank: `environ` with rank, world size, rendezvous and secret."""
     common = {
+        # Before `environ`: the user's own values of these three count.
         "OMP_NUM_THREADS": str(threads_per_rank(num_ranks)),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",

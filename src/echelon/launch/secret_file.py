@@ -1,11 +1,11 @@
-"""The secret of a job whose ranks are all on one host, in a file that only this user can read.
+"""Secret of a job whose ranks are all on one host, in a file that only this user can read.
 
-Strategy. Whichever rank comes first makes the file; the others find it. It is written under another name and then
-linked to its own, which fails if there is one already: so nobody sees half a file, and all ranks get the same secret,
-without waiting for each other. A file that a killed job left behind is as secret as a new one.
+Strategy. The first rank makes the file, and the others find it. It is written under a temporary name and then linked to
+its own, which fails if that exists already. So no rank reads half a file, all ranks get the same secret, and none waits
+for another. A file that a killed job left behind is as secret as a new one.
 
-The folder goes with its last file. A rank that has it open by then finds nothing in it and can make nothing there, so
-it opens the folder anew: ranks cannot end up with two files in two folders.
+The folder is removed with its last file. A rank that still has it open finds nothing in it and can make nothing there,
+so it opens the folder anew. Ranks cannot end up with two files in two folders.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ _TEXT_BYTES = 2 * _SECRET_BYTES
 
 
 class SecretFile:
-    """The file of one job. Close it, or use it in a with block; that leaves the file."""
+    """Secret file of one job. `close`, or the end of a with block, leaves the file; `remove` deletes it."""
 
     def __init__(self, job: str, environ: Mapping[str, str] = os.environ) -> None:
-        """Opens the folder: XDG_RUNTIME_DIR where that is this user's alone, else one in the temporary folder.
+        """Opens the folder: XDG_RUNTIME_DIR if only this user can enter it, else one in the temporary folder.
 
         Args:
-            job: a name that all ranks of this job have and no other job.
-            environ: where XDG_RUNTIME_DIR is looked up.
+            job: name of the job, the same on all of its ranks, and different from any other job's.
+            environ: environment variables, for XDG_RUNTIME_DIR.
 
         Raises:
-            LaunchError: there is no folder that is this user's alone.
+            LaunchError: there is no folder that only this user can enter.
         """
+        # The hash keeps names apart that look the same once unsafe characters are replaced and the rest is cut.
         readable = re.sub(r"[^A-Za-z0-9._-]+", "-", job)[:64]
         self._name = f"echelon-{readable}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
         self._environ = environ
         self._folder = _open_folder(environ)
 
     def secret(self) -> bytes:
-        """Returns the secret that is in the file; makes the file if there is none.
+        """Returns the secret in the file. Makes the file if there is none. Never waits for another rank.
 
         Raises:
-            LaunchError: what has that name is not a file of this user's alone with a secret in it.
+            LaunchError: the file cannot be read or made, is not private to this user, or holds no secret.
         """
         while True:
             with suppress(FileNotFoundError):
                 return self._read()
             try:
                 self._make()
-            except FileExistsError:
+            except FileExistsError:  # another rank was first: read its secret
                 pass
             except FileNotFoundError:  # another job has removed the folder since this rank opened it
                 os.close(self._folder)
                 self._folder = _open_folder(self._environ)
 
     def remove(self) -> None:
-        """Removes the file, if it is still there, and the folder in the temporary one, if nothing else is in it."""
+        """Removes the file if it exists, and the folder too, if it is empty and in the temporary folder."""
         with suppress(FileNotFoundError):
             os.unlink(self._name, dir_fd=self._folder)
         path = _temporary_folder()
@@ -83,6 +84,8 @@ class SecretFile:
         self.close()
 
     def _read(self) -> bytes:
+        # Owner, mode and kind are checked on the open descriptor, so the file cannot be replaced in between.
+        # O_NOFOLLOW refuses a link, O_NONBLOCK keeps a FIFO of that name from blocking.
         try:
             file = os.open(self._name, _OPEN_FILE, dir_fd=self._folder)
         except OSError as error:
@@ -103,6 +106,7 @@ class SecretFile:
         try:
             with os.fdopen(os.open(draft, _NEW_FILE, 0o600, dir_fd=self._folder), "w") as opened:
                 opened.write(secrets.token_hex(_SECRET_BYTES))
+            # A link, not a rename: os.rename would replace the secret of a rank that was first.
             os.link(draft, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
         except (FileExistsError, FileNotFoundError):
             raise
@@ -118,10 +122,10 @@ class SecretFile:
 
 
 def _open_folder(environ: Mapping[str, str]) -> int:
-    """Opens a folder that is this user's alone, the same for every process of this user that has these variables."""
+    """Opens a folder that only this user can enter. Processes with the same variables open the same one."""
     given = environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(given):
-        with suppress(OSError):  # such as that of another session, which has ended
+        with suppress(OSError):  # it is gone, for instance, after the session that it belonged to has ended
             folder = os.open(given, _OPEN_FOLDER)
             if _is_private(os.fstat(folder)):
                 return folder
@@ -142,7 +146,7 @@ def _temporary_folder() -> str:
 
 
 def _made_and_opened(path: str) -> int:
-    """Opens a folder, which it makes if it is missing; other jobs remove it while it is empty.
+    """Opens a folder and makes it first if it is missing. Retries, since other jobs remove it while it is empty.
 
     Raises:
         OSError: it cannot be made or opened.

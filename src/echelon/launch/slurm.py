@@ -1,7 +1,7 @@
-"""What Slurm's srun tells a rank.
+"""Translation of the variables of Slurm's srun, and expansion of Slurm's lists of host names.
 
-SLURM_PROCID is also set in the script of a batch job, which is one process whatever the number of tasks; only srun
-adds the variables of a step (SLURM_STEP_...).
+SLURM_PROCID is also set in the script of a batch job, which is one process for any number of tasks. Only srun adds the
+variables of a step (SLURM_STEP_...).
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from collections.abc import Mapping
 from echelon.errors import LaunchError
 from echelon.launch.variables import Translation, Variables, parse
 
-# Slurm's way to write many names of hosts in a short text: "gpu[01-03,7],login" is gpu01 gpu02 gpu03 gpu7 login.
-
 MAX_HOSTS = 1 << 17
-"""More than this are a mistake, and would take long to write out."""
+"""Most hosts in a list. More are a mistake, and would take long to expand."""
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Returns all names that `text` stands for, in its order.
+    """Expands a list of hosts in Slurm's notation: "gpu[01-03,7],login" is gpu01 gpu02 gpu03 gpu7 login, in this order.
 
     Raises:
-        LaunchError: it is no such list, or stands for more than 2^17 hosts.
+        LaunchError: `text` is no such list, or stands for more than 2^17 hosts.
     """
     hosts: list[str] = []
     position = 0
@@ -35,6 +33,7 @@ def expand(text: str) -> tuple[str, ...]:
             bracket, plain = found.groups()
             parts.append([plain] if plain is not None else _numbers(bracket, text))
             position = found.end()
+        # Checked before the product is expanded: "[1-9999][1-9999]" is 16 characters and 10^8 names.
         count = len(hosts) + _product(parts)
         if not parts or (position < len(text) and text[position] != ","):
             raise LaunchError(f"{text!r} is not a list of hosts such as 'gpu[01-04],login': correct it")
@@ -46,7 +45,7 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str, whole: str) -> list[str]:
-    """Returns the numbers of "01-03,7", each as wide as it is written."""
+    """Expands "01-03,7" into its numbers, each as wide as its range's first number."""
     numbers: list[str] = []
     for part in text.split(","):
         found = _RANGE.fullmatch(part)
@@ -73,9 +72,14 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 def from_slurm(environ: Mapping[str, str]) -> Translation | None:
-    """Returns what srun said; None if it did not start this rank. Raises LaunchError if a list of nodes is none."""
+    """Translates the variables of srun. None if it did not start this rank.
+
+    Raises:
+        LaunchError: a list of nodes is malformed.
+    """
     if not environ.get("SLURM_PROCID") or is_batch_script(environ):
         return None
+    # The step's variables before the job's: srun may start fewer ranks than the job has tasks.
     size_name, _ = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     hosts = _hosts(environ)
     num_hosts = len(hosts) or parse(_first(environ, *_NUM_NODES)[1])
@@ -96,13 +100,13 @@ def from_slurm(environ: Mapping[str, str]) -> Translation | None:
 
 
 def is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Says whether this is what sbatch started: one process, in no step."""
+    """Whether this process is a batch script that sbatch started: a single process outside any step."""
     in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
     return environ.get("ENVIRONMENT") == "BATCH" and bool(environ.get("SLURM_PROCID")) and not in_step
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-    """Raises LaunchError if this is the only process of a batch job that is to have several."""
+    """Raises LaunchError if this is the batch script of a job with several tasks."""
     if is_batch_script(environ) and environ.get("SLURM_NTASKS", "1") != "1":
         raise LaunchError(
             f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but this is the batch script's own process: "
@@ -111,9 +115,10 @@ def check_alone(environ: Mapping[str, str]) -> None:
 
 
 def _master(environ: Mapping[str, str], hosts: tuple[str, ...]) -> str:
-    """Returns the host of rank 0, the first of the step; empty if that is not known."""
+    """Returns the host of rank 0, which is the first of the step. Empty if it is unknown."""
+    # Each component of a heterogeneous job has a list of its own, so the first host need not be rank 0's.
     if parse(environ.get("SLURM_HET_SIZE", "1")) != 1:
-        return ""  # every component of such a job has a list of its own
+        return ""
     return hosts[0] if hosts else environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
 
 
@@ -123,19 +128,20 @@ def _hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _local_size(environ: Mapping[str, str]) -> str:
-    """Returns how many ranks this host has, from "4(x2),1" and the number of this node; empty if unknown."""
+    """Returns the number of ranks on this host, from "4(x2),1" and the number of this node. Empty if unknown."""
     counts: list[str] = []
     node = parse(environ.get("SLURM_NODEID", ""))
     for part in _first(environ, *_TASKS_PER_NODE)[1].split(","):
         found = _TASKS.fullmatch(part)
         if found is None or node is None or node >= MAX_HOSTS:
             return ""
+        # At most node + 1 entries are needed, so a huge repeat count takes no memory.
         counts += [found.group(1)] * min(int(found.group(2) or 1), node + 1)
     return counts[node] if node is not None and 0 <= node < len(counts) else ""
 
 
 def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """Returns the first of the variables that is set, and its text; the last one if none is."""
+    """Returns name and text of the first variable that is set. The last name and an empty text if none is."""
     for name in names:
         if environ.get(name):
             return name, environ[name]

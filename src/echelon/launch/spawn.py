@@ -1,4 +1,4 @@
-"""Runs a function on several local processes."""
+"""`echelon.spawn`: runs a function on several local processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.launch.job import pickle_call, run_job
 from echelon.launch.worker import Worker, leave_if_imported
 
 _PATIENCE = 2.0
-"""Seconds that a worker gets to leave by itself after its work."""
+"""Seconds that a worker gets to exit by itself after a job that succeeded. After a failure workers are killed."""
 
 
 def spawn(
@@ -26,23 +26,23 @@ def spawn(
     backend: str = "auto",
     timeout: float = DEFAULT_TIMEOUT,
 ) -> list[Any]:
-    """Runs `fn(group, *args)` on `world_size` new local processes and returns the results in rank order.
+    """Runs `fn(group, *args)` on `world_size` new local processes and returns the results in rank order. Blocks.
 
-    Each process starts afresh and imports the module of `fn`, so a script that calls this guards the call with
-    `if __name__ == "__main__":`. Arguments and results are pickled. No process is left behind, whatever happens.
+    Each process starts a new interpreter and imports the module of `fn`, so a script must guard the call with
+    `if __name__ == "__main__":`. Arguments and results are pickled. No process outlives the call.
 
     Args:
-        fn: a function at the top level of a module.
-        world_size: the number of processes, 1 to 4,096.
-        args: what `fn` gets after the group.
+        fn: function at the top level of a module.
+        world_size: number of processes, 1 to 4,096.
+        args: arguments of `fn` after the group.
         backend: as for `echelon.init`.
-        timeout: seconds that a blocking call of the group waits unless told otherwise.
+        timeout: default timeout of the group's blocking calls, seconds.
 
     Raises:
-        InvalidWorldSize, LaunchError: what was asked for cannot be. PeerFailed: a process died, or left by
-            `sys.exit` with an error status; it is named.
-        Exception: what the first failing rank raised, with a note that names the rank. The others then get 3 s to
-        end.
+        InvalidWorldSize, LaunchError: an argument is invalid, or the backend is not available.
+        PeerFailed: a process died, or left by `sys.exit` with an error status. It names the rank.
+        Exception: the exception of the first failing rank, with a note that names the rank. The others then get 3 s
+            to end.
     """
     leave_if_imported()
     check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
@@ -62,6 +62,7 @@ def spawn(
         patience = _PATIENCE
         return results
     finally:
+        # All are asked before the first is waited for, so that they exit at the same time.
         for worker in workers:
             worker.dismiss()
         for worker in workers:

@@ -1,7 +1,7 @@
-"""Connects ranks that torch.distributed has brought together, through its store.
+"""Connection of ranks through a store of torch.distributed.
 
-They exchange addresses and a secret over it, which asks nobody who they are and hides nothing; `ECHELON_SECRET`, where
-it is set on all ranks, is used instead.
+Ranks exchange addresses and a secret over the store, which authenticates nobody and encrypts nothing. If
+`ECHELON_SECRET` is set on all ranks, it is used instead.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ _HERE = ("127.0.0.1", "::1", "localhost")
 
 
 def connect_ranks(store: Store, rank: int, world_size: int, timeout: float, connect_timeout: float) -> TcpBackend:
-    """Connects all ranks that have this store.
+    """Connects all ranks that share this store. Blocks until they are connected.
 
     Args:
-        store: torch's, for these ranks alone.
-        rank, world_size: among them.
-        timeout: seconds that calls wait.
+        store: torch's store, used by these ranks only.
+        rank, world_size: among these ranks.
+        timeout: default timeout of the backend's calls, seconds.
         connect_timeout: seconds that the ranks have to find each other.
 
     Raises:
         ConnectError, AuthenticationError: the ranks did not all find each other.
-        LaunchError: ECHELON_SECRET or ECHELON_INTERFACE makes no sense.
+        LaunchError: ECHELON_SECRET or ECHELON_INTERFACE has an invalid value.
     """
     if world_size == 1:
         return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
     place = with_local_address(_environment(store, rank, world_size), os.environ)
-    call = store.add(f"echelon/calls of rank {rank}", 1)  # a program may do this more than once
+    # A program may connect more than once, so each call needs keys of its own. Ranks count alike without agreement.
+    call = store.add(f"echelon/calls of rank {rank}", 1)
     keys = PrefixStore(f"echelon/call {call}", store)
     return TcpBackend.from_store(
         rank,
@@ -52,7 +53,7 @@ def connect_ranks(store: Store, rank: int, world_size: int, timeout: float, conn
 
 
 def connect_default_group(timeout: float, connect_timeout: float) -> TcpBackend:
-    """Connects the ranks of torch's default group; see `connect_ranks`."""
+    """Connects the ranks of torch's default group. Blocks; see `connect_ranks`."""
     world = dist.group.WORLD
     assert world is not None
     store = world.get_group_store()
@@ -60,21 +61,24 @@ def connect_default_group(timeout: float, connect_timeout: float) -> TcpBackend:
 
 
 def shared_secret(rank: int, store: Store) -> bytes:
-    """Returns a secret that rank 0 makes and puts into a store, where the other ranks find it.
+    """Returns a secret that rank 0 makes and shares through a store. Blocks on the other ranks until it is there.
 
     Raises:
-        ConnectError: rank 0 has not put it there within the time of the store.
+        ConnectError: rank 0 has not stored it within the store's timeout.
     """
     if rank == 0:
         store.set("secret", secrets.token_hex(32))
     try:
         return bytes(store.get("secret"))
     except RuntimeError as error:
-        raise ConnectError(f"rank {rank} waited in vain for rank 0 in torch's store: check rank 0") from error
+        raise ConnectError(
+            f"rank {rank} found no secret of rank 0 in torch's store in time: check that rank 0 runs"
+        ) from error
 
 
 def _environment(store: Store, rank: int, world_size: int) -> Environment:
-    """Returns what is known of where the ranks are; a store that is a file has no address, then MASTER_ADDR has it."""
+    """Returns the environment of a rank, with the store's address as rendezvous. MASTER_ADDR if the store has none."""
+    # Other kinds of store, such as a FileStore, have no address.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host, port = os.environ.get("MASTER_ADDR") or _HERE[0], 0

@@ -1,7 +1,7 @@
-"""Which table of algorithms the groups of a job go by: the one that rank 0 finds, on every rank.
+"""Agreement on the table of algorithms: all ranks of a job use the table that rank 0 finds.
 
-Rank 0 looks for a file and tells all others what is in it, or that there is none, before the first group exists. So it
-does not matter which other hosts have such a file, and no two ranks go by different ones.
+Rank 0 reads the file and broadcasts its text, or that there is none, before the first group exists. So it does not
+matter which other hosts have such a file, and no two ranks use different tables.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from echelon.group.group import ProcessGroup
 from echelon.operation_records import TUNED_TABLE
 
 VARIABLE = "ECHELON_TUNED"
-"""A file to read, or "off"; not set: `default_path`, if it exists."""
+"""Environment variable with the path of the file, or "off". Not set: `default_path`, if it exists."""
 _OFF = ("off", "0", "false", "no")
 _MOST_BYTES = 1 << 20
 _CONTEXT = 2
-"""Of the messages that carry the table; the world's group has 1."""
+"""Context of the messages that carry the table. The world's group has 1."""
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """Returns where `echelon tune` writes and jobs read, unless told otherwise."""
+    """Returns the default path of the table, which `echelon tune` writes and jobs read."""
     config = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
     return Path(config) / "echelon" / "tuned.json"
 
 
 def agreed_table(backend: Backend, timeout: float, environ: Mapping[str, str] = os.environ) -> Table:
-    """Returns the table of the job. All ranks call it once, before anything else is sent.
+    """Returns the table of the job. Blocks; all ranks call it once, before anything else is sent.
 
     Args:
-        backend: connects all ranks.
+        backend: backend that connects all ranks.
         timeout: seconds for the ranks to agree.
-        environ: where rank 0 looks for `VARIABLE`; that of others does not matter.
+        environ: rank 0's environment variables, for `VARIABLE`. Other ranks' do not matter.
 
     Raises:
-        LaunchError, PlanError: rank 0 cannot read its file, or that is no table. On every rank.
+        LaunchError, PlanError: on every rank, if rank 0 cannot read its file, or the file is no table.
     """
+    # Rank 0's error is broadcast like a table, so that all ranks raise it and none waits for the broadcast.
     source = text = problem = ""
     if backend.rank == 0:
         try:
@@ -59,7 +60,7 @@ def agreed_table(backend: Backend, timeout: float, environ: Mapping[str, str] = 
 
 
 def find(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Returns where a table was found, and its text; nothing, if there is none.
+    """Returns the path of the table and its text. Two empty texts if there is none.
 
     Raises:
         LaunchError: the file that `VARIABLE` names cannot be read.
@@ -70,7 +71,7 @@ def find(environ: Mapping[str, str]) -> tuple[str, str]:
     path = Path(given) if given else default_path(environ)
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise LaunchError(f"{path}: more than {_MOST_BYTES} bytes are no table of algorithms; remove it")
+            raise LaunchError(f"{path} has more than {_MOST_BYTES} bytes and is no table of algorithms: remove it")
         return str(path), path.read_text(encoding="utf-8")
     except FileNotFoundError:
         if not given:

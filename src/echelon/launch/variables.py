@@ -1,4 +1,4 @@
-"""Reads numbers out of environment variables, and says under which name a wrong one was set."""
+"""Launcher variables under torchrun's names, and this host's resources for ranks: loopback address, port, threads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from echelon.backends.connect.interfaces import family_of
 from echelon.backends.connect.members import join_address
 from echelon.errors import InvalidRank, InvalidWorldSize, LaunchError
 
-# What a launcher that has variables of its own told a rank, in the words of torchrun.
-
 PORTS = range(20000, 30000)
-"""Those that Linux gives to nobody by itself: it takes them from 32768 on."""
+"""Ports for the rendezvous. Linux hands out none of them by itself: its ephemeral ports start at 32768."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a rank, and what is known of where ranks can meet.
+    """Variables of a launcher other than torchrun, under torchrun's names.
 
-    launcher: as users know it. variables: the four; MASTER_ADDR, where the launcher says on which other host rank 0
-    may be; RESTART, which attempt at the job this is. job: a name that all ranks of this job have and no other job;
-    empty if the launcher gives none. is_one_host: it is certain that all ranks are on this host.
+    launcher: its name for users. variables: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; MASTER_ADDR, if the
+    launcher names the host of rank 0; RESTART, the number of the attempt at the job. job: name of the job, the same on
+    all of its ranks and different from any other job's; empty if the launcher gives none. is_one_host: all ranks are
+    certainly on this host.
     """
 
     launcher: str
@@ -35,28 +34,28 @@ class Translation:
 
     @property
     def port(self) -> int | None:
-        """A port that follows from the name of the job, so that no rank has to be told; None without a name."""
+        """Port computed from the job's name, so ranks need not exchange it. None without a name."""
+        # Not hash(), which differs between processes.
         return PORTS[zlib.crc32(self.job.encode()) % len(PORTS)] if self.job else None
 
 
 def renamed(environ: Mapping[str, str], names: Mapping[str, str]) -> Variables:
-    """Returns the variables that are torchrun's keys of `names`, as their values of `names` are set in `environ`."""
+    """Returns `environ` under torchrun's names. `names` maps torchrun's name to the launcher's."""
     return Variables({common: environ.get(own, "") for common, own in names.items()}, names)
 
-
-# What this host gives to the ranks that are started on it: a free port and a share of the cores.
 
 LOOPBACK, LOOPBACK_V6 = "127.0.0.1", "::1"
 
 
 def loopback() -> str:
-    """Returns the address by which ranks of this host reach each other: IPv4's; IPv6's on a host that has only that.
+    """Returns the loopback address: 127.0.0.1, or ::1 on a host without IPv4.
 
     Raises:
         LaunchError: the host has neither.
     """
     problems = []
     for address in (LOOPBACK, LOOPBACK_V6):
+        # Bound to find out: the interface can be down, or the kernel have only one of the two families.
         try:
             with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
                 probe.bind((address, 0))
@@ -71,10 +70,10 @@ def loopback() -> str:
 
 
 class ReservedPort:
-    """Keeps a free TCP port on the loopback address for a rank that will listen on it.
+    """Free TCP port on the loopback address, reserved for a rank that will listen on it.
 
-    The socket is bound but never listens, so it takes no connection; with SO_REUSEPORT on both sides the rank can
-    bind the same port while this one is held, and nobody else gets it in between.
+    The socket is bound but never listens, so it accepts no connection. With SO_REUSEPORT on both sides the rank can
+    bind the port while it is reserved, and no other program gets it in between.
     """
 
     def __init__(self) -> None:
@@ -88,7 +87,7 @@ class ReservedPort:
 
     @property
     def address(self) -> str:
-        """The address as "host:port"; an IPv6 address is put in brackets."""
+        """Address as "host:port". An IPv6 address is put in brackets."""
         return join_address(self.host, self.port)
 
     def __enter__(self) -> ReservedPort:
@@ -99,27 +98,28 @@ class ReservedPort:
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """Returns how many threads each of `num_ranks` ranks may use without competing for the cores of this host."""
+    """Returns the number of threads that each of `num_ranks` ranks may use without competing for cores."""
+    # By affinity, not by os.cpu_count(), which also counts cores that this process may not use.
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 @dataclass(frozen=True)
 class Variables:
-    """Variables by the names that torchrun uses, whoever set them.
+    """Variables of any launcher, under torchrun's names.
 
-    values: the text of each by that name; empty counts as not set. aliases: the name under which it was really set,
-    where that is another one; errors use it.
+    values: text of each variable; an empty text counts as not set. aliases: the launcher's own name of a variable, if
+    it differs; errors use it.
     """
 
     values: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
-        """Returns what `name` is set to; an empty text if it is not."""
+        """Returns the text of `name`. Empty if it is not set."""
         return self.values.get(name, "")
 
     def world_size(self, name: str, default: int | None = None, maximum: int = MAX_WORLD_SIZE) -> int:
-        """Returns a number of ranks. Raises InvalidWorldSize if it is none, or above `maximum`."""
+        """Returns a number of ranks. Raises InvalidWorldSize if the text is no number from 1 to `maximum`."""
         text = self.text(name)
         if not text and default is not None:
             return default
@@ -131,7 +131,7 @@ class Variables:
         return value
 
     def rank(self, name: str, world_size: int, default: int | None = None) -> int:
-        """Returns a rank. Raises InvalidRank if it is none of `world_size`."""
+        """Returns a rank. Raises InvalidRank if the text is no number from 0 to `world_size` - 1."""
         text = self.text(name)
         if not text and default is not None:
             return default
@@ -145,7 +145,17 @@ class Variables:
     def number(
         self, name: str, what: str, *, default: int | None = None, minimum: int = 0, maximum: int | None = None
     ) -> int:
-        """Returns a whole number. Raises LaunchError that says it is not `what` if it is none, or out of range."""
+        """Returns an integer.
+
+        Args:
+            name: torchrun's name of the variable.
+            what: description of a valid value, for the error, such as "a port, 1 to 65535".
+            default: result if the variable is not set. None: it has to be set.
+            minimum, maximum: valid range, both included.
+
+        Raises:
+            LaunchError: the text is no integer, or out of range.
+        """
         text = self.text(name)
         if not text and default is not None:
             return default
@@ -155,12 +165,12 @@ class Variables:
         return value
 
     def alias(self, name: str) -> str:
-        """Returns the name under which `name` was really set."""
+        """Returns the launcher's own name of `name`."""
         return self.aliases.get(name, name)
 
 
 def parse(text: str) -> int | None:
-    """Returns the whole number that a text is, None if it is none."""
+    """Returns a text as an integer. None if it is none."""
     try:
         return int(text)
     except ValueError:

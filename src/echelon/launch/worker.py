@@ -1,9 +1,9 @@
-"""A local process that is one rank at a time: it runs the functions that it is sent.
+"""Worker: a local process that runs jobs of its parent, each as one rank of a group.
 
 Strategy. The main thread of a worker runs jobs, one after another. A second thread only reads the connection to the
-parent; when that ends without a farewell, the parent is gone, and the thread ends the process at once, whatever the
-main thread is doing. The parent learns of the death of a worker from its pidfd, not from the end of the connection,
-which a child of the worker (a DataLoader's, say) may keep open.
+parent. If the connection ends without a farewell, the parent is gone, and the thread ends the process at once, in the
+middle of a job too. The parent detects the death of a worker by its pidfd, not by the end of the connection, which a
+child of the worker (such as a DataLoader's) may keep open.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from echelon.launch.tuned import agreed_table
 
 _FAREWELL = b""
 _UNGUARDED = 87
-"""Exit status of a worker in which the program itself asked for workers, while the worker imported it."""
+"""Exit status of a worker in which importing the program started further workers."""
 _ADVICE = (
     "the program calls echelon.spawn (or a RankPool) whenever it is imported, and every new process imports it: put "
     'the call under `if __name__ == "__main__":`'
@@ -42,10 +42,10 @@ _ADVICE = (
 
 
 class Job(NamedTuple):
-    """What one worker is asked to do: to be `rank` of `world_size` at `address` while it runs the pickled `call`.
+    """Job of one worker: the pickled `call` to run as `rank` of `world_size`, with the rendezvous at `address`.
 
-    call: (function, arguments). backend: one of `backends.NAMES`. num_threads: for torch, None to leave that
-    alone. timeout: of the group, seconds.
+    call: (function, arguments), pickled. backend: one of `backends.NAMES`. num_threads: number of torch's
+    threads; None leaves torch's default. timeout: the group's default timeout, seconds.
     """
 
     call: bytes
@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a job: the pickled result, or a failure and, if it can be pickled, its exception."""
+    """Outcome of a job: the pickled result, or a failure and, if it can be pickled, its exception."""
 
     result: bytes | None
     failure: RankFailure | None = None
@@ -68,21 +68,21 @@ class Outcome(NamedTuple):
 
 
 def leave_if_imported() -> None:
-    """Ends a worker that is importing the program, which asks for workers without a guard: there is no end of them.
+    """Exits a worker whose program starts workers while it is imported, without a `__main__` guard.
 
-    The parent reports it. A new process runs the program's main module as `__mp_main__`, and only makes it `__main__`
-    when that has come to its end.
+    Otherwise each worker would start others without end. The parent reports the exit status.
     """
+    # multiprocessing runs the program's main module as `__mp_main__`, and makes it `__main__` when it has been run to
+    # its end. In between this process is still importing the program.
     imported = sys.modules.get("__mp_main__")
     if imported is not None and imported is not sys.modules["__main__"]:
         raise SystemExit(_UNGUARDED)
 
 
 class Worker:
-    """The parent's end of one worker process.
+    """Parent's handle of one worker process.
 
-    is_fresh: it has had no job yet, and may still be importing torch. is_busy: it has a job that has not been
-    reported.
+    is_fresh: it has had no job yet, and may still be importing torch. is_busy: it has a job without a known outcome.
     """
 
     def __init__(self) -> None:
@@ -91,6 +91,7 @@ class Worker:
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="echelon rank")
         self._process.start()
+        # With an open copy here, the connection would not end when the worker dies.
         theirs.close()
         self.pid = self._process.pid or 0
         self.pidfd = os.pidfd_open(self.pid)
@@ -98,14 +99,15 @@ class Worker:
         self.is_busy = False
 
     def submit(self, job: Job) -> None:
-        """Sends `job`; a worker that is dead already is noticed later, when its outcome is asked for."""
+        """Sends `job`. If the worker is dead already, `outcome` returns its death."""
         self.is_fresh, self.is_busy = False, True
         with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps(job))
 
     def outcome(self, rank: int) -> Outcome | None:
-        """Returns what became of the job of `rank`, None while it is under way. Never blocks on a running job."""
-        dead = self.is_dead()  # asked first: what it sent before its death is still there afterwards
+        """Returns the outcome of the job of `rank`. None while it runs. Never blocks on a running job."""
+        # Before the connection is read: an outcome that was sent before the death can still be received after it.
+        dead = self.is_dead()
         try:
             if self.connection.poll():
                 outcome: Outcome = pickle.loads(self.connection.recv_bytes())
@@ -116,18 +118,19 @@ class Worker:
         return self._death(rank) if dead else None
 
     def is_dead(self) -> bool:
-        """Says whether the process has ended."""
+        """Whether the process has ended."""
+        # Not `select`, which takes no descriptor above 1,023.
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
     def dismiss(self) -> None:
-        """Asks an idle worker to leave; does not wait for it."""
+        """Asks an idle worker to exit. Does not wait for it."""
         with contextlib.suppress(OSError):  # it may be gone already
             self.connection.send_bytes(_FAREWELL)
 
     def end(self, patience: float = 0.0) -> None:
-        """Waits up to `patience` seconds for the process to leave, then kills it. May be called once."""
+        """Waits up to `patience` seconds for the process to exit, then kills it. May be called once."""
         self._process.join(patience)
         self._process.kill()
         self._process.join()
@@ -148,7 +151,7 @@ class Worker:
 
 
 def _serve(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends its workers
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     while message := messages.get():
@@ -161,7 +164,7 @@ def _read(connection: Connection, messages: queue.SimpleQueue[bytes]) -> None:
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
-            os._exit(1)
+            os._exit(1)  # not sys.exit, which would end this thread only
         messages.put(message)
 
 
@@ -189,13 +192,14 @@ def _perform(job: Job) -> Outcome:
     except BaseException as error:
         return Outcome(None, report.describe(job.rank, error), _pickled(error))
     finally:
-        sys.stdout.flush()
+        sys.stdout.flush()  # the worker may be killed later, with its buffers
 
 
 def _pickled(error: BaseException) -> bytes | None:
+    # Loaded once as a check: a class whose constructor takes other arguments can be pickled, but not loaded.
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # an exception's class may do anything here
+    except Exception:  # an exception's class may raise anything here
         return None
     return pickled

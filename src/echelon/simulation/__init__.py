@@ -1,4 +1,4 @@
-"""Simulated ranks: the real program in one process, deterministic, in virtual time, with a network and with faults."""
+"""Simulated ranks: the real program in one process, deterministic, in virtual time, with a network and faults."""
 
 from echelon.simulation.costs import Measured, Measurements
 from echelon.simulation.explore import explore

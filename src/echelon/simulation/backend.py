@@ -1,8 +1,8 @@
-"""The backend of a simulated rank: messages are events in a world with a virtual clock.
+"""Backend of a simulated rank: messages are events in a world with a virtual clock.
 
-Strategy. Everything here runs in the one task whose turn it is, so nothing is locked. A send copies the tensor and
-enters its arrival in the world's queue of events; a wait gives the turn away until the Work is completed. A rank's
-own task and its lanes are tasks of the scheduler alike.
+Strategy. All code here runs in the one task that has the turn, so nothing is locked. A send copies the tensor and puts
+its arrival into the world's event queue. A wait passes the turn on until the Work is completed. A rank's main task and
+its lanes are both tasks of the scheduler.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from echelon.operation_records import FlightRecorder
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 
-# One operation of a simulated rank, and what errors say of it.
-
 T = TypeVar("T")
 
 
 class Rank(Driver, Protocol):
-    """What makes an operation progress: its backend."""
+    """Backend as its operations see it: the part that makes them progress."""
 
     timeout: float
 
     def poll(self, work: Work[object]) -> bool:
-        """Lets the others go on with what can happen now; says whether `work` is completed then."""
+        """Runs all events of this instant, then returns whether `work` is completed."""
         ...
 
     def took(self, src: int, tag: Tag) -> None:
-        """Says that the program has what a message brought."""
+        """Records that the program has received a message."""
         ...
 
 
+# A tuple instead of text: it is made for each message, and only errors need the words.
 class Passage(NamedTuple):
-    """What a send or receive does: made for each message, put into words for few."""
+    """Description of a send or receive, converted to text only for errors."""
 
     doing: str
     peer: int
@@ -61,7 +60,7 @@ class Passage(NamedTuple):
 
 
 class VirtualWork(Work[T]):
-    """An operation of a simulated rank. To look whether it is done lets the others go on first."""
+    """Operation of a simulated rank. `is_completed` runs the other ranks first."""
 
     __slots__ = ("backend", "operation", "peer", "tag")
 
@@ -69,14 +68,14 @@ class VirtualWork(Work[T]):
         super().__init__(backend, description, backend.timeout)
         self.backend = backend
         self.peer = peer
-        """The rank that this waits for, or ANY."""
+        """Rank that this operation waits for, or ANY."""
         self.operation = operation
-        """What the program calls it; empty for a plain send or receive."""
+        """Name of the program's operation. Empty for a plain send or receive."""
         self.tag = tag
-        """Of a receive that is no part of a collective."""
+        """Tag of a receive that is no part of a collective. None otherwise, and once the receive is recorded."""
 
     def is_completed(self) -> bool:
-        """Says whether the operation has ended, after all that could happen before has happened."""
+        """Whether the operation has ended, after all events of this instant have run."""
         return self._completed or self.backend.poll(self)  # type: ignore[arg-type]
 
     def wait(self, timeout: float | None = None) -> T:
@@ -88,12 +87,12 @@ class VirtualWork(Work[T]):
         return result
 
     def source_of(self, result: T) -> int:  # noqa: ARG002
-        """Returns the rank that a message came from."""
+        """Returns the rank that sent the message."""
         return self.peer
 
 
 class FromAny(VirtualWork[Received]):
-    """A receive from whoever sends first."""
+    """Receive from any of several ranks, whichever sends first."""
 
     __slots__ = ("_sources",)
 
@@ -106,18 +105,17 @@ class FromAny(VirtualWork[Received]):
         return next(src for src, number in self._sources.items() if number == result.src)
 
 
-# Where a simulated rank's program and the library meet.
-#
-# Every call into the library begins and ends here. At its beginning the time passes that the program has computed
-# since its last call; in between others may have turns; at its end the process is the program's again, with the random
-# numbers of its rank.
-
 _LOOKS = 1_000_000
-"""How often a program may look at the time and do nothing else, while nothing can make it pass."""
+"""Most reads of the clock in a row, if no virtual time can pass between them."""
 
 
 class Boundary:
-    """The boundary of one rank. Called by whichever of its tasks runs."""
+    """Boundary between a simulated rank's program and the library. Called by the running task of the rank.
+
+    Every call into the library begins and ends here. At its start, the time that the program has computed since its
+    last call passes. In between other ranks may have turns. At its end, control and the rank's random states go back to
+    the program.
+    """
 
     def __init__(self, rank: int, world: World) -> None:
         self._rank = rank
@@ -129,10 +127,10 @@ class Boundary:
         self._num_looks = 0
 
     def enter(self) -> Task:
-        """Begins a call: the calling task may go on, and the time passes that it has computed since its last call.
+        """Begins a call: lets the time pass that the program has computed since its last call. May pass the turn on.
 
         Raises:
-            Ended: its rank was killed, or the simulation is over.
+            Ended: the rank was killed, or the simulation is over.
             UnsupportedOp: the calling thread is none of the simulation's.
         """
         task = self._scheduler.current()
@@ -144,18 +142,20 @@ class Boundary:
         return task
 
     def leave(self, task: Task) -> None:
-        """Ends a call: gives the process back to the program of this rank, with its random numbers."""
+        """Ends a call: returns control to the program of this rank, with its random states."""
+        # Not inside a nested call: no code of the program runs before the outermost one ends, so the states of another
+        # rank may stay installed.
         if task.depth == 0:
             self._random_states.install(self._rank)
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
     def will_wait(self) -> NestedCall:
-        """Marks a call that makes others in between."""
+        """Returns a context manager for a call that makes nested calls of the library."""
         return NestedCall(self, self._scheduler.current())
 
     def enter_library(self, task: Task) -> None:
-        """Begins such a call."""
+        """Begins a call that may be nested in another."""
         if task.depth == 0:
             self.enter()
             task.entered_at = self._scheduler.now
@@ -164,7 +164,7 @@ class Boundary:
         self.leave(task)
 
     def leave_library(self, task: Task) -> None:
-        """Ends it. A collective becomes a span of the timeline, unless it is part of a step."""
+        """Ends such a call. A collective becomes a span of the timeline, unless it is part of a step."""
         if task.depth > 1:
             task.depth -= 1
             return
@@ -185,15 +185,16 @@ class Boundary:
         """Returns the virtual time.
 
         Raises:
-            DeadlockError: costs are not measured, and the program has looked a million times and done nothing else.
+            DeadlockError: costs are not measured, and the program has read the clock a million times in a row.
         """
+        # A loop that only reads the clock would never end: without measured costs no time passes between two reads.
         if self._meter is None:
             self._num_looks += 1
             if self._num_looks > _LOOKS and self._scheduler.is_running_here():
                 raise DeadlockError(
-                    f"rank {self._rank} has looked at the time {_LOOKS:,} times at {self._scheduler.now:g} s, and done "
-                    "nothing else: no virtual time passes meanwhile, so it would look for ever: wait for a message "
-                    'with a timeout, or use costs="measured"'
+                    f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._scheduler.now:g} s, and "
+                    "no virtual time passes between two reads: wait for a message with a timeout, or use "
+                    'costs="measured"'
                 )
         elif self._scheduler.is_running_here():
             self.leave(self.enter())
@@ -201,7 +202,10 @@ class Boundary:
 
     @contextmanager
     def compute(self, step: object) -> Iterator[None]:
-        """Lets the time pass that `step` costs, and adds it to the timeline; steps inside of others are not counted."""
+        """Inside, the program computes `step`. At the exit its cost passes, and it becomes a span of the timeline.
+
+        A step inside another one costs nothing and is no span.
+        """
         if self._is_computing:
             yield
             return
@@ -223,7 +227,7 @@ class Boundary:
 
 
 class NestedCall:
-    """A call that makes others in between, none of which gives the process back to the program."""
+    """Nested library calls. Control returns to the program when the outermost ends."""
 
     __slots__ = ("_boundary", "_task")
 
@@ -239,11 +243,11 @@ class NestedCall:
 
 
 _NEARLY = 1 - 1e-9
-"""A time limit counts as the default if rounding alone makes it shorter."""
+"""Factor below which a time limit counts as shorter than the default; rounding alone must not make it so."""
 
 
 class _Lane:
-    """What is to be done beside a rank's own task, in order."""
+    """Queue of a rank's asynchronous operations, which run in order in one task."""
 
     def __init__(self) -> None:
         self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
@@ -252,9 +256,9 @@ class _Lane:
 
 
 class VirtualBackend(Backend):
-    """One rank of a simulated world."""
+    """Backend of one rank of a simulated world."""
 
-    query_peers_after = math.inf  # when no rank can go on, that is noticed at once
+    query_peers_after = math.inf  # never: the scheduler detects at once that no rank can go on
 
     def __init__(self, rank: int, world_size: int, world: World, timeout: float) -> None:
         super().__init__(rank, world_size, timeout)
@@ -275,7 +279,7 @@ class VirtualBackend(Backend):
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The host of each rank, by number, as the network has them."""
+        """Number of each rank's host, from the network."""
         return self.world.hosts
 
     # Messages
@@ -284,6 +288,7 @@ class VirtualBackend(Backend):
         tag = self.checked_send(tensor, dst, tag)
         task = self._begin_message("" if is_plain(tag) else note)
         work: VirtualWork[None] = VirtualWork(self, Passage("send to", dst, tag), dst, note, None)
+        # The peer is gone, or the group revoked, as far as this rank knows by now.
         if error := self._mailbox.failure(dst, tag):
             work.complete(error=error)
         else:
@@ -323,16 +328,18 @@ class VirtualBackend(Backend):
         self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
 
     def took(self, src: int, tag: Tag) -> None:
-        """Says that the program has what a message brought: what it computes next needed it."""
+        """Records the dependency of the next step on this message."""
         self.world.recorder.took(self.rank, src, tag)
 
     # Waiting
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Lets the others go on until `work` is completed; returns False when the time is up."""
-        if self.is_inherited:  # the others are threads, which a forked child does not have
+        """Blocks, in virtual time, until `work` is completed. False if the time is up before."""
+        if self.is_inherited:  # the other ranks are threads, which a forked child does not have
             raise self.closed_error()
         task = self._boundary.enter()
+        # The limit of a nested wait is compared from the start of the outermost call, which has the group's timeout. A
+        # shorter limit is the program's own: then a timeout is a legal end, not a deadlock.
         began = task.entered_at if task.depth else self._scheduler.now
         deadline = math.inf if timeout is None else self._scheduler.now + timeout
         done = self._scheduler.wait(work, deadline, deadline - began < self.timeout * _NEARLY)
@@ -340,7 +347,7 @@ class VirtualBackend(Backend):
         return done
 
     def poll(self, work: Work[object]) -> bool:
-        """Lets the others go on with what can happen now; says whether `work` is completed then."""
+        """Runs all events of this instant, then returns whether `work` is completed."""
         if not self._scheduler.is_running_here() or self.is_inherited:
             return False
         task = self._boundary.enter()
@@ -356,11 +363,11 @@ class VirtualBackend(Backend):
         return self._boundary.now()
 
     def compute(self, step: object) -> AbstractContextManager[None]:
-        """Lets the time pass that `step` costs, and adds it to the timeline; steps inside of others are not counted."""
+        """Marks the computation of `step`; see `Boundary.compute`."""
         return self._boundary.compute(step)
 
     def memory_meter(self) -> AbstractContextManager[object]:
-        """Counts the memory of the tensors that are made inside, if that was asked for."""
+        """Inside, the memory of new tensors is counted, if the simulation has `memory=True`."""
         meters = self.world.memory_meters
         return meters[self.rank] if meters else nullcontext()
 
@@ -371,6 +378,7 @@ class VirtualBackend(Backend):
         if self._closed:
             raise self.closed_error()
         work: VirtualWork[T] = VirtualWork(self, description, self.rank, description, None)
+        # A task per lane: a lane's operations run in order, and lanes overlap.
         line = self._lanes.setdefault(lane, _Lane())
         line.jobs.append((function, work))  # type: ignore[arg-type]
         line.last = work  # type: ignore[assignment]
@@ -383,7 +391,7 @@ class VirtualBackend(Backend):
         return work
 
     def _work_off(self, line: _Lane) -> None:
-        """The body of a lane's task. Ends when its rank is killed, or with the simulation."""
+        """Body of a lane's task. Ends when its rank is killed, or with the simulation."""
         task = self._scheduler.current()
         while True:
             while not line.jobs:
@@ -401,7 +409,8 @@ class VirtualBackend(Backend):
             self._boundary.enter()
             work.complete(result, error)
             self._scheduler.stir()
-            del function, work, result, error  # and with them the tensors, which would live until the next job
+            # Locals of a loop live until they are assigned again: the tensors would live until the next job.
+            del function, work, result, error
 
     # Ending
 
@@ -427,13 +436,13 @@ class VirtualBackend(Backend):
         return first
 
     def drain(self, timeout: float | None = None) -> None:
-        """Waits for what was started beside; whether it succeeds does not matter."""
+        """Waits for the end of all asynchronous operations. Does not raise their errors."""
         for lane in list(self._lanes.values()):
             if lane.last is not None and not lane.last.has_ended:
                 self.drive(lane.last, self.timeout if timeout is None else timeout)
 
     def _part(self, failure: PeerFailed) -> None:
-        """Leaves the world: nothing more is sent or received."""
+        """Leaves the world: fails this rank's receives, and sends `failure` to all peers after its messages."""
         self._closed = True
         self.world.note(self.rank, f"leaves: {failure}")
         self._mailbox.fail_all(self.closed_error())
@@ -442,7 +451,7 @@ class VirtualBackend(Backend):
                 self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure))
 
     def forget(self) -> None:
-        """Lets go of everything, after the end of the simulation."""
+        """Drops all references, after the end of the simulation."""
         self._mailbox.fail_all(self.closed_error())
         self._lanes.clear()
 
@@ -452,11 +461,17 @@ class VirtualBackend(Backend):
         return self._scheduler.is_ending or self.rank in self.world.killed
 
     def _begin_message(self, operation: str) -> Task:
-        """Begins a call that sends or receives, as part of a collective if that is given."""
+        """Begins a call that sends or receives. `operation`: the collective that it is part of; empty for none.
+
+        Raises:
+            Closed: the backend is closed.
+            Ended: the rank was killed, now if this is the message of `Kill(at_op=)`.
+        """
         task = self._boundary.enter()
         if self._closed:
             raise self.closed_error()
         self._num_messages += 1
+        # Counted at the start of the call: the rank dies before its n-th message leaves.
         if self._num_messages >= self._dies_at:
             self.world.kill(self.rank)
             raise Ended
@@ -465,5 +480,5 @@ class VirtualBackend(Backend):
         return task
 
     def begin(self) -> None:
-        """Begins the program of this rank, in its own task."""
+        """Starts the program of this rank: installs its random states and starts its stopwatch."""
         self._boundary.leave(self._scheduler.current())

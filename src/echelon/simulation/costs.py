@@ -1,4 +1,4 @@
-"""What computing costs in a simulation: nothing, fixed figures, or the time that it took here."""
+"""Costs of computing in a simulation: none, fixed figures, or the CPU time measured here."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.simulate import Need, play
 
 StepCost: TypeAlias = Callable[[int, object], float]
-"""The seconds that a step costs a rank."""
+"""Function of rank and step that returns the step's seconds."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Computing costs the CPU time that it takes the rank's thread here, times `factor`.
+    """Measured costs: the CPU time of the rank's thread here, times `factor`.
 
-    A rank computes with one thread. The same figures come back in `Simulation.measurements`: with them as costs, the
-    simulation repeats exactly.
+    A rank computes with one thread. `Simulation.measurements` has the figures; a simulation with them as costs repeats
+    exactly.
     """
 
     factor: float = 1.0
@@ -36,21 +36,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured: for each rank and each of its threads, in order, the seconds between its calls."""
+    """Measured costs of a simulation: for each (rank, thread), in order, the seconds between its calls."""
 
     seconds: Mapping[tuple[int, int], Sequence[float]]
 
     def total(self, rank: int) -> float:
-        """Returns the seconds that a rank computed, in all its threads."""
+        """Returns the seconds that a rank computed, summed over its threads."""
         return math.fsum(second for (whose, _), seconds in self.seconds.items() if whose == rank for second in seconds)
 
 
 CostsLike: TypeAlias = Costs | Mapping[str, float] | StepCost | Measured | Measurements | str | None
-"""What computing costs: see `simulate`."""
+"""Costs of computing: see `simulate`."""
 
 
 class Meter:
-    """Measures what each thread of each rank computes between two calls, or reads it from what was measured before."""
+    """Stopwatch for the computing of each rank's threads between two calls, or a replay of earlier measurements."""
 
     def __init__(self, source: Measured | Measurements) -> None:
         self._factor = source.factor if isinstance(source, Measured) else 1.0
@@ -61,14 +61,15 @@ class Meter:
         self._began: dict[tuple[int, int], float] = {}
 
     def start(self, thread: tuple[int, int]) -> None:
-        """Starts the stopwatch of a thread, which is the calling one: a rank and its number there."""
+        """Starts the stopwatch of the calling thread, given as (rank, number of the thread)."""
+        # CPU time, not wall time: the turns of other ranks do not count.
         self._began[thread] = time.thread_time()
 
     def stop(self, thread: tuple[int, int]) -> float:
         """Returns the seconds computed since `start`.
 
         Raises:
-            LaunchError: there are figures, but fewer than the program has calls.
+            LaunchError: a replay has fewer measurements than the program has calls.
         """
         now = time.thread_time()
         seconds = (now - self._began[thread]) * self._factor
@@ -85,15 +86,15 @@ class Meter:
         return seconds
 
     def measurements(self) -> Measurements:
-        """Returns all that was measured."""
+        """Returns all measurements so far."""
         return Measurements({thread: tuple(seconds) for thread, seconds in sorted(self._taken.items())})
 
 
 def step_cost(costs: CostsLike) -> StepCost | None:
-    """Returns the function that says what a step costs; None if nothing does, or all is measured.
+    """Returns the function that prices a step. None if steps have no price of their own: no costs, or measured ones.
 
     Raises:
-        LaunchError: costs that are none of the things they can be.
+        LaunchError: `costs` has an unsupported type or value.
     """
     match costs:
         case None | "measured" | Measured() | Measurements():
@@ -111,14 +112,14 @@ def step_cost(costs: CostsLike) -> StepCost | None:
 
 
 def meter_for(costs: CostsLike) -> Meter | None:
-    """Returns the meter, if costs are measured or were."""
+    """Returns the meter for measured or replayed costs. None for other costs."""
     if costs == "measured":
         return Meter(Measured())
     return Meter(costs) if isinstance(costs, Measured | Measurements) else None
 
 
 def _checked(costs: StepCost) -> StepCost:
-    """Returns a user's function, which raises LaunchError where that gives no seconds."""
+    """Wraps a user's function: raises LaunchError if it returns no seconds."""
 
     def cost(rank: int, step: object) -> float:
         seconds = costs(rank, step)
@@ -138,7 +139,7 @@ def _of_names(costs: Mapping[str, float]) -> StepCost:
 
 
 def _of_actions(costs: Costs) -> StepCost:
-    """Prices the actions of pipelines exactly as `Schedule.simulate` does: by playing them."""
+    """Prices the actions of pipelines by playing them, exactly as `Schedule.simulate` does."""
     amounts = costs.transfer if isinstance(costs.transfer, Sequence) else [costs.transfer]
     if any(amounts):
         raise LaunchError(
@@ -146,10 +147,12 @@ def _of_actions(costs: Costs) -> StepCost:
             "network=Network(latency=, bandwidth=)"
         )
 
+    # Cached per action: the callers set its microbatch to 0, which does not change the price.
     @cache
     def price(step: Action | Overlapped) -> float:
         stages = [action.stage for action in actions_of(step)]
         placement = [0] * (_num_stages(costs) or max(stages) + 1)
+        # All inputs are there at time 0, so that nothing but the action itself is priced.
         arrived = [Need(kind, stage, 0) for kind in "FB" for stage in stages]
         (ends,) = play([[step]], placement, 1, costs.per_stage(placement), arrived).ends
         return float(ends[0])
@@ -165,6 +168,6 @@ def _of_actions(costs: Costs) -> StepCost:
 
 
 def _num_stages(costs: Costs) -> int:
-    """The number of stages, if a cost is given for each."""
+    """Returns the number of stages if a cost is given per stage. 0 otherwise."""
     per_stage = (costs.forward, costs.backward_input, costs.backward_weight, costs.overlapped, costs.recompute)
     return max((len(amount) for amount in per_stage if isinstance(amount, Sequence)), default=0)

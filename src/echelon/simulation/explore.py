@@ -1,4 +1,4 @@
-"""Runs a program under many seeds, to find the order of events that breaks it."""
+"""`echelon.explore`: runs a program under many seeds, to find an order of events that breaks it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def explore(
     *,
     check: Callable[[Simulation], object] | None = None,
 ) -> int:
-    """Simulates `fn` with one seed after another; returns with how many.
+    """Simulates `fn` with one seed after another. Returns the number of seeds tried.
 
-    Stops at the first seed that fails, says on stderr (and in a note of the exception) how to replay it, and raises
-    what it raised.
+    Stops at the first failing seed and raises its exception. A line on stderr and a note of the exception tell how to
+    replay it.
 
     Args:
         fn, world_size, args, network, costs, faults: as for `simulate`.
         seeds: the seeds to try.
-        check: called with the simulation of each seed; what it raises is a failure, too. For what one rank cannot see,
-            such as results that differ.
+        check: function called with the simulation of each seed. An exception of it is a failure, too. It can check
+            conditions that no single rank sees, such as equal results.
 
     Raises:
         LaunchError: there are no seeds, or `check` is no function.
-        Exception: that of the first seed that fails.
+        Exception: the exception of the first failing seed.
     """
     if not isinstance(seeds, Iterable):
-        raise LaunchError(f"seeds={seeds!r}: give what can be gone through, such as range(1000)")
+        raise LaunchError(f"seeds={seeds!r}: give an iterable of seeds, such as range(1000)")
     if check is not None and not callable(check):
         raise LaunchError(f"check={check!r}: give a function of a Simulation")
     count = 0
@@ -49,11 +49,11 @@ def explore(
             simulation = simulate(fn, world_size, args, seed, network, costs, faults)
             if check is not None:
                 check(simulation)
-        except Exception as error:
+        except Exception as error:  # not KeyboardInterrupt, which is no failure of the seed
             name = getattr(fn, "__name__", repr(fn))
             more = "".join(f", {what}=..." for what, given in _given(args, network, costs, faults) if given)
             replay = f"echelon.simulate({name}, {world_size}{more}, seed={seed})"
-            told = f"seed {seed} fails, after {count} that do not; to replay it: {replay}"
+            told = f"seed {seed} fails, after {count} that passed; to replay it: {replay}"
             error.add_note(told)
             print(told, file=sys.stderr)
             raise

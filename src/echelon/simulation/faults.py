@@ -1,4 +1,4 @@
-"""What can go wrong in a simulation, as values, and the plan of what does."""
+"""Faults of a simulation, as values, and the plan that applies them to ranks and messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from echelon.errors import InvalidRank, LaunchError
 
 @dataclass(frozen=True)
 class Kill:
-    """Ends a rank without a word, as SIGKILL does; the others notice when the news has crossed the network.
+    """Ends a rank at once, as SIGKILL does. The others detect it when the news has crossed the network.
 
     Args:
-        rank: which.
-        at: virtual seconds.
-        at_op: instead of a time: at its n-th message sent or asked for, from 1, those inside of collectives included.
+        rank: the rank.
+        at: time of death, virtual seconds.
+        at_op: number of the send or receive at which it dies, from 1, instead of a time. Sends and receives inside of
+            collectives count, too.
     """
 
     rank: int
@@ -37,7 +38,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Slow:
-    """Makes what a rank computes take `factor` times as long. Needs a simulation with `costs`."""
+    """Makes the computing of a rank take `factor` times as long. Needs a simulation with `costs`."""
 
     rank: int
     factor: float
@@ -49,9 +50,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class NetworkPartition:
-    """Lets nothing pass between two sets of ranks for a while; what was sent meanwhile arrives after `end`.
+    """Blocks all messages between two sets of ranks for a while. Messages sent meanwhile arrive after `end`.
 
-    As with TCP, which sends again. Without an end nothing arrives any more, and who waits for it runs into its timeout.
+    TCP behaves so, because it retransmits. Without an end the messages never arrive, and ranks that wait for them run
+    into their timeouts.
     """
 
     left: Collection[int]
@@ -70,7 +72,7 @@ class NetworkPartition:
         object.__setattr__(self, "right", frozenset(self.right))
 
     def concerns(self, src: int, dst: int) -> bool:
-        """Says whether messages from `src` to `dst` cannot pass."""
+        """Whether the partition blocks messages from `src` to `dst`."""
         return (src in self.left and dst in self.right) or (src in self.right and dst in self.left)
 
 
@@ -90,13 +92,13 @@ class Delay:
             raise LaunchError(f"Delay(seconds={self.seconds!r}): give seconds above 0")
 
     def concerns(self, src: int, dst: int) -> bool:
-        """Says whether messages from `src` to `dst` come later."""
+        """Whether the fault delays messages from `src` to `dst`."""
         return self.src in (None, src) and self.dst in (None, dst)
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Stops a rank from `start` to `end`, as SIGSTOP does; what it computes just then ends that much later."""
+    """Stops a rank from `start` to `end`, as SIGSTOP does. Computing under way then ends that much later."""
 
     rank: int
     start: float = 0.0
@@ -108,18 +110,18 @@ class Pause:
 
 Fault: TypeAlias = Kill | Slow | NetworkPartition | Delay | Pause
 Faults: TypeAlias = Sequence[Fault] | Callable[[random.Random, int], Sequence[Fault]]
-"""The faults, or a function that draws them: given a generator seeded for this run and the number of ranks."""
+"""Faults, or a function that draws them from a generator seeded for this run and the number of ranks."""
 
 
 class FaultPlan:
-    """What goes wrong in one simulation, by what it concerns."""
+    """Faults of one simulation, sorted by kind, and their effect on messages and ranks."""
 
     def __init__(self, faults: Sequence[Fault], world_size: int, has_costs: bool) -> None:
-        """Sorts the faults.
+        """Checks and sorts the faults.
 
         Raises:
-            InvalidRank: a rank that is not in the world.
-            LaunchError: what is no list of faults, or a fault that would do nothing.
+            InvalidRank: a fault names a rank that is not in the world.
+            LaunchError: `faults` is no list of faults, or a fault would have no effect.
         """
         if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
             raise LaunchError(f"faults={faults!r}: give a list of Kill, Slow, NetworkPartition, Delay, Pause")
@@ -146,6 +148,7 @@ class FaultPlan:
             case Pause():
                 self._pauses.setdefault(fault.rank, []).append(fault)
             case Slow():
+                # Refused rather than ignored: the user would take the result for one with a slow rank.
                 if not has_costs:
                     raise LaunchError(f"{fault} changes nothing, because computing costs nothing here: give costs=")
                 self._factors[fault.rank] = self._factors.get(fault.rank, 1.0) * fault.factor
@@ -156,29 +159,33 @@ class FaultPlan:
         return bool(self._pauses)
 
     def factor(self, rank: int) -> float:
-        """Returns how many times as long a rank computes."""
+        """Returns the factor by which a rank's computing takes longer."""
         return self._factors.get(rank, 1.0)
 
     def arrival(self, src: int, dst: int, left: float, arrives: float) -> float:
-        """Returns when a message that left at `left`, and would arrive at `arrives`, does; math.inf: never."""
+        """Returns the arrival time of a message that left at `left` and arrives at `arrives` without faults.
+
+        math.inf if it never arrives.
+        """
         arrives += sum(
             delay.seconds for delay in self._delays if delay.start <= left < delay.end and delay.concerns(src, dst)
         )
         travel = arrives - left
+        # In order of time: a message that one partition holds back may run into the next.
         for partition in sorted(self._partitions, key=lambda partition: partition.start):
             if partition.concerns(src, dst) and left < partition.end and arrives >= partition.start:
                 left, arrives = partition.end, partition.end + travel
         return arrives
 
     def available_at(self, rank: int, time: float) -> float:
-        """Returns when a rank that is to go on at `time` does."""
+        """Returns the time at which a rank with a turn at `time` can take it: later while it is paused."""
         for pause in sorted(self._pauses.get(rank, ()), key=lambda pause: pause.start):
             if pause.start <= time < pause.end:
                 time = pause.end
         return time
 
     def duration(self, rank: int, began: float, seconds: float) -> float:
-        """Returns how long `seconds` of computing take a rank that begins at `began`: pauses come on top."""
+        """Returns the duration of `seconds` of computing that begin at `began`, with slowness and pauses."""
         seconds *= self.factor(rank)
         for pause in sorted(self._pauses.get(rank, ()), key=lambda pause: pause.start):
             if began < pause.end and began + seconds > pause.start:

@@ -1,4 +1,4 @@
-"""What messages between simulated ranks cost: latency + bytes / bandwidth, on links that are full duplex."""
+"""Network between simulated ranks: a message costs latency + bytes / bandwidth, on full-duplex links."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from echelon.errors import LaunchError
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.scheduler import Ended, Scheduler
 
-# When messages between simulated ranks leave and arrive, and what moving them takes from computing.
-
 
 class Passage(NamedTuple):
-    """When a message leaves and arrives (math.inf: never), and its place among what happens then."""
+    """Times of one message, in virtual seconds. `arrives` is math.inf if it is lost."""
 
     left: float
     done: float
-    """When its sender takes it for arrived: faults on the way are unknown to it."""
+    """End of the send for its sender, which does not know of faults on the way."""
     arrives: float
     draw: float
+    """Order among events at the time of arrival."""
 
 
 class Traffic:
-    """The links between all ranks: who uses them, and until when. Called by whichever task runs; nothing blocks."""
+    """State of the links between all ranks, and the overhead that messages add to computing.
+
+    Called by the running task. Only `compute` blocks.
+    """
 
     def __init__(
         self, scheduler: Scheduler, world_size: int, link: Callable[[int, int], Network], faults: FaultPlan
@@ -38,17 +40,18 @@ class Traffic:
         self._link = link
         self._links: dict[tuple[int, int], Network] = {}
         self._free_at = [0.0] * world_size
-        """When what each rank has sent will have left it."""
+        """Time at which all messages sent so far have left, per rank."""
         self._last: dict[tuple[int, int], tuple[float, float]] = {}
-        """For each pair, when its last message arrives, with its draw: none overtakes another."""
+        """Arrival and draw of the last message of each pair."""
         self._num_computing = [0] * world_size
-        """How many tasks of each rank compute now."""
+        """Number of computing tasks, per rank."""
         self._owed = [0.0] * world_size
-        """The seconds by which moving messages has held up each rank's computing."""
+        """Seconds by which messages have delayed the present computing, per rank."""
 
     def send(self, src: int, dst: int, num_bytes: int) -> Passage:
-        """Puts a message on its way."""
+        """Sends a message: reserves its sender's link and returns its times. Never blocks."""
         link = self._links.get((src, dst)) or self._find_link(src, dst)
+        # The sender is the bottleneck: its messages leave one after another, whichever ranks they are for.
         left = max(self._scheduler.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
         passage = self._pass(src, dst, left, left + link.latency)
@@ -61,15 +64,17 @@ class Traffic:
     def _find_link(self, src: int, dst: int) -> Network:
         try:
             link = self._links[src, dst] = self._link(src, dst)
-        except Exception as error:  # the user's function: to tell the other ranks would take a link, too
+        # The user's function failed. Failing this rank alone would not do: its failure needs links to reach the others.
+        except Exception as error:
             self._scheduler.fail(error)
             raise Ended from error
         return link
 
     def compute(self, rank: int, seconds: float) -> None:
-        """Lets the time pass that the running task of a rank computes: longer where messages come and go meanwhile."""
+        """Lets the running task of a rank compute for `seconds`, plus the overhead of messages meanwhile. Blocks."""
         self._num_computing[rank] += 1
         try:
+            # Overhead takes time, in which further messages may add more.
             while seconds > 0:
                 self._scheduler.sleep(seconds)
                 seconds, self._owed[rank] = self._owed[rank], 0.0
@@ -83,7 +88,7 @@ class Traffic:
             self._scheduler.at(time, partial(self._hold_up, rank, seconds))
 
     def _hold_up(self, rank: int, seconds: float) -> None:
-        """Has a rank spend time on a message. One that only waits has the time."""
+        """Delays a rank's computing by a message's overhead. No effect on a rank that only waits."""
         if self._num_computing[rank]:
             self._owed[rank] += seconds
 
@@ -91,8 +96,10 @@ class Traffic:
         done, draw = arrives, self._scheduler.draw()
         if self._faults.faults:
             arrives = self._faults.arrival(src, dst, left, arrives)
+            # From now on a rank may wait until its timeout without a mistake in the program.
             if arrives == math.inf:
                 self._scheduler.awaits_nothing_lost = False
+        # No message overtakes another of its pair, as in a TCP connection: neither by faults nor by its draw.
         last = self._last.get((src, dst))
         if last is not None and last > (arrives, draw):
             arrives, draw = last
@@ -102,20 +109,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Network:
-    """A network between ranks.
+    """Network between ranks.
 
-    A message leaves its rank when the ones that the rank sent before have left, takes bytes / bandwidth to leave and
-    arrives `latency` later; then its send is done, too. Receiving takes nothing away from sending.
+    A message starts when its rank's earlier messages have left. It takes bytes / bandwidth to leave, and arrives
+    `latency` later; then its send is done, too. Receiving does not slow down sending.
 
     Args:
-        latency: seconds from the last byte's leaving to its arrival.
-        bandwidth: bytes per second that a rank can send; math.inf for no limit.
-        hosts: how many ranks each host has, in the order of the ranks; None: each rank is on a host of its own.
-            `latency` and `bandwidth` are those between hosts.
+        latency: seconds between hosts, from the departure of the last byte to its arrival.
+        bandwidth: bytes per second that a rank can send to other hosts; math.inf for no limit.
+        hosts: number of ranks on each host, in the order of the ranks. None: each rank is on a host of its own.
         local_latency: seconds between two ranks of one host.
         local_bandwidth: bytes per second between two ranks of one host.
-        overhead: seconds of computing that a byte costs its sender, and again its receiver, if they compute meanwhile;
-            0 where a core of its own moves the messages. Only between hosts. (The o of LogGP: Alexandrov et al., 1995.)
+        overhead: seconds of computing that a byte costs its sender, and again its receiver, if they compute meanwhile.
+            0 if a separate core moves the messages. Only between hosts. (The o of LogGP: Alexandrov et al., 1995.)
 
     Raises:
         LaunchError: a negative latency or overhead, a bandwidth that is not above 0, or a host without ranks.
@@ -154,7 +160,7 @@ class Network:
         return PRESETS[name]
 
     def between(self, src: int, dst: int) -> Network:
-        """Returns the network that a message from `src` to `dst` takes: this one, or the one inside their host."""
+        """Returns the network from `src` to `dst`: this one, or the local one if they share a host."""
         if self.hosts is None or self._host(src) != self._host(dst):
             return self
         return Network(self.local_latency, self.local_bandwidth)
@@ -180,10 +186,10 @@ PRESETS: Mapping[str, Network] = MappingProxyType(
         "nvlink-like": Network(latency=2e-6, bandwidth=300e9),
     }
 )
-"""Round figures of what programs see, not of what is printed on the box: Ethernet less its headers, TCP's latency."""
+"""Networks with round figures that programs see, not advertised ones: less Ethernet's headers, with TCP's latency."""
 
 NetworkLike: TypeAlias = Network | str | Callable[[int, int], Network] | None
-"""A network, the name of one, a function from two ranks to theirs, or None: all messages arrive at once."""
+"""A network, the name of one, a function from two ranks to their network, or None: all messages arrive at once."""
 
 INSTANT = Network(0.0, math.inf)
 
@@ -192,7 +198,7 @@ def link_function(network: NetworkLike, world_size: int) -> Callable[[int, int],
     """Returns the function from two ranks to the network between them.
 
     Raises:
-        LaunchError: an unknown name, no network, or hosts that do not have `world_size` ranks.
+        LaunchError: the name is unknown, `network` is no network, or its hosts do not have `world_size` ranks.
     """
     if callable(network):
         return _checked(network)
@@ -202,13 +208,13 @@ def link_function(network: NetworkLike, world_size: int) -> Callable[[int, int],
     if chosen.hosts is not None and sum(chosen.hosts) != world_size:
         raise LaunchError(
             f"hosts={list(chosen.hosts)} have {sum(chosen.hosts)} ranks, the simulation has {world_size}: make "
-            "them equal"
+            "the numbers equal"
         )
     return chosen.between
 
 
 def _checked(network: Callable[[int, int], Network]) -> Callable[[int, int], Network]:
-    """Returns a user's function, which raises LaunchError where that gives no network."""
+    """Wraps a user's function: raises LaunchError if it returns no network."""
 
     def between(src: int, dst: int) -> Network:
         found = network(src, dst)
@@ -220,7 +226,7 @@ def _checked(network: Callable[[int, int], Network]) -> Callable[[int, int], Net
 
 
 def host_numbers(network: NetworkLike, world_size: int) -> tuple[int, ...]:
-    """Returns the host of each rank, by number; each is on one of its own where the network does not say."""
+    """Returns the number of each rank's host. Each rank has its own host if the network does not name hosts."""
     if not isinstance(network, Network) or network.hosts is None:
         return tuple(range(world_size))
     return tuple(host for host, count in enumerate(network.hosts) for _ in range(count))

@@ -1,7 +1,7 @@
-"""Gives each simulated rank random numbers of its own: the process has one state of each kind, which takes turns.
+"""Determinism of simulated ranks: a random state for each rank, and one core for all threads of a simulation.
 
-The states are exchanged when code of another rank's program is about to run, not at every hand-over: inside the
-library nothing is drawn.
+A process has one random state of each kind, so ranks take turns in it. The states are exchanged when code of another
+rank's program is about to run, not at every hand-over between threads: inside the library nothing is drawn.
 """
 
 from __future__ import annotations
@@ -21,34 +21,29 @@ import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-# Takes the state of Python's random numbers and puts it back, in a sixth of the time that `random` takes for it.
-#
-# `random.getstate` makes a Python number of each of the 625 words of a state, 22 kB for every rank; with `setstate`
-# that takes 17 microseconds, a quarter of all that a message costs. Here the words are copied as they lie in CPython's
-# object. Whether they lie there is found out once, with a generator of our own; where not, `random`'s own way is
-# taken.
-
 _LAYOUT = struct.Struct("i624I")
-"""Which word is next, and the words of the Mersenne Twister."""
+"""Fields of CPython's generator object: index of the next word, and the words of the Mersenne Twister."""
 
 
 class PythonState(NamedTuple):
-    """A state of Python's random numbers, for `put` alone."""
+    """State of a Python generator, as `take` returns it and `put` expects it."""
 
     words: bytes | tuple[object, ...]
     gauss_next: float | None
-    """What `random.gauss` has already drawn."""
+    """Second number of the pair that `random.gauss` has drawn already. None if there is none."""
 
 
 def take(generator: random.Random) -> PythonState:
     """Returns the state of a generator."""
+    # Fast path: `getstate` makes a Python integer of each of the 625 words, 22 kB per rank. With `setstate` that takes
+    # 17 us, a quarter of the cost of a message. Copying the words out of CPython's object takes 3 us.
     if not _lies_open():
         return PythonState(generator.getstate(), None)
     return PythonState(ctypes.string_at(_address(generator), _LAYOUT.size), generator.gauss_next)  # type: ignore[attr-defined]
 
 
 def put(generator: random.Random, state: PythonState) -> None:
-    """Gives a generator a state."""
+    """Sets the state of a generator."""
     if isinstance(state.words, bytes):
         ctypes.memmove(_address(generator), state.words, _LAYOUT.size)
         generator.gauss_next = state.gauss_next  # type: ignore[attr-defined]
@@ -57,7 +52,7 @@ def put(generator: random.Random, state: PythonState) -> None:
 
 
 def shared() -> random.Random:
-    """Returns the generator that the functions of `random` draw from."""
+    """Returns the generator behind the module functions of `random`."""
     generator = random.random.__self__  # type: ignore[attr-defined]
     assert isinstance(generator, random.Random)
     return generator
@@ -65,39 +60,39 @@ def shared() -> random.Random:
 
 @functools.cache
 def _lies_open() -> bool:
-    """Says whether the words of a generator lie where `_address` says, in the order of `_LAYOUT`."""
+    """Whether a generator's words lie at `_address` in the order of `_LAYOUT`. Checked once, on a new generator."""
+    # Checked first, so that no byte behind the object is read.
     if random.Random.__basicsize__ < object.__basicsize__ + _LAYOUT.size:
         return False
     own = random.Random(1)
     own.random()
     words: object = own.getstate()[1]
+    # `getstate` has the index last, CPython's object has it first.
     index, *lying = _LAYOUT.unpack(ctypes.string_at(_address(own), _LAYOUT.size))
     return (*lying, index) == words
 
 
+# CPython's `id` is the address of the object, whose fields follow the object header.
 def _address(generator: random.Random) -> int:
     return id(generator) + object.__basicsize__
 
 
-# Keeps the threads of a simulation on one core, where handing over from one to the next takes the least time.
-#
-# Across two cores a hand-over takes about 20 microseconds, on one core 6: nobody has to wake the other core up. It
-# takes 3 if the kernel lets who wakes another go on until it sleeps (SCHED_BATCH); else the one that was woken comes
-# at once, finds that the interpreter's lock is taken, and sleeps again.
-
-
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Keeps the calling thread, and those that it starts inside, on the core that it is on. Does what the system lets.
+    """Inside, the calling thread and threads that it starts stay on its present core, as far as the system allows.
 
-    Afterwards the calling thread is as it was before.
+    Afterwards the calling thread's affinity and policy are restored.
     """
     cores = policy = None
+    # Handing the turn to another thread takes about 20 us across two cores, which involves waking the other core, and
+    # 6 us on one.
     with suppress(OSError, AttributeError):
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {_this_core()})
+    # 3 us with SCHED_BATCH, which lets the waking thread go on until it sleeps. Otherwise the woken thread runs at
+    # once, finds the interpreter's lock taken, and sleeps again.
     with suppress(OSError, AttributeError):
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # a policy that the user has chosen stays
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             policy = os.SCHED_OTHER
     try:
@@ -136,23 +131,24 @@ class _State:
 
 
 class RandomStates:
-    """The random states of all ranks of one simulation, and of the program that started it."""
+    """Random states of all ranks of one simulation, and of the program that started it."""
 
     def __init__(self, seed: int, world_size: int) -> None:
-        """Draws a first state for each rank from the seed and the rank alone."""
+        """Draws a first state for each rank, which depends on the seed and the rank only."""
         self._outside = self._take()
         self._states = [_first(seed, rank) for rank in range(world_size)]
         self._installed: int | None = None
 
     def install(self, rank: int) -> None:
-        """Makes `random`, `numpy.random` and torch's CPU generator those of `rank`."""
+        """Installs the states of `rank` in `random`, `numpy.random` and torch's CPU generator."""
+        # Fast path: the rank goes on without another one's program having run.
         if rank != self._installed:
             self._keep()
             _put(self._states[rank])
             self._installed = rank
 
     def restore(self) -> None:
-        """Makes them those of the program that started the simulation."""
+        """Installs the states of the program that started the simulation."""
         _put(self._outside)
         self._installed = None
 
@@ -172,6 +168,7 @@ def _put(state: _State) -> None:
 
 
 def _first(seed: int, rank: int) -> _State:
+    # A hash, so that neighbouring seeds and ranks have unrelated states.
     digest = hashlib.blake2b(f"rank {rank} of the simulation with seed {seed}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     generator = torch.Generator().manual_seed(number >> 1)
@@ -180,12 +177,12 @@ def _first(seed: int, rank: int) -> _State:
 
 
 class _Seed(ISeedSequence):
-    """Gives NumPy's generator its first state in half of the time that NumPy's own way takes."""
+    """Seed of a NumPy generator from a digest, in half of the time of NumPy's own SeedSequence."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
-        """Returns `n_words` numbers that depend on nothing but the digest."""
+        """Returns `n_words` numbers that depend on the digest only."""
         size = np.dtype(dtype).itemsize
         return np.frombuffer(hashlib.shake_128(self._digest).digest(n_words * size), dtype)

@@ -1,4 +1,4 @@
-"""What is written down while a simulation runs: its trace, its timeline and what it sent."""
+"""Record of a simulation: its trace, its timeline and the bytes sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.timeline.timeline import Span, Timeline, Transfer
 
 
 class Event(NamedTuple):
-    """One line of the trace: at what time which rank (-1: none) did what."""
+    """One line of the trace: virtual time, rank (-1: none) and event."""
 
     time: float
     rank: int
@@ -30,37 +30,39 @@ class Event(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Where and when a message that a span may need was sent, and when it arrived."""
+    """Message that a later span may need: its origin, and the times of its departure and arrival."""
 
     source_rank: int
     source: int
-    """Number of the last span of that rank when it was sent."""
+    """Number of the sender's last span before the message."""
     start: float
     end: float
 
 
 class Recorder:
-    """Collects what happens, in order."""
+    """Collector of a simulation's events and spans, in order."""
 
     def __init__(self, world_size: int) -> None:
+        # Plain tuples instead of Events: one is made for each end of each message, and few traces are read.
         self.events: list[tuple[object, ...]] = []
-        """Of each event what makes an `Event`: a tuple is all that there is time for."""
+        """Arguments of an `Event`, per event."""
         self.bytes_sent: Counter[tuple[int, int]] = Counter()
         self._spans: list[list[tuple[object, float, float]]] = [[] for _ in range(world_size)]
         self._beside: list[dict[int, list[Span]]] = [{} for _ in range(world_size)]
-        """For each rank, the spans of each of its lanes."""
+        """Spans of asynchronous collectives, per rank and lane."""
         self._transfers: list[Transfer] = []
         self._arrivals: dict[tuple[int, int, Tag], deque[Arrival]] = {}
         self._needed: list[list[Arrival]] = [[] for _ in range(world_size)]
 
     def sent(self, src: int, dst: int, tag: Tag, left: float, arrives: float) -> None:
-        """Remembers what a message from `src` was made by: its last span."""
+        """Records that a message comes from the last span of `src`. Ignored if there is no span yet."""
+        # The timeline needs causes: without an earlier span nothing that was computed led to this message.
         number = len(self._spans[src]) - 1
         if number >= 0:
             self._arrivals.setdefault((dst, src, tag), deque()).append(Arrival(src, number, left, arrives))
 
     def took(self, rank: int, src: int, tag: Tag) -> None:
-        """Says that the next span of `rank` needs the oldest message from `src` with that tag."""
+        """Records that the next span of `rank` needs the oldest message from `src` with that tag."""
         arrivals = self._arrivals.get((rank, src, tag))
         if arrivals:
             self._needed[rank].append(arrivals.popleft())
@@ -68,7 +70,7 @@ class Recorder:
                 del self._arrivals[rank, src, tag]
 
     def span(self, rank: int, step: object, start: float, end: float) -> None:
-        """Adds a span of a rank, which has just ended."""
+        """Adds a span of a rank, with the messages that it needed."""
         number = len(self._spans[rank])
         self._spans[rank].append((step, start, end))
         for arrival in self._needed[rank]:
@@ -78,11 +80,11 @@ class Recorder:
         self._needed[rank].clear()
 
     def span_beside(self, rank: int, lane: int, step: object, start: float, end: float) -> None:
-        """Adds a span of a lane, which has just ended."""
+        """Adds a span of a lane."""
         self._beside[rank].setdefault(lane, []).append(Span(step, start, end))
 
     def timeline(self) -> Timeline:
-        """Returns all spans, and what passed between them."""
+        """Returns all spans, and the transfers between them."""
         return Timeline(
             steps=tuple(tuple(step for step, _, _ in spans) for spans in self._spans),
             starts=tuple(tuple(start for _, start, _ in spans) for spans in self._spans),

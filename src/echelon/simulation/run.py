@@ -1,4 +1,4 @@
-"""Runs a program on simulated ranks, one at a time, in virtual time."""
+"""`echelon.simulate`: runs a program on simulated ranks, one at a time, in virtual time, and explains deadlocks."""
 
 from __future__ import annotations
 
@@ -36,31 +36,27 @@ from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 from echelon.timeline.timeline import Timeline
 
-# Collects what there is to say when no rank can go on: who waits where, who has gone, and what nobody asked for.
-
-# Explains why no rank can go on: who waits for whom, in which operation and at which line.
-
 _MOST_UNCLAIMED = 8
-"""How many messages that nobody has asked for are named."""
+"""Most unclaimed messages that a DeadlockError lists."""
 
 
 class Waiting(NamedTuple):
-    """One task that waits."""
+    """Waiting task, as a DeadlockError lists it."""
 
     rank: int
     peer: int
-    """The rank that it waits for; its own if it waits for what it started beside; ANY if any rank will do."""
+    """Rank that it waits for. Its own if it waits for an asynchronous operation, ANY if any rank will do."""
     doing: str
     place: str
-    """The line of the program; empty if it has none, because its function has returned."""
+    """Line of the program. Empty if the rank's function has returned."""
     is_beside: bool
-    """Whether it was started beside the rank's own task; `place` is then where."""
+    """Whether the task is a lane. `place` is then the line that started the operation."""
 
     def __str__(self) -> str:
         whom = "any rank" if self.peer == ANY else f"rank {self.peer}"
         if self.is_beside:
             return f"rank {self.rank}, in {self.doing}, waits for {whom}; begun at {self.place}"
-        whom = whom if self.peer != self.rank else "what it began beside"
+        whom = whom if self.peer != self.rank else "its own asynchronous operation"
         where = f", at {self.place}" if self.place else ", at the end of its function"
         return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
 
@@ -72,13 +68,13 @@ def deadlock(
     unclaimed: Sequence[str],
     now: float,
 ) -> DeadlockError:
-    """Makes the error for ranks that wait for ever.
+    """Returns the error for ranks that wait for ever.
 
     Args:
-        waiting: all that wait.
-        returned: ranks whose function has returned, with what each called last, and where; empty for nothing.
+        waiting: all waiting tasks.
+        returned: ranks whose function has returned, with the last call of each and its line; empty without a call.
         killed: ranks that a fault ended.
-        unclaimed: what was sent and not asked for, in words.
+        unclaimed: messages that were sent but not received, in words.
         now: virtual seconds.
     """
     tasks = sorted(waiting)
@@ -87,11 +83,12 @@ def deadlock(
     lines += [f"rank {rank} was killed" for rank in sorted(killed)]
     lines += unclaimed[:_MOST_UNCLAIMED]
     if len(unclaimed) > _MOST_UNCLAIMED:
-        lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more that nobody has asked for")
+        lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
     return DeadlockError("\n  ".join([f"no rank can go on at {now:g} s: {_reason(tasks, returned)}", *lines]))
 
 
 def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
+    # Before any cycle: a rank that has returned can send nothing more.
     for task in tasks:
         if task.peer in returned:
             return (
@@ -103,13 +100,14 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
             edges.setdefault(task.rank, []).append(task.peer)
     cycle = find_cycle(edges)
     if not cycle:
-        return "what they wait for was never sent: let every receive have its send"
+        return "the messages that they wait for were never sent: match every receive with a send"
     path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
-    return f"they wait for each other, {path}: let one of them send what the other waits for before it waits itself"
+    return f"they wait for each other, {path}: let one of them send before it waits"
 
 
 def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Returns the nodes of one cycle in order, from its smallest; empty if there is none."""
+    """Returns the nodes of one cycle in order, from its smallest. Empty if there is none."""
+    # A node is left out once no cycle goes through it, so this ends after one visit of each.
     done: set[int] = set()
     for start in sorted(edges):
         path: list[int] = []
@@ -126,7 +124,8 @@ def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
-    """Makes the error for tasks of a world that wait for ever."""
+    """Returns the error for tasks of a world that wait for ever."""
+    # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
     idle = world.returned - {task.rank for task in tasks if task.number == 0}
     return deadlock(
         waiting=[_waiting(world, task) for task in tasks],
@@ -161,7 +160,7 @@ def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
 
 
 def _last_call(recorder: FlightRecorder) -> str:
-    """Returns what a rank called last, and where; empty if it called nothing."""
+    """Returns a rank's last call and its line. Empty if it made no call."""
     records = recorder.records()
     if not records:
         return ""
@@ -174,7 +173,7 @@ def _unclaimed(world: World) -> Iterator[str]:
     for rank, mailbox in enumerate(world.mailboxes):
         for src, tag in mailbox.unclaimed():
             if is_plain(tag):
-                yield f"rank {rank} has not asked for what rank {src} has sent it, {_name_of(tag)}"
+                yield f"rank {rank} has not received a message of rank {src}, {_name_of(tag)}"
 
 
 def _name_of(tag: Tag) -> str:
@@ -182,32 +181,32 @@ def _name_of(tag: Tag) -> str:
 
 
 _ALLOCATIONS = 100_000
-"""How many objects are made before the garbage collector looks at them; 700 is the default."""
+"""Number of new objects between two runs of the garbage collector. Python's default is 700."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated run gave."""
+    """Result of a simulated run."""
 
     results: list[Any]
-    """What the function returned, by rank; None for a rank that was killed."""
+    """Return values of the function, by rank. None for a killed rank."""
     elapsed: float
     """Virtual seconds from the start until the last rank's function ended."""
     seed: int
     timeline: Timeline
-    """What each rank computed and its collectives, in virtual seconds. Asynchronous ones are in `Timeline.beside`."""
+    """Steps and collectives of each rank, in virtual seconds. Asynchronous collectives are in `Timeline.beside`."""
     bytes_sent: Mapping[tuple[int, int], int]
-    """By sender and receiver."""
+    """Bytes, by (sender, receiver)."""
     peak_memory: tuple[int, ...] | None = None
-    """With `memory=True`: the most bytes that the tensors made by each rank had at one time."""
+    """Peak bytes of the tensors that each rank made, by rank. None without `memory=True`."""
     measurements: Measurements | None = None
-    """With measured costs: the figures. As `costs` of another simulation they repeat this one."""
+    """Measured costs. As `costs` of another simulation they repeat this one. None if costs are not measured."""
     events: Sequence[tuple[object, ...]] = field(default=(), repr=False)
-    """What the trace is made of."""
+    """Events of the trace, each as the arguments of an `Event`."""
 
     @functools.cached_property
     def trace(self) -> str:
-        """All that happened, one line per event. The same seed gives the same trace."""
+        """All events as text, one per line. The same seed gives the same trace."""
         return text_of(self.events)
 
 
@@ -223,36 +222,37 @@ def simulate(
     timeout: float = DEFAULT_TIMEOUT,
     memory: bool = False,
 ) -> Simulation:
-    """Runs `fn(group, *args)` on every rank of a simulated world and returns when all have ended.
+    """Runs `fn(group, *args)` on every rank of a simulated world. Blocks until all ranks have ended.
 
-    Exactly one rank runs at a time, and the seed decides who, wherever the clock does not: the same seed gives the same
-    run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs unchanged. Each rank has
-    random states of its own (Python's, NumPy's, torch's for the CPU) and computes with one thread. All ranks share what
-    a process has only once: modules, the environment, torch's default dtype.
+    Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
+    seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs
+    unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU) and computes with one
+    thread. All ranks share the modules, the environment, torch's default dtype and the other state of the process.
 
     Args:
-        fn: what each rank runs.
-        world_size: the number of ranks.
+        fn: function that each rank runs.
+        world_size: number of ranks.
         args: further arguments of `fn`, the same objects on every rank.
-        seed: of everything that is left to chance.
+        seed: seed of the order of events and of all random states.
         network: a `Network`, the name of one (see `echelon.simulation.PRESETS`), or a function from two ranks to the
             `Network` between them. None: messages take no time.
-        costs: what computing costs. None: nothing. `echelon.pipeline.Costs`: the actions of pipelines, in seconds. A
-            mapping from a name to seconds, or a function of rank and step: what runs inside `backend.compute(step)`.
-            "measured" or `Measured(factor=)`: the CPU time that it takes here. `Measurements`: the same as before.
-        faults: what goes wrong, or a function of a seeded `random.Random` and the number of ranks that draws it.
-        timeout: virtual seconds that a blocking call waits by default.
-        memory: whether to count the memory of each rank's tensors, which takes time for every operation.
+        costs: virtual time of computing. None: no time. `echelon.pipeline.Costs`: the actions of pipelines, in seconds.
+            A mapping from a step's name to seconds, or a function of rank and step: code inside
+            `backend.compute(step)`. "measured" or `Measured(factor=)`: the CPU time that it takes here.
+            `Measurements`: the times of an earlier simulation.
+        faults: faults, or a function of a seeded `random.Random` and the number of ranks that draws them.
+        timeout: default timeout of blocking calls, virtual seconds.
+        memory: whether to count the memory of each rank's tensors, which slows down every operation of torch.
 
     Raises:
         InvalidWorldSize: `world_size` is below 1 or above 65,536.
-        LaunchError, InvalidRank: an argument that makes no sense; faults of ranks that there are not.
-        DeadlockError: no rank can go on; with who waits for whom, and where.
+        LaunchError, InvalidRank: an argument is invalid, or a fault names a rank that is not in the world.
+        DeadlockError: no rank can go on. It lists which rank waits for which, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
-        UnsupportedOp: a rank changed a tensor before its send was done. Looked for where messages take time, and there
-            are neither faults nor `memory`.
-        PeerFailed: a rank called `sys.exit` with an error status; it is named.
-        Exception: that of the rank which failed first, with a note that names the rank.
+        UnsupportedOp: a rank changed a tensor before its send was done. Checked if messages take time and there are
+            neither faults nor `memory`.
+        PeerFailed: a rank called `sys.exit` with an error status. It names the rank.
+        Exception: the exception of the first failing rank, with a note that names the rank.
     """
     check_world_size(world_size)
     _check(fn, args, seed, timeout)
@@ -285,12 +285,12 @@ def simulate(
 def _check(fn: object, args: object, seed: object, timeout: object) -> None:
     check_call(fn, args)
     if not is_count(seed):
-        raise LaunchError(f"seed={seed!r}: give a whole number, at least 0: what repeats needs one")
+        raise LaunchError(f"seed={seed!r}: give a whole number, at least 0, so that the run can be repeated")
     check_default_timeout(timeout, LaunchError)
 
 
 class _Run:
-    """One simulation under way."""
+    """Running simulation: its ranks, their results and their failures."""
 
     def __init__(
         self, world: World, world_size: int, fn: Callable[..., Any], args: Sequence[object], timeout: float
@@ -307,7 +307,7 @@ class _Run:
         self._failures: list[RankFailure] = []
         self._backends: list[VirtualBackend] = []
         self._disputed: set[int] = set()
-        """Contexts whose ranks were told that they disagree."""
+        """Contexts whose ranks have got CollectiveMismatch already."""
         self._scheduler.on_stuck = self._explain
 
     def run(self) -> None:
@@ -317,11 +317,13 @@ class _Run:
             self._scheduler.run()
             error = self._error()
         finally:
-            # What refers to each other would live on until the garbage collector comes.
+            # Breaks the reference cycles between tasks, backends and world: a thousand failed simulations kept 160 MB
+            # until the garbage collector ran.
             for backend in self._backends:
                 backend.forget()
             self._scheduler.forget()
             self._errors.clear()
+        # The error's traceback refers to this frame: without the `del`, frame and error would be a cycle.
         try:
             if error is not None:
                 raise error
@@ -329,11 +331,11 @@ class _Run:
             del error
 
     def _error(self) -> BaseException | None:
-        """Returns what to raise, if anything went wrong."""
+        """Returns the error of the simulation. None if all ranks succeeded."""
         if self._failures:
             cause = first_cause(self._failures)
             error = self._errors[cause.rank]
-            if isinstance(error, SystemExit):  # raised here, it would end the program that simulates, without a word
+            if isinstance(error, SystemExit):  # raised here, it would silently end the program that simulates
                 error = PeerFailed(cause.rank, f"it {cause.summary}")
                 error.__cause__ = self._errors[cause.rank]
             error.add_note(f"raised on rank {cause.rank} of {len(self.results)}")
@@ -341,8 +343,8 @@ class _Run:
         return self._scheduler.error or self._world.overwritten or self._world.missed()
 
     def _run_rank(self, rank: int) -> None:
-        """The body of a rank's own task."""
-        torch.set_num_threads(1)
+        """Body of a rank's main task."""
+        torch.set_num_threads(1)  # `simulate` restores the caller's number
         backend = VirtualBackend(rank, len(self.results), self._world, self._timeout)
         self._backends.append(backend)
         group = ProcessGroup(backend)
@@ -373,8 +375,10 @@ class _Run:
             self._scheduler.cancel()
 
     def _explain(self, tasks: Sequence[Task]) -> DeadlockError | None:
-        """Returns the error; with faults there is none as long as ranks wait for one that left because of them."""
+        """Returns the error for ranks that wait for ever. None if news could be sent that lets some go on."""
         world = self._world
+        # With faults a rank may have returned because of one. It did not call too little by mistake, so the ranks that
+        # wait for it get PeerFailed, and there is no deadlock.
         if world.faults.faults and world.tell_of_returned():
             return None
         if self._tell_of_disagreement():
@@ -382,7 +386,7 @@ class _Run:
         return explain(world, tasks)
 
     def _tell_of_disagreement(self) -> bool:
-        """Tells all ranks of a collective that two have called differently; says whether there was such news."""
+        """Fails a collective that two ranks called differently, on all ranks. True if there was one."""
         for backend in self._backends:
             for flight in backend.flight_recorder.under_way():
                 if flight.sequence and flight.context not in self._disputed:
@@ -397,11 +401,9 @@ class _Run:
 
 @contextmanager
 def _rarer_collections() -> Iterator[None]:
-    """Keeps the garbage collector from running all the time.
-
-    A simulation makes many small objects, and few cycles of them. Without this, half of its time goes into looking at
-    all that there is in memory, torch itself above all, again and again.
-    """
+    """Inside, the garbage collector runs rarely."""
+    # A simulation makes many small objects, and few reference cycles. With the default threshold half of its time goes
+    # into collections, which traverse all objects, most of them torch's: 30 us per message.
     before = gc.get_threshold()
     gc.set_threshold(_ALLOCATIONS, *before[1:])
     try:

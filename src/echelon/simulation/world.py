@@ -1,4 +1,4 @@
-"""What the ranks of one simulation share: clock, network, faults, and the record of what happens."""
+"""World of a simulation: clock, network, faults, mailboxes and record, shared by all ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from echelon.simulation.random_state import RandomStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler
 
-# Measures how many bytes of tensors a simulated rank holds: those that its operations make, until they are freed.
-
 
 class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory of all new tensors of the thread that it is active in, forward and backward alike.
+    """Meter of a rank's memory: bytes of the tensors that its operations make, forward and backward, until freed.
 
-    Tensors of one storage count once. What existed before, and what torch's kernels use while they run, does not count.
+    It counts in the thread in which it is active. Tensors of one storage count once. Tensors from before, and the
+    workspace of torch's kernels, do not count.
     """
 
     def __init__(self) -> None:
@@ -42,9 +41,9 @@ class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
         self.held = 0
         """Bytes held now."""
         self.peak = 0
-        """The most bytes ever held."""
+        """Most bytes ever held."""
         self.is_paused = False
-        """Whether what is made now is somebody else's."""
+        """Whether new tensors belong to another rank, and do not count."""
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -59,12 +58,14 @@ class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
     def count(self, tensor: torch.Tensor) -> None:
         """Counts a tensor's memory until it is freed."""
         storage = tensor.untyped_storage()
+        # By address: views and results of in-place operations share a storage that has been counted.
         key = storage.data_ptr()
         if key in self._known or not storage.nbytes():
             return
         self._known.add(key)
         self.held += storage.nbytes()
         self.peak = max(self.peak, self.held)
+        # atexit = False: at the end of the process nobody reads the count.
         weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
 
     def _freed(self, key: int, num_bytes: int) -> None:
@@ -81,12 +82,12 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def is_plain(tag: Tag) -> bool:
-    """Says whether a message is no part of a collective."""
+    """Whether a message is no part of a collective."""
     return tag.sequence == 0 or tag.sequence >= TRANSFERS
 
 
 class _Arrival:
-    """A message on its way: when called, it is there."""
+    """Event: a message arrives."""
 
     __slots__ = ("_note", "_tensor", "_world", "dst", "src", "tag")
 
@@ -103,7 +104,7 @@ class _Arrival:
 
 
 class _Departure:
-    """The end of a send: when called, its tensor may change again."""
+    """Event: a send is done. Checks that its tensor has not changed, which it may from now on."""
 
     __slots__ = ("_complete", "_dst", "_note", "_original", "_sent", "_src", "_world")
 
@@ -133,7 +134,7 @@ class _Departure:
 
 
 class World:
-    """One simulated world. Its methods are called by whichever task runs; none of them blocks."""
+    """One simulated world. Its methods are called by the running task, and none of them blocks."""
 
     def __init__(
         self,
@@ -146,12 +147,13 @@ class World:
         measures_memory: bool,
         hosts: tuple[int, ...],
     ) -> None:
+        # The one source of order between events at the same time: one seed gives one run.
         self.scheduler = Scheduler(random.Random(seed).random)
         self.faults = faults
         self.cost = cost
         self.meter = meter
         self.hosts = hosts
-        """The host of each rank, by number."""
+        """Number of each rank's host."""
         self.traffic = Traffic(self.scheduler, world_size, link, faults)
         self.recorder = Recorder(world_size)
         self.random_states = RandomStates(seed, world_size)
@@ -159,12 +161,13 @@ class World:
         self.memory_meters = [MemoryMeter() for _ in range(world_size)] if measures_memory else []
         self.flight_recorders: dict[int, FlightRecorder] = {}
         self.returned: set[int] = set()
-        """Ranks whose function has ended."""
+        """Ranks whose function has returned."""
         self.killed: set[int] = set()
         self.deaths_by_op = {kill.rank: kill.at_op for kill in faults.kills if kill.at_op is not None}
         self._told_of: set[int] = set()
         self.overwritten: UnsupportedOp | None = None
-        """The error for the first tensor that its rank has changed while it was sent."""
+        """Error for the first tensor that was changed during its send. None if there is none."""
+        # Only with pauses: it is asked at every turn.
         if faults.pauses:
             self.scheduler.available_at = faults.available_at
         for kill in faults.kills:
@@ -174,9 +177,9 @@ class World:
     def send_tensor(
         self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, complete: Callable[[], None]
     ) -> None:
-        """Sends a copy of a tensor; calls `complete` when its sender is done with it, which may be at once.
+        """Sends a copy of a tensor, and calls `complete` when the send is done, which may be at once.
 
-        Real networks read the tensor until then, not a copy. So the tensor is compared with its copy at that time.
+        A real network reads the tensor itself until then. So tensor and copy are compared at that time.
         """
         original, tensor = tensor, self._copy(src, tensor)
         num_bytes, recorder = tensor.nbytes, self.recorder
@@ -184,19 +187,23 @@ class World:
         recorder.bytes_sent[src, dst] += num_bytes
         recorder.events.append((self.scheduler.now, src, "sends to rank", num_bytes, dst, tag, note))
         if passage.arrives < math.inf:
+            # A collective is a span itself; only messages between two ranks are drawn as transfers.
             if is_plain(tag):
                 recorder.sent(src, dst, tag, passage.left, passage.arrives)
             self.scheduler.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
         if passage.done <= self.scheduler.now:
             complete()
-        elif self.faults.faults or self.memory_meters:  # waits are given up, or the tensor would count for longer
+        # Not compared with faults, where a program may give up a wait and use the tensor again, nor with memory meters,
+        # because the event keeps the tensor alive, so it would count for longer.
+        elif self.faults.faults or self.memory_meters:
             self.scheduler.at(passage.done, complete)
         else:
-            copy = tensor.clone()  # the one that is sent belongs to the receiver, once it has arrived
+            copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
             self.scheduler.at(passage.done, _Departure(self, src, dst, note, original.detach(), copy, complete))
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies what is sent. The copy is the network's, then the receiver's, never the sender's."""
+        """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
+        # In normal mode: torch refuses to change a tensor of inference mode outside of it, where the receiver may be.
         if not self.memory_meters:
             with normal_mode():
                 return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
@@ -208,20 +215,22 @@ class World:
             self.memory_meters[src].is_paused = False
 
     def arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
-        """Gives a message to the rank that it is for."""
+        """Delivers a message to the mailbox of its receiver."""
         self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
+        # From its arrival a message takes the receiver's memory, received or not.
         if self.memory_meters:
             self.memory_meters[dst].count(tensor)
         self.mailboxes[dst].take(src, tag, tensor, as_sent(note))
 
     def tell(self, src: int, dst: int, news: Callable[[Mailbox], object]) -> None:
-        """Lets the other rank's mailbox know something, when it has crossed the network behind all that was sent."""
+        """Sends news to a rank: calls `news` with its mailbox once all earlier messages from `src` have arrived."""
+        # As a message of 0 bytes, so that news never overtakes data that was sent before.
         passage = self.traffic.send(src, dst, 0)
         if passage.arrives < math.inf:
             self.scheduler.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
 
     def answers(self, ranks: Iterable[int], question: Question) -> dict[int, Status]:
-        """Returns where ranks are, seen from a collective of another one. To ask takes no time; the dead are silent."""
+        """Returns the status of ranks, for another rank's question. Killed ranks give none. Takes no virtual time."""
         return {
             rank: status_of(self.flight_recorders[rank], question)
             for rank in ranks
@@ -229,7 +238,7 @@ class World:
         }
 
     def kill(self, rank: int) -> None:
-        """Ends a rank, unless its function has ended already."""
+        """Ends a rank, and sends PeerFailed to all others. No effect if it was killed or has returned."""
         if rank in self.killed or rank in self.returned:
             return
         self.killed.add(rank)
@@ -241,7 +250,7 @@ class World:
                 self.tell(rank, peer, partial(_fail_peer, rank, failure))
 
     def tell_of_returned(self) -> bool:
-        """Tells all that ranks have gone whose functions have returned; says whether that was news."""
+        """Sends PeerFailed for each rank that has returned since the last call. True if there was one."""
         news = sorted(self.returned - self._told_of)
         self._told_of.update(news)
         for rank in news:
@@ -252,14 +261,16 @@ class World:
         return bool(news)
 
     def missed(self) -> CollectiveMismatch | None:
-        """Returns the error for a collective that a rank took no part in, though no other rank had to wait for it.
+        """Returns the error for a collective in which a rank took no part, or for a message that was never received.
 
-        Or for a message that no rank has received. Not where anything went wrong that the program has dealt with: then
-        messages are left over.
+        None if there is none. Called at the end, for calls that no other rank had to wait for.
         """
+        # After a failure that the program has handled, messages are left over legally: neither faults nor failed
+        # mailboxes or contexts are examined.
         if self.faults.faults:
             return None
         if not any(mailbox.has_failures for mailbox in self.mailboxes):
+            # Sorted, so that the same seed gives the same error.
             for dst, src, tag in sorted(self._unread()):
                 return CollectiveMismatch(
                     f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}: "
@@ -267,6 +278,7 @@ class World:
                 )
         for dst, src, tag in sorted(self._left_over()):
             if not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
+                # The name of the collective is in the trace, which has the note of each message.
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
                 flight = self.flight_recorders[src].find(tag.context, tag.sequence)
@@ -278,7 +290,7 @@ class World:
         return None
 
     def _left_over(self) -> Iterator[tuple[int, int, Tag]]:
-        """Yields receiver, sender and tag of collectives' messages that nobody has asked for, there or on their way."""
+        """Yields receiver, sender and tag of collectives' messages that were not received, in flight or not."""
         for dst, mailbox in enumerate(self.mailboxes):
             for src, tag in mailbox.unclaimed():
                 if not is_plain(tag):
@@ -288,7 +300,7 @@ class World:
                 yield action.dst, action.src, action.tag
 
     def note_overwritten(self, src: int, dst: int, what: str) -> None:
-        """Keeps the error for a tensor that was changed while it was sent."""
+        """Records the error for a tensor that was changed during its send. The first one counts."""
         if self.overwritten is None:
             self.overwritten = UnsupportedOp(
                 f"rank {src} changed a tensor before its send to rank {dst} was done, at {self.scheduler.now:g} s in "
@@ -296,7 +308,7 @@ class World:
             )
 
     def _unread(self) -> Iterator[tuple[int, int, Tag]]:
-        """Yields receiver, sender and tag of a group's messages that no rank has received, there or on their way."""
+        """Yields receiver, sender and tag of a group's plain messages that were not received, in flight or not."""
         for dst, mailbox in enumerate(self.mailboxes):
             for src, tag in mailbox.unclaimed():
                 if tag.sequence == 0 and tag.context:
@@ -310,6 +322,7 @@ class World:
         self.recorder.events.append((self.scheduler.now, rank, what))
 
 
+# By bits, because NaN equals nothing.
 def _have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(as_bytes(one), as_bytes(other))
 

@@ -1,4 +1,4 @@
-"""Which gradients travel together: the layout of buckets, a plan that every rank makes for itself."""
+"""Layout of gradient buckets: a plan of which gradients travel together, made by each rank without communication."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 MEBIBYTE = 1024 * 1024
 
 FIRST_BUCKET_MB = 1.0
-"""Size of the first bucket: small, so that communication starts soon after backward does. And about that of the last,
-which nothing is left to hide behind."""
+"""Size of the first bucket: small, so that communication starts soon after backward does. About the size of the last
+bucket as well, because no computation is left to overlap with it."""
 _GROWTH = 2
-"""How much larger a bucket near the end is than the next: so it has been sent when that is full, over a link that
-carries twice what backward computes."""
+"""Ratio of a bucket's size to the next one's, near the end. Over a link that carries twice as many bytes as backward
+computes, a bucket has been sent when the next one is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose gradients are reduced in one collective, in the order they lie in memory."""
+    """Parameters whose gradients are reduced in one collective, in memory order."""
 
     kind: str
-    """What they have in common, such as dtype and device."""
+    """Their common properties, such as dtype and device."""
     members: tuple[int, ...]
     """Numbers of the parameters, in the model's order."""
     num_bytes: int
@@ -31,7 +31,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All buckets, in the order they are launched. Every parameter is in exactly one."""
+    """All buckets, in launch order. Every parameter is in exactly one."""
 
     buckets: tuple[Bucket, ...]
 
@@ -57,14 +57,14 @@ def bucket_layout(
     *,
     tapers: bool = True,
 ) -> Layout:
-    """Makes the layout for parameters of these sizes.
+    """Returns the layout for parameters of these sizes.
 
-    Parameters are taken in the order in which backward computes their gradients; unless told, in reverse, which is
-    about that. Each joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by
-    less than its last parameter, and the small bias behind a large weight makes no bucket of its own. Where they taper,
-    buckets become smaller towards the end, by half each time, down to one as large as the first: what is still to be
-    sent when the last gradient is there cannot be hidden. But none smaller than the first is cut off for that. Buckets
-    are launched in the order of their last parameters, as that is when they are complete.
+    Parameters are taken in the order in which backward computes their gradients: `order`, or in reverse, which is about
+    the same. Each joins the open bucket of its kind, which is closed once it is full. So a bucket exceeds its size by
+    less than its last parameter, and the small bias after a large weight makes no bucket of its own. With `tapers`,
+    buckets become smaller towards the end, by half each time, down to the size of the first: bytes that are unsent when
+    the last gradient is complete cannot be overlapped. No bucket smaller than the first is cut off for that. Buckets
+    are launched in the order of their last parameters, because a bucket is complete when its last parameter is.
 
     With sizes 1 1 2 2 3 3 4 4 2 MiB of one kind, buckets of 8 MiB and a first bucket of 2 MiB:
 
@@ -74,11 +74,11 @@ def bucket_layout(
 
     Args:
         sizes: bytes of each parameter, in the model's order.
-        kinds: what parameters must have in common to share a bucket.
+        kinds: kind of each parameter, such as dtype and device. Parameters of one kind may share a bucket.
         bucket_mb: size at which a bucket is full, in mebibytes (2**20 bytes).
-        first_bucket_mb: the same for the bucket that is opened first; `bucket_mb`, if that is smaller.
+        first_bucket_mb: size of the bucket that is opened first, at most `bucket_mb`.
         order: the numbers of all parameters, in the order in which their gradients come.
-        tapers: see above.
+        tapers: whether buckets become smaller towards the end.
 
     Raises:
         ValueError: a size is not above 0.
@@ -102,6 +102,8 @@ def bucket_layout(
         bucket = opened[kind]
         bucket.members.append(index)
         bucket.num_bytes += sizes[index]
+        # Closed when full, not before it would be: a large weight that closed the bucket before it left its bias in a
+        # bucket of its own, which doubled the collectives of models with large layers.
         if bucket.num_bytes >= bucket.capacity:
             closed.append(opened.pop(kind))
     closed.extend(opened.values())
@@ -113,7 +115,7 @@ def bucket_layout(
 def _begins_near_the_end(
     sizes: Sequence[int], kinds: Sequence[str], order: Sequence[int], smallest: float, limit: float
 ) -> set[int]:
-    """Returns the first parameters of the buckets that become smaller towards the end, the last of `smallest` bytes."""
+    """Returns the first parameters of the tapered buckets at the end. The last bucket has about `smallest` bytes."""
     begins: set[int] = set()
     capacity, num_bytes = smallest, 0
     for index in reversed(order):
@@ -129,7 +131,7 @@ def _begins_near_the_end(
 
 @dataclass(slots=True)
 class _Open:
-    """A bucket that may still grow."""
+    """Bucket that may still grow."""
 
     kind: str
     capacity: float

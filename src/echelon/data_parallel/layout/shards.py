@@ -1,4 +1,4 @@
-"""Who keeps which part of the parameters: the layout of shards, a plan that every rank makes for itself."""
+"""Layout of optimizer shards: a plan of which rank keeps which part of the parameters. No communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to `stop` of one parameter, counted as they lie in memory."""
+    """Elements `start` to `stop` of one parameter, in memory order."""
 
     parameter: int
     """The parameter's number."""
@@ -31,12 +31,13 @@ def shard_layout(sizes: Sequence[int], num_shards: int) -> tuple[tuple[Piece, ..
 
     Args:
         sizes: elements of each parameter.
-        num_shards: how many shards; at least 1.
+        num_shards: number of shards, at least 1.
 
     Returns:
         The pieces of each shard, in order. A shard can be empty; no piece is.
     """
     total = sum(sizes)
+    # Rounded per bound, not per shard, so that sizes differ by at most 1 and add up to the total.
     bounds = [total * shard // num_shards for shard in range(num_shards + 1)]
     return tuple(pieces_between(sizes, first, last) for first, last in pairwise(bounds))
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a reduction of gradients: whole numbers that are added up over all ranks."""
+"""Summary of a gradient reduction: integers of each rank that are added up over all ranks by one all_reduce."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import NamedTuple
 
 
 class Summary(NamedTuple):
-    """One rank's numbers, or their sums."""
+    """Numbers of one rank, or their sums over all ranks."""
 
     num_counting: int
-    """Ranks that came to this reduction by a backward, and so count their forwards."""
+    """Number of ranks that reached this reduction by a backward, and so count their forwards."""
     num_forwards: int
-    """Forwards since the last reduction."""
+    """Number of forwards since the last reduction."""
     forwards_squared: int
-    """The squares of those."""
+    """Square of the number of forwards of a rank, for `agrees`."""
     num_steps: int
-    """Optimizer steps since the last reduction."""
+    """Number of optimizer steps since the last reduction."""
     steps_squared: int
-    """The squares of those."""
+    """Square of the number of steps of a rank, for `agrees`."""
     num_samples: int
-    """Samples of those forwards."""
+    """Number of samples of the forwards."""
     num_beside: int
-    """Ranks that have a core left over for reductions beside backward."""
+    """Number of ranks that have an idle core for reductions overlapped with backward."""
     num_having: tuple[int, ...]
-    """Of each parameter: the ranks that have a gradient."""
+    """Per parameter, the number of ranks that have a gradient."""
     places: tuple[int, ...]
-    """Of each parameter: when its gradient came, 1 for the first; 0 unless one rank tells of that."""
+    """Per parameter, the position of its gradient in the order of arrival, from 1. 0 if no rank reports the order."""
 
     @classmethod
     def of(
@@ -39,15 +39,15 @@ class Summary(NamedTuple):
         *,
         beside: bool = True,
     ) -> Summary:
-        """Makes that of one rank.
+        """Returns the summary of one rank.
 
         Args:
-            having: of each parameter, whether there is a gradient.
-            num_forwards: since the last reduction; None: this rank does not count them, nor steps.
-            num_samples: of those forwards.
-            came: the parameters in the order in which their gradients came, each once or more; at most one rank tells.
-            num_steps: of optimizers since the last reduction.
-            beside: whether this rank has a core left over for reductions.
+            having: per parameter, whether this rank has a gradient.
+            num_forwards: forwards since the last reduction. None: this rank counts neither forwards nor steps.
+            num_samples: samples of these forwards.
+            came: parameters in the order in which their gradients came, each once or more. Empty on all ranks but one.
+            num_steps: optimizer steps since the last reduction.
+            beside: whether this rank has an idle core for reductions.
         """
         counts = num_forwards is not None
         forwards = num_forwards or 0
@@ -61,28 +61,29 @@ class Summary(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Summary:
-        """Takes the numbers apart again."""
+        """Returns the summary with these `numbers()`."""
         counting, forwards, forwards_squared, steps, steps_squared, samples, beside, *others = numbers
         half = len(others) // 2
         having, places = tuple(others[:half]), tuple(others[half:])
         return cls(counting, forwards, forwards_squared, steps, steps_squared, samples, beside, having, places)
 
     def numbers(self) -> list[int]:
-        """Returns all numbers in a row, for adding up."""
+        """Returns all numbers in a row, for an all_reduce."""
         *counts, having, places = self
         return [*counts, *having, *places]
 
     def agrees(self) -> bool:
-        """Says whether all ranks that count have the same number of forwards, and of steps.
+        """Whether all counting ranks have the same number of forwards, and of steps.
 
-        By Cauchy and Schwarz n times the sum of n squares is the square of the sum only if all are equal.
+        By Cauchy and Schwarz, n times the sum of n squares is the square of the sum only if all are equal.
         """
+        # So sums are enough, and no rank has to gather the counts of all others.
         return (
             self.forwards_squared * self.num_counting == self.num_forwards**2
             and self.steps_squared * self.num_counting == self.num_steps**2
         )
 
     def order(self) -> list[int]:
-        """Returns the parameters in the order in which their gradients came, those of which that was told."""
+        """Returns the parameters in the order in which their gradients came. Empty if no rank reported it."""
         told = [(place, parameter) for parameter, place in enumerate(self.places) if place]
         return [parameter for _, parameter in sorted(told)]
