@@ -43,7 +43,7 @@ def wait_for(
         return work.wait(0.0)  # not `result`: a simulation counts what was waited for
     begun = backend.now()
     deadline = begun + timeout
-    # A backend that never queries its peers, such as a simulation, logs no warnings either.
+    # A simulation has no intervals: it notices at once that no rank can go on. So it logs no warnings either.
     warns_at = begun + WARN_SECONDS if backend.query_peers_after < math.inf else math.inf
     while True:
         try:

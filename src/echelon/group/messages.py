@@ -65,7 +65,7 @@ class PointToPoint(GroupBase):
     def send(self, tensor: Tensor, dst: int, tag: int = 0, timeout: Seconds = None) -> None:
         """Sends a tensor to rank `dst`. Blocks until `tensor` may be changed again, not until it was received.
 
-        A tensor on a GPU, sent by a c10d backend, may be changed once its receive was posted.
+        A send of a GPU tensor over a c10d backend blocks until rank `dst` has called its receive.
         """
         if timeout is not None:
             check_seconds(timeout)

@@ -80,7 +80,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor]) -> Operation[list[Tensor]]:
 
 
 def gather_coalesced(tensors: Sequence[Tensor], dst: int) -> Operation[list[Tensor] | None]:
-    """Returns the operation that concatenates each tensor over all ranks on rank `dst`. Its result is None elsewhere."""
+    """Returns the operation that concatenates each tensor over all ranks, on rank `dst` only. None on other ranks."""
     own = _rows_of(tensors)
 
     def finish(came: Tensor | None) -> list[Tensor] | None:
