@@ -39,6 +39,7 @@ class Collectives(GroupBase):
         away = self._check(tensor, "all_reduce", in_place=True)
         operation = operations.all_reduce(here(tensor, away), op)
         result = self._call(in_place(operation, tensor, away), async_op, timeout, changes=(tensor,))
+        # A call that needs a host copy needs it every time, so there is no fast path for it.
         if away is None:
             self._know_all_reduce(tensor, op, operation.note)
         return result
@@ -84,6 +85,7 @@ class Collectives(GroupBase):
         operation = operations.broadcast(here(tensor, away), src)
         is_src = self.rank == src
         operation = in_place(operation, tensor, away, writes=not is_src)
+        # Except for an inference tensor, which rank src only reads: outside of inference mode its change is an error.
         # Rank src announces a change as well, so that a program that must not overwrite the tensor fails on all ranks.
         changes = () if is_src and tensor.is_inference() else (tensor,)
         return self._call(operation, async_op, timeout, changes=changes)
@@ -142,6 +144,7 @@ class Collectives(GroupBase):
         """
         away = self._check(tensor, "gather")
         self._check_rank(dst, "dst")
+        # All ranks may pass `out`, as programs that are the same on every rank do.
         out = out if self.rank == dst else None
         self._check_place(out, "gather")
         return self._call(on_device(rows.gather(here(tensor, away), dst, out), away), async_op, timeout, out)

@@ -104,6 +104,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._known_sends = {}
         self._known_receives = {}
         self._closed = False
+        # Compared with the current process, to tell a forked child.
         self._process = os.getpid()
         _groups.add(self)
         self._callbacks: list[Callable[[], object]] = []
@@ -222,6 +223,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        # An error that fails this rank aborts, so that other ranks do not wait for it until their timeout. An error
+        # that came from another rank names that rank as the cause.
         if error is None or not fails(error):
             self.close()
         elif isinstance(error, PeerFailed):
@@ -300,6 +303,7 @@ def _context_of(parent: int, number: int) -> int:
     return int.from_bytes(digest, "little") | 1 << 63
 
 
+# Weak, so that it keeps no group alive.
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 

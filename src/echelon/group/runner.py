@@ -69,6 +69,7 @@ class CollectiveRunner:
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()
         self._sequence = 0
+        # Begins with the members, so ranks that made the group with other members differ from its first operation on.
         self._signature = zlib.crc32(repr(list(ranks)).encode())
         self._marks: tuple[str, ...] = ()
         # Errors of asynchronous operations that nobody has waited for yet, by sequence number; `close` raises them.
@@ -98,6 +99,7 @@ class CollectiveRunner:
             return False
         announce_change(tensor)
         flight = self._begin(known.note, known.num_bytes)
+        # It runs at once in the caller's thread, so one look at the clock is enough for both times.
         flight.begun = flight.started
         watch = HangDiagnosis(self._backend, self._ranks, flight, flight.started)
         call = Call(flight.sequence, known.note, flight.signature, flight.started + timeout, watch)
@@ -202,6 +204,7 @@ class CollectiveRunner:
                     result = operation.act(self._channel(call, watch))
         except (Exception, KeyboardInterrupt) as error:
             self._fail(error, watch, flight)
+        # Ended before the result is written: an `out` that does not fit is an error of this rank alone.
         flight.end()
         return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
 
@@ -230,6 +233,7 @@ class CollectiveRunner:
         try:
             return attempt()
         except Closed as error:
+            # The backend's error does not know which operation it ended.
             closed = Closed(f"{flight} was still under way when rank {self._backend.rank} closed: wait for it before")
             self._unseen[flight.sequence] = closed
             raise closed from error
@@ -243,6 +247,7 @@ class CollectiveRunner:
         if isinstance(error, Closed):
             return error
         told = _explained(error, watch, operation)
+        # To other ranks, any other error is a failure of this rank.
         failure = told
         if not isinstance(failure, PeerFailed | CollectiveMismatch):
             failure = failure_of(told, self._backend.rank)

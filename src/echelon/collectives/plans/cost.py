@@ -176,6 +176,7 @@ class _Play:
         """Finishes the rounds of a rank whose messages all have a start and an end."""
         state = self._ranks[rank]
         while (steps := self._round(rank)) is not None:
+            # A round ends only when its sends have left as well, since they share the sender's port.
             receives = [step for step in steps if isinstance(step, Recv | Reduce)]
             lacks = any(len(state.arrived[step.peer]) < self._num_receives(rank, step.peer) for step in receives)
             if state.to_send or lacks:
@@ -186,6 +187,8 @@ class _Play:
                 move = state.arrived[step.peer].popleft()
                 moves.append(move)
                 time = max(time, move.end) + (move.num_bytes * self._costs.gamma if isinstance(step, Reduce) else 0)
+                # A receiver's span begins when its first message starts, so the transfer ends then: the time of the
+                # message itself is part of the span.
                 if move.cause >= 0:
                     transfer = Transfer(move.src, move.cause, rank, len(state.ends), move.start, move.start)
                     self._transfers.append(transfer)

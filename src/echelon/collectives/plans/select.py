@@ -111,6 +111,7 @@ def choose(operation: str, num_bytes: int, hosts: Hosts, overruled: str = "", ta
         for rule in parse(operation, overruled):
             if operation not in SIZED or rule.first <= num_bytes <= rule.last:
                 return rule.algorithm
+    # STATIC comes last and has a rule for every call, so there is always one that fits.
     rules = (*table.get(operation, ()), *STATIC[operation])
     return next(rule.algorithm for rule in rules if rule.fits(operation, num_bytes, hosts))
 

@@ -36,7 +36,7 @@ def from_text(text: str, source: str) -> Table:
     """
     try:
         values = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
         raise _error(source, "it is not JSON") from None
     if not isinstance(values, dict) or values.get("echelon") != _KIND:
         raise _error(source, "it is no table of tuned collectives")

@@ -152,6 +152,7 @@ class _Chain:
             share = prefix[cuts[-1]] + self.times.between(cuts[-1], self.num_layers) // stages_left
             above = bisect_left(prefix, share)
             nearest = above if above == 0 or prefix[above] - share < share - prefix[above - 1] else above - 1
+            # Not before `earliest`, or the later stages could not meet the cap; not beyond the reach of this stage.
             first = max(earliest[stage], cuts[-1] + 1)
             last = min(self.end(cuts[-1], cap), self.num_layers - stages_left + 1)
             cuts.append(min(max(nearest, first), last))
@@ -179,6 +180,7 @@ def _sum(numbers: Sequence[Time], stage: range) -> Time:
 
 
 def _validate(costs: Sequence[Time], num_stages: int, memory: Sequence[Time] | None, memory_limit: Time | None) -> None:
+    # A bool is an int in Python, and True stages are a mistake.
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise PartitionError(f"num_stages={num_stages!r}: give a whole number of at least 1")
     if len(costs) < num_stages:

@@ -65,6 +65,7 @@ def _of_rank(program: Program, rank: int) -> Iterator[str]:
     given = Counter(order)
     yield from (f"rank {rank} lacks {instruction}" for instruction in expected - given)
     yield from (f"rank {rank} has {instruction} without need" for instruction in given - expected)
+    # Places are compared only if each instruction exists exactly once.
     if expected == given:
         at = {instruction: index for index, instruction in enumerate(order)}
         for first, second in rules:
@@ -127,6 +128,7 @@ def _standing(program: Program) -> Iterator[str]:
                 return sent[rank] <= posted
         return True
 
+    # Any order of the ranks gives the same end, so each goes on as far as it can; see the module's Strategy.
     moved = True
     while moved:
         moved = False

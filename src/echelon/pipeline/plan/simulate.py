@@ -284,6 +284,7 @@ class _Link(NamedTuple):
 
 def _links(schedule: Schedule) -> Iterator[_Link]:
     placement, last = schedule.placement, schedule.num_stages - 1
+    # W is left out: no other rank needs its result.
     at: dict[tuple[bool, int, int], int] = {}
     for order in schedule.orders:
         for position, step in enumerate(order):
@@ -305,4 +306,5 @@ def _transfers(schedule: Schedule, ends: Times, durations: Sequence[Time]) -> It
 
 def _recorded_transfers(schedule: Schedule, ends: Times) -> Iterator[Transfer]:
     for source_rank, source, target_rank, target, _ in _links(schedule):
+        # A run measures steps, not arrivals.
         yield Transfer(source_rank, source, target_rank, target, start=ends[source_rank][source], end=None)

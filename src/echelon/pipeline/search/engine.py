@@ -41,6 +41,7 @@ def search(
     Raises:
         ScheduleError: impossible sizes or limit, or costs for another number of stages.
     """
+    # Limits become whole numbers, and infinity has none.
     if memory_limit == float("inf"):
         memory_limit = None
     _validate(num_ranks, num_microbatches, 1 if num_chunks is None else num_chunks, memory_limit)
@@ -60,6 +61,7 @@ def search(
             f"memory_limit={memory_limit} leaves no room for a backward that recomputes: raise it by what "
             f"recomputed_activation adds"
         )
+    # Named schedules come first in the list, and `min` takes the first of equals: no searched one without a gain.
     return min(candidates, key=lambda schedule: _times(schedule, costs))
 
 

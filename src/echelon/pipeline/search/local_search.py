@@ -138,6 +138,7 @@ def swap(problem: Problem, orders: Orders, tries: int) -> tuple[tuple[Key, ...],
                 break
             order = current[rank]
             order[index], order[index + 1] = order[index + 1], order[index]
+            # The cheap test first: a swap that breaks a rule needs no replay, and does not count as a try.
             if _is_allowed(problem, rank, order, index):
                 tries -= 1
                 new = replay(problem, current)

@@ -26,6 +26,7 @@ def lower_bound(problem: Problem) -> int:
     3. Before its first I a rank waits for the way down and back. Meanwhile it can only run as many F as it may hold.
     """
     best = max(problem.work)
+    # With several stages per rank, a rank can do other work on the way, and the other two bounds do not hold.
     if problem.num_stages > problem.num_ranks:
         return best
     for stage in range(problem.num_stages):
@@ -50,9 +51,9 @@ def _early_weights(problem: Problem, stage: int) -> int:
     activation, kept = problem.activation[stage], problem.kept[stage]
     limit = problem.limits[problem.placement[stage]]
     if not 0 < kept <= activation:
-        return 0
+        return 0  # a W frees no memory then
     over = activation + kept * (problem.num_microbatches - 1) - limit
-    return max(0, -(-over // kept))
+    return max(0, -(-over // kept))  # rounded up
 
 
 def _warm_up(problem: Problem, stage: int) -> int:

@@ -119,6 +119,7 @@ class _Search:
             return
         scores: dict[tuple[Shape, bool], tuple[int, int]] = {}
         score = partial(self._score_slots, style, scores)
+        # `backward_first` is for one stage per rank only.
         ways = (False, True) if self._problem.num_stages == self._problem.num_ranks else (False,)
         starts = [(shape, way) for way in ways for shape in style.starts()]
         ranked = sorted((score(way, shape) or self._never, shape, way) for shape, way in starts)
@@ -132,6 +133,7 @@ class _Search:
 
     def pretend(self) -> None:
         """Places W with perturbed costs, and plays the orders with the true costs."""
+        # The best skeleton first: a large problem has tries for few skeletons.
         skeletons = [found.skeleton for found in self._finalists[:1]] + self._known
         for skeleton in skeletons[: self._tries // 40]:
             for pretence in islice(pretences(self._problem), self._tries // 10):

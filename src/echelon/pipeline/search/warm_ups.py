@@ -89,6 +89,7 @@ class _Line(WarmUps):
             starts.append(starts[-1] + forward[rank] + transfer[rank])
         counts = [1] * problem.num_ranks
         gradient = starts[last] + forward[last] + problem.backward_input[last]
+        # Back from the last rank, whose gradient leaves after one F and one I.
         for rank in reversed(range(last)):
             gradient += transfer[rank]
             time = gradient - starts[rank]

@@ -72,6 +72,7 @@ class Filler:
         self._inputs = [list(blank) for _ in range(problem.num_stages + 1)]
         self._inputs[0] = [0] * problem.num_microbatches
         self._gradients = [list(blank) for _ in range(problem.num_stages + 1)]
+        # Padded with 0: the last stage's backward uses its own output, and nothing uses the first stage's gradient.
         self._to_next = (*problem.transfer, 0)
         self._to_previous = (0, *problem.transfer)
 
@@ -116,6 +117,7 @@ class Filler:
             duration, change = problem.backward_input[stage], problem.kept[stage] - problem.activation[stage]
             need = problem.recomputed[stage]
         limit = problem.limits[rank]
+        # Only a W can make room: all other memory is freed by actions that come later in the order.
         while self._held[rank] + need > limit:
             if not self._put_weight(rank):
                 return False

@@ -20,7 +20,7 @@ def recursive_halving_reduce_scatter(num_ranks: int) -> Plan:
     rounds: list[list[Round]] = [[] for _ in range(num_ranks)]
     reach = num_ranks
     while reach > 1:
-        distance = (reach + 1) // 2
+        distance = (reach + 1) // 2  # rounded up: the rank keeps the larger half
         for rank in range(num_ranks):
             given = tuple((rank + offset) % num_ranks for offset in range(distance, reach))
             kept = tuple((rank + offset) % num_ranks for offset in range(reach - distance))

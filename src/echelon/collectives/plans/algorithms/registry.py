@@ -241,6 +241,7 @@ def build(operation: str, name: str, num_ranks: int, root: int = 0, hosts: Seque
     if not 0 <= root < num_ranks:
         raise InvalidRank(root, num_ranks, "root")
     algorithm = find(operation, name)
+    # Any hosts do for an algorithm that ignores them.
     if hosts is None and not algorithm.goes_by_hosts:
         return algorithm.make((0,) * num_ranks, root)
     if hosts is None or len(hosts) != num_ranks:

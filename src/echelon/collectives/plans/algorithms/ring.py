@@ -36,6 +36,7 @@ def ring_all_reduce(num_ranks: int) -> Plan:
 
 def _scatter(rank: int, num_ranks: int) -> Program:
     to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    # Each step sends the chunk that the step before combined. The last step combines chunk `rank`.
     return tuple(
         (Send(to, ((rank - 1 - step) % num_ranks,)), Reduce(source, ((rank - 2 - step) % num_ranks,)))
         for step in range(num_ranks - 1)
@@ -44,6 +45,7 @@ def _scatter(rank: int, num_ranks: int) -> Program:
 
 def _gather(rank: int, num_ranks: int) -> Program:
     to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    # Each step sends the chunk that the step before received, the first one the rank's own.
     return tuple(
         (Send(to, ((rank - step) % num_ranks,)), Recv(source, ((rank - 1 - step) % num_ranks,)))
         for step in range(num_ranks - 1)
