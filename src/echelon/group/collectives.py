@@ -189,7 +189,10 @@ class Collectives(GroupBase):
             if tensor is None or (isinstance(tensor, Tensor) and tensor.dim() == 0):
                 got = "None" if tensor is None else "a zero-dim tensor"
                 raise SizeMismatch(
-                    "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
+                    "a tensor with at least 1 dim",
+                    got,
+                    f"scatter on its src, rank {src}",
+                    "pass the tensor to split there",
                 )
             away = self._check(tensor, "scatter")
             return self._call(on_device(rows.scatter(here(tensor, away), src, out), away), async_op, timeout, out)

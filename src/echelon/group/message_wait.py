@@ -40,7 +40,7 @@ def wait_for(
         EchelonError: the message failed.
     """
     if work.has_ended and work.exception() is None:
-        return work.wait(0.0)  # not `result`: a simulation counts what was waited for
+        return work.wait(0.0)  # not `result`: a simulation records the wait
     begun = backend.now()
     deadline = begun + timeout
     # A simulation has no intervals: it notices at once that no rank can go on. So it logs no warnings either.

@@ -293,7 +293,7 @@ class Lateness:
         """Queries all ranks of the group and returns an error that describes them. Blocks for at most 2 s."""
         flight = self._find()
         if flight is None:
-            return Timeout("no collective of it is under way")
+            return Timeout("no collective of this work is under way")
         begun = flight.started if flight.begun is None else flight.begun
         try:
             return HangDiagnosis(self._backend, self._ranks, flight, begun).timeout(min(seconds, ANSWER_SECONDS))

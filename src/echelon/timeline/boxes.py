@@ -96,7 +96,7 @@ def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> t
         return _of_part(upper, start, end)._replace(lower=0.5), _of_part(lower, start, end)._replace(upper=0.5)
     label = str(step)
     match = _NAME.match(label)
-    assert match is not None, "the pattern matches nothing at all, too"
+    assert match is not None, "the pattern matches the empty text as well"
     # A label that begins with a number has no name before it, and then names itself.
     name = match[0].strip() or label
     return (Box(start, end, label, name, names.setdefault(name, len(names)), "F", is_action=False),)

@@ -72,7 +72,7 @@ class HangDiagnosis:
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
-                f"what is waited for: choose the same algorithm on every rank, and {_ADVICE}"
+                f"the awaited message: choose the same algorithm on every rank, and {_ADVICE}"
             )
 
     def disagreement(self, peer: int, theirs: str = "", detail: str = "") -> CollectiveMismatch:

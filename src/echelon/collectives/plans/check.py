@@ -228,7 +228,7 @@ class Play:
                 if step.source not in held:
                     self._complain(rank, number, step, f"copies chunk {step.source}, which the rank does not have")
                 elif held[step.source] in (held.get(step.chunk), copied.get(step.chunk)):
-                    self._complain(rank, number, step, "copies what is there already")
+                    self._complain(rank, number, step, "copies a value that is there already")
                 else:
                     copied[step.chunk] = held[step.source]
         held.update(copied)
@@ -401,7 +401,7 @@ def _compared(play: Play, goal: Goal) -> Iterator[str]:
 def _differences(rank: int, chunk: int, value: Value, mask: int, play: Play) -> Iterator[str]:
     for what, pieces in (
         ("lacks", mask & ~value.pieces),
-        ("holds what it must not,", value.pieces & ~mask),
+        ("wrongly holds", value.pieces & ~mask),
         ("counts twice", value.twice),
     ):
         if pieces:

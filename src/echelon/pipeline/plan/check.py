@@ -159,7 +159,7 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem
     problems = []
     for rank, (order, most) in enumerate(zip(schedule.orders, limits, strict=True)):
         held = list(levels(order, stage_costs, schedule.forward_only))
-        allowed = most * (1 + 1e-9)  # sums of floats may be a hair above what they should be
+        allowed = most * (1 + 1e-9)  # sums of floats may be a hair above the exact sum
         first = next((index for index, level in enumerate(held) if level > allowed), None)
         if first is not None:
             text = (
