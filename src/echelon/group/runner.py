@@ -280,7 +280,10 @@ class Lateness:
         self._timeout = timeout
 
     def patience(self) -> float:
-        """Returns the seconds that the collective needs to fail by itself. 0 if its timeout is more than 1 s away."""
+        """Returns the seconds that the collective needs to fail by itself.
+
+        0 if it has not begun, or if its timeout is more than 1 s away.
+        """
         # Its own error says more than that of the wait: it has queried all ranks.
         flight = self._find()
         begun = None if flight is None else flight.begun

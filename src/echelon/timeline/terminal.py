@@ -86,8 +86,7 @@ def plain(timeline: Timeline, width: int) -> str:
 
 
 def _when(box: Box) -> tuple[float, float, bool]:
-    # Two boxes of a row at the same time are one step only if they share the height of the row: two steps that take no
-    # time can have equal times as well.
+    # Two boxes of a row with equal times are one step if they share the height of the row.
     return box.start, box.end, box.upper - box.lower < 1
 
 

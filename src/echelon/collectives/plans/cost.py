@@ -176,7 +176,6 @@ class _Play:
         """Finishes the rounds of a rank whose messages all have a start and an end."""
         state = self._ranks[rank]
         while (steps := self._round(rank)) is not None:
-            # A round ends only when its sends have left as well, since they share the sender's port.
             receives = [step for step in steps if isinstance(step, Recv | Reduce)]
             lacks = any(len(state.arrived[step.peer]) < self._num_receives(rank, step.peer) for step in receives)
             if state.to_send or lacks:
