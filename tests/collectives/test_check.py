@@ -130,9 +130,9 @@ def test_contributions_that_are_missing_double_or_foreign():
     assert problems_of("broadcast", plan).splitlines() == [
         "rank 1, round 0: 1,0<0 meets 0-1>1 of rank 0, round 0",
         "rank 1 ends with a chunk 0 that lacks chunk 0 of rank 0 (seen on ranks 0, 1)",
-        "rank 1 ends with a chunk 0 that holds what it must not, chunk 1 of rank 0",
+        "rank 1 ends with a chunk 0 that wrongly holds chunk 1 of rank 0",
         "rank 1 ends with a chunk 1 that lacks chunk 1 of rank 0 (seen on ranks 0, 1)",
-        "rank 1 ends with a chunk 1 that holds what it must not, chunk 0 of rank 0",
+        "rank 1 ends with a chunk 1 that wrongly holds chunk 0 of rank 0",
     ]
 
 

@@ -1,1 +1,1 @@
-"""What ranks say to each other: algorithms as plans, and the interpreter that runs them."""
+"""Collectives: algorithms as plans, and the interpreter that runs them over messages."""

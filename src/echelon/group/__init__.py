@@ -1,4 +1,4 @@
-"""Process groups: the user's object, its calls, and how they are checked and run."""
+"""Process groups: the user's object, its calls, their checks, and the runner of collectives."""
 
 from echelon.group.group import JsonLike, ProcessGroup, check_group
 

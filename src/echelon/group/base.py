@@ -1,4 +1,4 @@
-"""One rank's place in a group: what every call of a group stands on."""
+"""Base class of groups: the members, and the argument checks that all calls share."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ _MAX_TAG = 2**32 - 1
 
 
 class GroupBase(ABC):
-    """A rank of a group: who it is, whom it talks to, and how a collective is run."""
+    """A rank's view of its group: the members, the backend, and the entry point of collectives."""
 
     backend: Backend
-    """What moves the bytes."""
+    """Transport of the group's messages."""
     ranks: tuple[int, ...]
     """The backend's rank of each member."""
     rank: int
-    """This rank, among those of the group."""
+    """This rank within the group."""
     timeout: float
-    """Seconds that a blocking call waits by default."""
+    """Default timeout of blocking calls, in seconds."""
     name: str
-    """Shown in errors."""
+    """Name in errors."""
     context: int
-    """What keeps this group's messages apart from those of others; the same number on every member."""
+    """Number that separates this group's messages from those of other groups. The same on every member."""
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in this group."""
+        """Number of ranks in this group."""
         return len(self.ranks)
 
     @property
     @abstractmethod
     def hosts(self) -> tuple[int, ...]:
-        """The host of each rank of this group, by number: 0 is that of rank 0. Collectives go by it."""
+        """Number of each rank's host; 0 is the host of rank 0. Selects the algorithms of collectives."""
 
     @abstractmethod
     def _call(
@@ -62,25 +62,26 @@ class GroupBase(ABC):
         out: Tensor | None = None,
         changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
-        """Runs a collective here or in the group's lane; where it cannot be finished, it fails on all ranks.
+        """Runs a collective here, or with `async_op` in the group's lane. If it fails, it fails on all ranks.
 
-        That the group is open has been checked. Autograd is told that the operation overwrites `out` and `changes`.
+        The caller has checked that the group is open. Autograd is told that the operation overwrites `out` and
+        `changes`.
         """
 
     @abstractmethod
     def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
-        """Does an all-reduce like one before, as `_call` would; returns False, having done nothing, if none was."""
+        """Fast path: runs an all-reduce whose arguments an earlier call validated. False if there was none."""
 
     @abstractmethod
     def _know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
-        """Remembers an all-reduce that was checked and needed no copy on the host."""
+        """Remembers the validated arguments of an all-reduce that needs no copy on the host, for the fast path."""
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raises Closed after the group was closed, UnsupportedOp inside of FakeTensorMode or of torch.func."""
+        """Raises Closed if the group is closed, UnsupportedOp inside of FakeTensorMode or a transform of torch.func."""
 
     def _check(self, tensor: Tensor, what: str, *, in_place: bool = False) -> HostCopy | None:
-        """Returns None if a tensor can be moved where it is; else, where that is allowed, its copy on the host.
+        """Checks a tensor of a collective. Returns None if the backend can move it, else its copy on the host.
 
         Raises:
             Closed: the group was closed. UnsupportedOp: it cannot be moved. LaunchError: as `check_away`.
@@ -98,7 +99,8 @@ class GroupBase(ABC):
         return self.backend.host_copies.to_host(tensor)
 
     def _check_place(self, out: Tensor | None, what: str) -> None:
-        """Raises UnsupportedOp if a result cannot be written into `out`; what shape it has is known later."""
+        """Raises UnsupportedOp if no result can be written into `out`."""
+        # The shape of the result may be known only after the collective, so it is compared then.
         if out is not None:
             if not isinstance(out, Tensor):
                 raise InvalidArgument(f"out is {named(out)}: pass one tensor for the whole result, or leave it out")

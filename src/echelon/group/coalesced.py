@@ -1,4 +1,4 @@
-"""The collectives on many tensors at once, each with its arguments checked."""
+"""Collectives of a group on lists of tensors, with argument checks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class CoalescedCollectives(GroupBase):
-    """What all ranks of a group call together with lists of tensors.
+    """Collectives on lists of tensors. All ranks of a group must call them together.
 
-    The result of each is what the operation of the same name gives for every tensor by itself; the messages are those
-    of one tensor for each dtype that is reduced, and of one for all that are gathered. Every rank gives tensors that
-    match those of the others one by one. dtypes may be mixed; a list may be empty, on all ranks.
+    Each result equals that of the collective of the same name for every tensor by itself. Reductions send as many
+    messages as for one tensor per dtype, gathers as for one tensor. The n-th tensors of all ranks must match. dtypes
+    may be mixed. A list may be empty, on all ranks.
     """
 
     @overload
@@ -42,8 +42,8 @@ class CoalescedCollectives(GroupBase):
         """Combines every tensor over all ranks, in place, and returns them.
 
         Args:
-            tensors: the same shapes and dtypes on every rank.
-            op, async_op, timeout: as in `all_reduce`; the timeout counts for each dtype.
+            tensors: The same shapes and dtypes on every rank.
+            op, async_op, timeout: As in `all_reduce`. The timeout applies to each dtype.
         """
         copies = self._check_all(tensors, "all_reduce_coalesced", in_place=True)
         operations = coalesced.all_reduce_coalesced(copies.tensors, op)
@@ -60,11 +60,11 @@ class CoalescedCollectives(GroupBase):
     def reduce_coalesced(
         self, tensors: Sequence[Tensor], dst: int, op: str = "sum", async_op: bool = False, timeout: Seconds = None
     ) -> list[Tensor] | Work[list[Tensor]]:
-        """Combines every tensor over all ranks, in place on rank `dst`, and returns them; on others they stay.
+        """Combines every tensor over all ranks, in place on rank `dst`, and returns them. Unchanged on other ranks.
 
         Args:
-            tensors, op, async_op, timeout: as in `all_reduce_coalesced`.
-            dst: the rank that gets the results.
+            tensors, op, async_op, timeout: As in `all_reduce_coalesced`.
+            dst: Rank that gets the results.
         """
         self._check_rank(dst, "dst")
         is_dst = self.rank == dst
@@ -84,11 +84,11 @@ class CoalescedCollectives(GroupBase):
     def reduce_scatter_coalesced(
         self, tensors: Sequence[Tensor], op: str = "sum", async_op: bool = False, timeout: Seconds = None
     ) -> list[Tensor] | Work[list[Tensor]]:
-        """Combines every tensor over all ranks and returns this rank's part of each; the tensors are unchanged.
+        """Combines every tensor over all ranks and returns this rank's part of each. The tensors are unchanged.
 
         Args:
-            tensors: the same shapes and dtypes on every rank, at least one dim each; split as in `reduce_scatter`.
-            op, async_op, timeout: as in `all_reduce_coalesced`.
+            tensors: The same shapes and dtypes on every rank, at least one dim each. Split as in `reduce_scatter`.
+            op, async_op, timeout: As in `all_reduce_coalesced`.
 
         Raises:
             SizeMismatch: a tensor has no dims.
@@ -113,11 +113,11 @@ class CoalescedCollectives(GroupBase):
     def all_gather_coalesced(
         self, tensors: Sequence[Tensor], async_op: bool = False, timeout: Seconds = None
     ) -> list[Tensor] | Work[list[Tensor]]:
-        """Returns for every tensor those of all ranks, concatenated along dim 0 in rank order.
+        """Returns each tensor concatenated over all ranks, along dim 0 in rank order.
 
         Args:
-            tensors: the same dtypes and the same dims but the first on every rank; see `all_gather`.
-            async_op, timeout: as in `all_reduce`.
+            tensors: The same dtypes, and the same dims except the first, on every rank; see `all_gather`.
+            async_op, timeout: As in `all_reduce`.
         """
         copies = self._check_all(tensors, "all_gather_coalesced")
         operation = coalesced.all_gather_coalesced(copies.tensors)
@@ -134,11 +134,11 @@ class CoalescedCollectives(GroupBase):
     def gather_coalesced(
         self, tensors: Sequence[Tensor], dst: int, async_op: bool = False, timeout: Seconds = None
     ) -> list[Tensor] | Work[list[Tensor] | None] | None:
-        """Returns what `all_gather_coalesced` does on rank `dst`, and None on the others.
+        """Returns the result of `all_gather_coalesced` on rank `dst`, None on other ranks.
 
         Args:
-            tensors, async_op, timeout: as in `all_gather_coalesced`.
-            dst: the rank that gets the results.
+            tensors, async_op, timeout: As in `all_gather_coalesced`.
+            dst: Rank that gets the results.
         """
         self._check_rank(dst, "dst")
         copies = self._check_all(tensors, "gather_coalesced")
@@ -149,7 +149,7 @@ class CoalescedCollectives(GroupBase):
         return self._call(copies.around(coalesced.gather_coalesced(copies.tensors, dst), finish), async_op, timeout)
 
     def _check_all(self, tensors: Sequence[Tensor], what: str, *, in_place: bool = False) -> Copies:
-        """Returns the tensors where they can be moved."""
+        """Checks all tensors of a call. Returns them, with host copies of tensors that the backend cannot move."""
         self._check_open()
         if not isinstance(tensors, list | tuple):  # a generator would be empty after this check
             raise InvalidArgument(f"{what} takes a list of tensors, but they are {named(tensors)}: pass a list")
@@ -162,7 +162,7 @@ class CoalescedCollectives(GroupBase):
                 check_writable(tensor, name)
         if not away:
             return Copies(tensors, {})
-        landings = {away[0]: self._land(tensors[away[0]], what)}  # says what it does, once for all of them
+        landings = {away[0]: self._land(tensors[away[0]], what)}  # logs the fallback, once for all tensors
         for number in away[1:]:
             if not self.backend.host_copies.handles(tensors[number]):
                 raise wrong_device(tensors[number], self.backend.devices, f"{what}, tensor {number}")
@@ -178,13 +178,14 @@ class CoalescedCollectives(GroupBase):
         timeout: Seconds,
         changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
-        """Runs operations one after another; the last one returns the result, or raises the first error of all."""
+        """Runs operations one after another. The last one returns the result, or raises the first error of any."""
         errors: list[Exception] = []
         works: list[Work[T]] = []
 
         def before() -> None:
             for work in works:
-                work.exception()  # nobody else has the works before the last, which tells of their errors
+                # Marks its error as seen: the caller has only the last work, which raises the error in its stead.
+                work.exception()
             if errors:
                 raise errors[0]
 

@@ -1,4 +1,4 @@
-"""The collectives on tensors, each with its arguments checked."""
+"""Collectives of a group on tensors, with argument checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.group.staging import here, in_place, on_device
 
 
 class Collectives(GroupBase):
-    """What all ranks of a group call together, in the same order."""
+    """Collectives on tensors. All ranks of a group must call them together, in the same order."""
 
     @overload
     def all_reduce(self, tensor: Tensor, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -28,16 +28,18 @@ class Collectives(GroupBase):
         """Combines `tensor` over all ranks, in place, and returns it. Bit-identical on all ranks.
 
         Args:
-            tensor: same shape and dtype on every rank. float16 and bfloat16 are accumulated in float32.
+            tensor: Same shape and dtype on every rank. float16 and bfloat16 are accumulated in float32.
             op: sum, mean, product, min, max, band, bor or bxor; or as torch spells them ("avg", ReduceOp.AVG).
-            async_op: return a Work at once; `tensor` belongs to it until it is done.
-            timeout: seconds for the whole operation.
+            async_op: Return a Work at once. `tensor` must not be used until the Work is done.
+            timeout: Seconds for the whole operation.
         """
+        # Fast path of a call like an earlier one; it skips all checks below.
         if not async_op and self._reduced_as_before(tensor, op, timeout):
             return tensor
         away = self._check(tensor, "all_reduce", in_place=True)
         operation = operations.all_reduce(here(tensor, away), op)
         result = self._call(in_place(operation, tensor, away), async_op, timeout, changes=(tensor,))
+        # A call that needs a host copy needs it every time, so there is no fast path for it.
         if away is None:
             self._know_all_reduce(tensor, op, operation.note)
         return result
@@ -51,11 +53,11 @@ class Collectives(GroupBase):
     def reduce(
         self, tensor: Tensor, dst: int, op: str = "sum", async_op: bool = False, timeout: Seconds = None
     ) -> Tensor | Work[Tensor]:
-        """Combines `tensor` over all ranks, in place on rank `dst`, and returns it; on others it stays as it is.
+        """Combines `tensor` over all ranks, in place on rank `dst`, and returns it. Unchanged on other ranks.
 
         Args:
-            tensor, op, async_op, timeout: as in `all_reduce`.
-            dst: the rank that gets the result.
+            tensor, op, async_op, timeout: As in `all_reduce`.
+            dst: Rank that gets the result.
         """
         self._check_rank(dst, "dst")
         away = self._check(tensor, "reduce", in_place=self.rank == dst)
@@ -71,19 +73,20 @@ class Collectives(GroupBase):
     def broadcast(
         self, tensor: Tensor, src: int = 0, async_op: bool = False, timeout: Seconds = None
     ) -> Tensor | Work[Tensor]:
-        """Overwrites `tensor` on every rank with that of rank `src`, in place, and returns it.
+        """Overwrites `tensor` on every rank with the tensor of rank `src`, in place, and returns it.
 
         Args:
-            tensor: same shape and dtype on every rank.
-            src: the rank whose tensor it is.
-            async_op, timeout: as in `all_reduce`.
+            tensor: Same shape and dtype on every rank.
+            src: Rank that sends its tensor.
+            async_op, timeout: As in `all_reduce`.
         """
         self._check_rank(src, "src")
         away = self._check(tensor, "broadcast", in_place=self.rank != src)
         operation = operations.broadcast(here(tensor, away), src)
         is_src = self.rank == src
         operation = in_place(operation, tensor, away, writes=not is_src)
-        # Told on rank src as well: a program that must not overwrite the tensor fails alike on all ranks.
+        # Except for an inference tensor, which rank src only reads: outside of inference mode its change is an error.
+        # Rank src announces a change as well, so that a program that must not overwrite the tensor fails on all ranks.
         changes = () if is_src and tensor.is_inference() else (tensor,)
         return self._call(operation, async_op, timeout, changes=changes)
 
@@ -101,12 +104,12 @@ class Collectives(GroupBase):
         """Returns the tensors of all ranks, concatenated along dim 0 in rank order.
 
         Args:
-            tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
-            out: written and returned; None: a new tensor.
-            async_op, timeout: as in `all_reduce`.
+            tensor: Same dtype, and same dims except the first, on every rank. A zero-dim tensor counts as one row.
+            out: Overwritten and returned. None: a new tensor.
+            async_op, timeout: As in `all_reduce`.
 
         Raises:
-            SizeMismatch: `out` has not the shape or dtype of the result.
+            SizeMismatch: `out` does not have the shape and dtype of the result.
         """
         away = self._check(tensor, "all_gather")
         self._check_place(out, "all_gather")
@@ -128,19 +131,20 @@ class Collectives(GroupBase):
         async_op: bool = False,
         timeout: Seconds = None,
     ) -> Tensor | Work[Tensor | None] | None:
-        """Returns what `all_gather` does on rank `dst`, and None on the others.
+        """Returns the result of `all_gather` on rank `dst`, None on other ranks.
 
         Args:
-            tensor: as in `all_gather`.
-            dst: the rank that gets the result.
-            out: written and returned on rank `dst`, not looked at on others; None: a new tensor.
-            async_op, timeout: as in `all_reduce`.
+            tensor: As in `all_gather`.
+            dst: Rank that gets the result.
+            out: Overwritten and returned on rank `dst`, ignored on other ranks. None: a new tensor.
+            async_op, timeout: As in `all_reduce`.
 
         Raises:
-            SizeMismatch: `out` has not the shape or dtype of the result.
+            SizeMismatch: `out` does not have the shape and dtype of the result.
         """
         away = self._check(tensor, "gather")
         self._check_rank(dst, "dst")
+        # All ranks may pass `out`, as programs that are the same on every rank do.
         out = out if self.rank == dst else None
         self._check_place(out, "gather")
         return self._call(on_device(rows.gather(here(tensor, away), dst, out), away), async_op, timeout, out)
@@ -161,16 +165,17 @@ class Collectives(GroupBase):
         async_op: bool = False,
         timeout: Seconds = None,
     ) -> Tensor | Work[Tensor]:
-        """Returns this rank's part of the tensor of rank `src`; shape and dtype travel along.
+        """Returns this rank's part of the tensor of rank `src`. Shape and dtype come with the message.
 
         Args:
-            tensor: on rank `src`, at least one dim; dim 0 is split as torch.tensor_split does. Not looked at on others.
-            src: the rank whose tensor it is. The others' parts are on the CPU, or over NCCL where its tensor is.
-            out: written and returned; None: a new tensor.
-            async_op, timeout: as in `all_reduce`.
+            tensor: On rank `src`, at least one dim. Dim 0 is split as torch.tensor_split does. Ignored on other ranks.
+            src: Rank that sends its tensor. Others get their parts on the CPU, or over NCCL on its tensor's device.
+            out: Overwritten and returned. None: a new tensor.
+            async_op, timeout: As in `all_reduce`.
 
         Raises:
-            SizeMismatch: rank `src` has no tensor, or one without dims; `out` has not the shape or dtype of the part.
+            SizeMismatch: rank `src` gave no tensor, or one without dims, or `out` does not have the shape and dtype of
+                the part.
         """
         self._check_open()
         self._check_rank(src, "src")
@@ -184,7 +189,10 @@ class Collectives(GroupBase):
             if tensor is None or (isinstance(tensor, Tensor) and tensor.dim() == 0):
                 got = "None" if tensor is None else "a zero-dim tensor"
                 raise SizeMismatch(
-                    "a tensor with at least 1 dim", got, f"scatter on its src, rank {src}", "pass what to split there"
+                    "a tensor with at least 1 dim",
+                    got,
+                    f"scatter on its src, rank {src}",
+                    "pass the tensor to split there",
                 )
             away = self._check(tensor, "scatter")
             return self._call(on_device(rows.scatter(here(tensor, away), src, out), away), async_op, timeout, out)
@@ -206,17 +214,17 @@ class Collectives(GroupBase):
         async_op: bool = False,
         timeout: Seconds = None,
     ) -> Tensor | Work[Tensor]:
-        """Combines `tensor` over all ranks and returns this rank's part of the result; `tensor` is unchanged.
+        """Combines `tensor` over all ranks and returns this rank's part of the result. `tensor` is unchanged.
 
         Args:
-            tensor: same shape and dtype on every rank, at least one dim. Dim 0 is split as torch.tensor_split does: if
+            tensor: Same shape and dtype on every rank, at least one dim. Dim 0 is split as torch.tensor_split does: if
                 it does not divide, the first ranks get one row more.
-            op: as in `all_reduce`.
-            out: written and returned; None: a new tensor.
-            async_op, timeout: as in `all_reduce`.
+            op: As in `all_reduce`.
+            out: Overwritten and returned. None: a new tensor.
+            async_op, timeout: As in `all_reduce`.
 
         Raises:
-            SizeMismatch: `out` has not the shape or dtype of this rank's part, or `tensor` has no dims.
+            SizeMismatch: `out` does not have the shape and dtype of this rank's part, or `tensor` has no dims.
         """
         away = self._check(tensor, "reduce_scatter")
         self._check_place(out, "reduce_scatter")
@@ -255,18 +263,18 @@ class Collectives(GroupBase):
         async_op: bool = False,
         timeout: Seconds = None,
     ) -> Tensor | Work[Tensor]:
-        """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated along dim 0.
+        """Sends part r of `tensor` to every rank r and returns the received parts, concatenated along dim 0.
 
         Args:
-            tensor: same dtype and same dims but the first on every rank.
-            out: written and returned; None: a new tensor.
-            in_splits: rows for each rank; None: dim 0 is split as torch.tensor_split does.
-            out_splits: rows expected from each rank; None: as many as come.
-            async_op, timeout: as in `all_reduce`.
+            tensor: Same dtype, and same dims except the first, on every rank.
+            out: Overwritten and returned. None: a new tensor.
+            in_splits: Rows for each rank. None: dim 0 is split as torch.tensor_split does.
+            out_splits: Rows expected from each rank. None: any number.
+            async_op, timeout: As in `all_reduce`.
 
         Raises:
-            SizeMismatch: `in_splits` are not one per rank that add up to dim 0, or `out` does not fit.
-            CollectiveMismatch: other numbers of rows came than `out_splits` says.
+            SizeMismatch: `in_splits` is not one number per rank that add up to dim 0, or `out` does not fit.
+            CollectiveMismatch: the received numbers of rows differ from `out_splits`.
         """
         away = self._check(tensor, "all_to_all")
         self._check_place(out, "all_to_all")
@@ -283,21 +291,22 @@ class Collectives(GroupBase):
         return self._call(on_device(operation, away, out), async_op, timeout, out)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None, timeout: Seconds = None) -> Tensor:
-        """Returns a new CPU tensor in memory that the group's ranks share, if they are on one host; else anywhere.
+        """Returns a new CPU tensor, in memory that the group's ranks share if they are on one host, else in ordinary.
 
         Large collectives on tensors that all ranks got from one such call copy nothing twice: each rank reads and
-        writes the others' where they are. So while one is under way, and after it has failed, values may change in
-        any of them. The memory is given back when nothing refers to the tensor any more. A forked child sees the
-        tensor too: what the child writes stays there, but what it has not written may change with the parent's, so
-        give a child that reads later a `clone()`.
+        writes the other ranks' tensors in place. So while such a collective is in flight, and after it has failed,
+        values may change in any of these tensors. The memory is released when nothing refers to the tensor any more.
+
+        A forked child sees the tensor too. Writes of the child stay in the child, but bytes that it has not written may
+        change with the parent's. A child that reads later needs a `clone()`.
 
         Args:
-            shape: the same on every rank.
-            dtype: the same on every rank; None: torch's default.
-            timeout: as in `all_reduce`.
+            shape: The same on every rank.
+            dtype: The same on every rank. None: torch's default.
+            timeout: As in `all_reduce`.
 
         Raises:
-            UnsupportedOp: there is no memory for it.
+            UnsupportedOp: there is not enough memory.
         """
         self._check_open()
         size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (shape,)
@@ -313,10 +322,10 @@ class Collectives(GroupBase):
     @overload
     def barrier(self, *, async_op: Yes, timeout: Seconds = ...) -> Work[None]: ...
     def barrier(self, async_op: bool = False, timeout: Seconds = None) -> Work[None] | None:
-        """Returns when every rank has called it.
+        """Blocks until every rank has called it.
 
         Args:
-            async_op, timeout: as in `all_reduce`.
+            async_op, timeout: As in `all_reduce`.
         """
         self._check_open()
         return self._call(operations.barrier(), async_op, timeout)

@@ -1,7 +1,7 @@
-"""The user's object: a group of ranks and everything they can say to each other.
+"""Process group: the user's object for communication between ranks.
 
-What a group can be asked stands in the files beside this one, one for each kind of call: `collectives`, `coalesced`,
-`objects`, `point_to_point`; how a collective is run, in `caller`. Here is how a group begins, is divided, and ends.
+This module creates, divides and closes groups. The calls of a group are in `collectives`, `coalesced`, `objects` and
+`messages`. Collectives are run by `runner`.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _WORLD_CONTEXT = 1
 
 
 class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointToPoint):
-    """Ranks that communicate. All of them must call the same collectives in the same order.
+    """Group of ranks that communicate. All of them must call the same collectives in the same order.
 
-    Ranks are those of this group, 0 to world_size - 1; ranks that errors name are those of the whole world. Collectives
-    take tensors of any strides and any dtype that can be sent, and hold no reference after they are done. Every call
-    that can block takes `timeout` in seconds (None: the group's own).
+    Arguments are ranks of this group, 0 to world_size - 1. Errors name ranks of the whole world. Collectives take
+    tensors of any strides and any dtype that can be sent, and hold no reference after they are done. Every call that
+    can block takes `timeout` in seconds (None: the group's own).
 
     - collectives: all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier
-    - of many tensors at once: all_reduce_coalesced, reduce_coalesced, reduce_scatter_coalesced, all_gather_coalesced,
+    - on lists of tensors: all_reduce_coalesced, reduce_coalesced, reduce_scatter_coalesced, all_gather_coalesced,
       gather_coalesced
-    - of objects, JSON-like: all_gather_object, broadcast_object, gather_object, scatter_object
+    - on JSON-like objects: all_gather_object, broadcast_object, gather_object, scatter_object
     - point to point: send, recv, recv_any, sendrecv; isend, irecv, irecv_any, batch_isend_irecv
 
     All collectives raise CollectiveMismatch if ranks call different ones, PeerFailed if a rank has gone, Timeout,
@@ -79,15 +79,15 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         name: str = "world",
         table: Table = STATIC,
     ) -> None:
-        """Makes the group of all ranks of a backend; for parts of it use `subgroup`.
+        """Makes the group of all ranks of a backend. For a part of the ranks use `subgroup`.
 
         Args:
-            backend: what moves the bytes.
-            ranks: the backend's rank of each member; None: all.
-            context: what keeps messages of different groups apart.
-            timeout: seconds that a blocking call waits by default; None: the backend's.
-            name: shown in errors.
-            table: which algorithms collectives run by; the same on every member.
+            backend: Transport of the messages.
+            ranks: The backend's rank of each member. None: all.
+            context: Number that separates this group's messages from those of other groups.
+            timeout: Default timeout of blocking calls, in seconds. None: the backend's.
+            name: Name in errors.
+            table: Table that selects the algorithms of collectives; the same on every member.
         """
         self.backend = backend
         self.ranks = tuple(range(backend.world_size) if ranks is None else ranks)
@@ -99,10 +99,12 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
         self._caller = CollectiveRunner(backend, self.ranks, context, name, self._selector)
         self._num_subgroups = 0
+        # Only the group of all ranks closes the backend; subgroups share it.
         self._owns_backend = ranks is None
         self._known_sends = {}
         self._known_receives = {}
         self._closed = False
+        # Compared with the current process, to tell a forked child.
         self._process = os.getpid()
         _groups.add(self)
         self._callbacks: list[Callable[[], object]] = []
@@ -113,22 +115,22 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The host of each rank of this group, by number: 0 is that of rank 0. Collectives go by it."""
+        """Number of each rank's host; 0 is the host of rank 0. Selects the algorithms of collectives."""
         return self._selector.hosts
 
     @property
     def device(self) -> torch.device:
-        """Where this rank is to have its tensors: what `echelon.init(device=)` chose."""
+        """Device for this rank's tensors, chosen by `echelon.init(device=)`."""
         return self.backend.device
 
     @property
     def is_native(self) -> bool:
-        """Whether the backend itself runs the collectives; else they are messages. The same on every rank."""
+        """Whether the backend runs collectives itself, not by messages of a plan. The same on every rank."""
         return self._caller.is_native
 
     @property
     def table(self) -> Table:
-        """Which algorithms the collectives run by: `echelon.collectives.plans.select.STATIC`, or what tuning found."""
+        """Table that selects the algorithms: `echelon.collectives.plans.select.STATIC`, or a tuned one."""
         return self._selector.table
 
     # Groups
@@ -136,12 +138,12 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def subgroup(
         self, ranks: Sequence[int], name: str | None = None, table: Table | None = None
     ) -> ProcessGroup | None:
-        """Returns the group of some of the ranks; None on the others. Every rank of this group must call it.
+        """Returns the group of some of the ranks. None on other ranks. Every rank of this group must call it.
 
         Args:
-            ranks: ranks of this group, in the order that they are to have in the new one.
-            name: shown in errors; None: made from this group's.
-            table: which algorithms its collectives run by, the same on every rank; None: as in this group.
+            ranks: Ranks of this group, in the order of the new group.
+            name: Name in errors. None: derived from this group's.
+            table: Table that selects the algorithms, the same on every rank. None: this group's.
 
         Raises:
             InvalidArgument: `ranks` is no list, is empty, or names a rank twice.
@@ -156,6 +158,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         if len(set(members)) != len(members) or not members:
             problem = "names a rank twice" if members else "is empty"
             raise InvalidArgument(f"ranks={members} {problem}: give at least one rank, and each once")
+        # No messages: each rank derives the context from the count. The next collective detects ranks that disagree.
         self._num_subgroups += 1
         self._caller.mark(f"subgroup({members})")
         context = _context_of(self.context, self._num_subgroups)
@@ -172,15 +175,15 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         )
 
     def close(self) -> None:
-        """Finishes what was sent and frees the connections, if this is the whole world's group. May be called twice.
+        """Closes the group. The group of the whole world also finishes pending sends and frees all connections.
 
-        In a forked child it does nothing: the group is the parent's.
+        A second call does nothing, as does a call in a forked child: the group is the parent's.
 
         Raises:
             EchelonError: an asynchronous operation of this group had failed, and nobody had waited for it.
-            Closed: an asynchronous operation of this group was still under way, and is given up.
-            CollectiveMismatch: a rank that closed before has called other collectives than this one, or as many more or
-                fewer; or a message between the two was not received.
+            Closed: an asynchronous operation of this group was still in flight, and was cancelled.
+            CollectiveMismatch: a rank that closed before has called other collectives than this one, or more or fewer;
+                or a message between the two was not received.
         """
         was_closed, self._closed = self._closed, True
         if self._is_inherited:
@@ -188,7 +191,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         try:
             if self._owns_backend:
                 self.backend.close()
-        except EchelonError:  # not all was sent, but everything is freed
+        except EchelonError:  # some sends failed, but everything is freed
             self._call_back()
             raise
         self._call_back()
@@ -197,9 +200,9 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             raise difference
 
     def abort(self, reason: str, origin: int | None = None) -> None:
-        """Gives up: every rank of the world that waits for this one gets PeerFailed with `reason`, and so later.
+        """Fails this rank: ranks of the world that wait for it, now or later, get PeerFailed with `reason`.
 
-        Where ECHELON_FLIGHT_RECORDER names a folder, this rank's last operations are written to it.
+        If ECHELON_FLIGHT_RECORDER names a folder, this rank's last operations are written to it.
         """
         self._closed = True
         if self._is_inherited:
@@ -209,7 +212,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         write_records(self.backend.flight_recorder, self.backend.rank)
 
     def when_closed(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` once, when this group has closed or given up.
+        """Registers a function that is called once, after this group has closed or aborted.
 
         Raises:
             InvalidArgument: `callback` cannot be called.
@@ -228,6 +231,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        # An error that fails this rank aborts, so that other ranks do not wait for it until their timeout. An error
+        # that came from another rank names that rank as the cause.
         if error is None or not fails(error):
             self.close()
         elif isinstance(error, PeerFailed):
@@ -245,6 +250,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         return os.getpid() != self._process
 
     def _call_back(self) -> None:
+        # Taken first, so that a callback that closes the group again does not run twice.
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -279,10 +285,10 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
 
 def check_group(group: object, what: str = "group") -> ProcessGroup:
-    """Returns a group that was given to a call.
+    """Returns `group` if it is a ProcessGroup.
 
     Raises:
-        InvalidArgument: it is none; the message says where to get one.
+        InvalidArgument: it is something else. The message says where to get a group.
     """
     if isinstance(group, ProcessGroup):
         return group
@@ -297,16 +303,19 @@ def check_group(group: object, what: str = "group") -> ProcessGroup:
 
 
 def _context_of(parent: int, number: int) -> int:
-    """Returns the context of a group's n-th subgroup: the same on every rank, and unlike any other's."""
+    """Returns the context of a group's n-th subgroup: the same on every rank, and different from any other group's."""
+    # The top bit keeps it apart from small numbers such as the world's context, 1.
     digest = hashlib.blake2b(f"{parent}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1 << 63
 
 
+# Weak, so that it keeps no group alive.
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def _close_all_in_child() -> None:
-    """Has every call of a group in a forked child raise at once, before it takes a lock that nobody there releases."""
+    """Closes every group in a forked child, so that its calls raise at once."""
+    # Before any lock is taken: the thread that held it at the fork does not exist in the child.
     for group in list(_groups):
         group._closed = True
 

@@ -1,4 +1,4 @@
-"""Waits for messages between two ranks, and says where the other one is when it takes long."""
+"""Waits for point-to-point messages, with a diagnosis of the peers if a wait takes long."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from echelon.errors import PeerFailed, Timeout
 
 T = TypeVar("T")
 
+# Number of ranks that an error describes.
 _NAMED = 4
-"""How many ranks an error describes."""
 
 logger = logging.getLogger("echelon")
 
@@ -24,31 +24,33 @@ logger = logging.getLogger("echelon")
 def wait_for(
     backend: Backend, work: Work[T], peers: Collection[int], members: Collection[int], context: int, timeout: float
 ) -> T:
-    """Waits for a message from or to one of `peers`, and warns every minute.
+    """Blocks until a message from or to one of `peers` is done, and logs a warning every minute.
 
     Args:
-        backend: of the message.
-        work: the message.
-        peers: the backend's ranks that are waited for.
-        members: the backend's ranks of the group.
-        context: of the group.
-        timeout: seconds; at most as long again goes into asking the peers where they are.
+        backend: Backend of the message.
+        work: The message.
+        peers: The backend's ranks that may complete the message.
+        members: The backend's ranks of the group.
+        context: Context of the group.
+        timeout: Seconds. A query of the peers after them takes at most as long again.
 
     Raises:
-        Timeout: with where the peers are.
-        PeerFailed: with the message in which it was noticed.
+        Timeout: it says where the peers are.
+        PeerFailed: it names the message that was waited for.
         EchelonError: the message failed.
     """
     if work.has_ended and work.exception() is None:
-        return work.wait(0.0)  # not `result`: a simulation counts what was waited for
+        return work.wait(0.0)  # not `result`: a simulation records the wait
     begun = backend.now()
     deadline = begun + timeout
+    # A simulation has no intervals: it notices at once that no rank can go on. So it logs no warnings either.
     warns_at = begun + WARN_SECONDS if backend.query_peers_after < math.inf else math.inf
     while True:
         try:
             if work.ends_within(max(0.0, min(deadline, warns_at) - backend.now())):
                 return work.wait(0.0)
             now = backend.now()
+            # At the deadline for the error, before it for the warning.
             where = describe_peers(backend, peers, members, context, min(timeout, ANSWER_SECONDS))
             if work.has_ended:  # while the others were asked
                 continue
@@ -88,7 +90,7 @@ def receive(
 
 
 class MessageLateness:
-    """Knowledge about a message that does not come, or does not leave, in time."""
+    """Diagnosis of a late message, sent or received."""
 
     __slots__ = ("_backend", "_context", "_members", "_peers")
 
@@ -96,10 +98,10 @@ class MessageLateness:
         """Describes the message.
 
         Args:
-            backend: of the message.
-            peers: the backend's ranks that are waited for.
-            members: the backend's ranks of the group.
-            context: of the group.
+            backend: Backend of the message.
+            peers: The backend's ranks that may complete the message.
+            members: The backend's ranks of the group.
+            context: Context of the group.
         """
         self._backend = backend
         self._peers = peers
@@ -107,21 +109,22 @@ class MessageLateness:
         self._context = context
 
     def patience(self) -> float:
-        """Returns 0: a message has no time of its own."""
+        """Returns 0: a message has no timeout of its own."""
         return 0.0
 
     def describe_peers(self, seconds: float) -> Timeout:
-        """Asks the group's ranks where they are."""
+        """Queries the group's ranks and returns an error that describes them. Blocks for at most 2 s."""
         return describe_peers(self._backend, self._peers, self._members, self._context, min(seconds, ANSWER_SECONDS))
 
 
 def describe_peers(
     backend: Backend, peers: Collection[int], members: Collection[int], context: int, seconds: float
 ) -> Timeout:
-    """Returns an error that says where the peers are, and which other members do not answer.
+    """Queries all members, and returns an error with the state of the peers and the members that do not answer.
 
-    A peer may itself wait for a rank that is stopped. So all members are asked, and the silent ones are the cause.
+    Blocks for at most `seconds`.
     """
+    # Not only the peers: a peer may itself wait for a rank that is stopped. The silent ranks are the cause.
     others = [rank for rank in members if rank != backend.rank and rank not in peers]
     statuses = backend.ask([*peers, *others], Question(context, 0, 0), seconds)
     known = [f"rank {peer}, which is {statuses[peer].text}" for peer in peers if peer in statuses]

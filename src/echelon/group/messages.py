@@ -1,4 +1,4 @@
-"""Messages between two ranks of a group."""
+"""Point-to-point messages between two ranks of a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_KNOWN = 256
 
 
 class SendTo(NamedTuple):
-    """One message of a batch, to rank `dst`."""
+    """Send of a batch, to rank `dst`."""
 
     tensor: Tensor
     dst: int
@@ -33,7 +33,7 @@ class SendTo(NamedTuple):
 
 
 class RecvFrom(NamedTuple):
-    """One message of a batch, from rank `src`; `out` is written, None: a new tensor."""
+    """Receive of a batch, from rank `src`, into `out` or a new tensor (None)."""
 
     src: int
     tag: int = 0
@@ -41,12 +41,12 @@ class RecvFrom(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a call like one before begins with, which was checked then."""
+    """Validated arguments of an earlier call, for the fast path of equal calls."""
 
     peer: int
     tag: Tag
     words: str
-    """For its record."""
+    """Text of the operation's record."""
     num_bytes: int = 0
 
 
@@ -55,21 +55,22 @@ Receives: TypeAlias = dict[tuple[int, int, torch.dtype | None], _Known]
 
 
 class PointToPoint(GroupBase):
-    """What one rank says to another; the two need call nothing else in the same order."""
+    """Point-to-point messages. Sender and receiver need not make any other calls in the same order."""
 
+    # Validated sends by peer, tag, shape and dtype.
     _known_sends: Sends
-    """By peer, tag, shape and dtype."""
+    # Validated receives by peer, tag and the dtype of `out`.
     _known_receives: Receives
-    """By peer, tag and the dtype of `out`."""
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, timeout: Seconds = None) -> None:
-        """Sends a tensor to rank `dst`; returns when `tensor` may be changed again, not when it was received.
+        """Sends a tensor to rank `dst`. Blocks until `tensor` may be changed again, not until it was received.
 
-        A tensor on a GPU, which an engine carries, may be changed once its receive has come.
+        A send of a GPU tensor over a c10d backend blocks until rank `dst` has called its receive.
         """
         if timeout is not None:
             check_seconds(timeout)
         values, peer, own_tag, flight = self._sending(tensor, dst, tag)
+        # Fast path: a message that can leave now needs no Work. It halves the cost of small ones over shared memory.
         if self.backend.send_at_once(values, peer, own_tag):
             flight.end()
             return
@@ -77,20 +78,21 @@ class PointToPoint(GroupBase):
             self._wait(self._send(values, peer, own_tag, flight), [dst], timeout)
 
     def recv(self, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None) -> Tensor:
-        """Returns the next tensor that rank `src` sends with this tag; its shape and dtype travel along.
+        """Returns the next tensor that rank `src` sends with this tag. Shape and dtype come with the message.
 
         Args:
-            src: the sender.
+            src: Rank of the sender.
             tag: 0 to 2**32 - 1.
-            out: written and returned; None: a new tensor.
-            timeout: seconds. After a Timeout `out` will not be written any more.
+            out: Overwritten and returned. None: a new tensor.
+            timeout: Seconds. After a Timeout `out` is not written any more.
 
         Raises:
-            SizeMismatch: the tensor does not fit `out`; it is dropped, and the group stays usable.
+            SizeMismatch: the tensor does not fit `out`. It is dropped, and the group stays usable.
         """
         if timeout is not None:
             check_seconds(timeout)
         peer, own_tag, flight = self._receiving(src, tag, out)
+        # Fast path, as in `send`: a message that has arrived needs no Work.
         message = self.backend.recv_at_once(peer, own_tag, out=out)
         if message is not None:
             end_with(flight, message.tensor)
@@ -99,19 +101,19 @@ class PointToPoint(GroupBase):
             return self._receive(self._recv(peer, own_tag, out, flight), [src], timeout)
 
     def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
-        """Returns the next tensor that any rank of the group sends with this tag, and which rank it was.
+        """Returns the next tensor that any rank of the group sends with this tag, and the rank of its sender.
 
-        Fair: of ranks whose tensors wait, the next after the one served last is served first. A tensor that arrived is
-        returned even if its sender has died since.
+        Fair: of the ranks with pending tensors, the next one after the last sender is served first. A tensor that
+        arrived is returned even if its sender has died since.
 
         Args:
             tag: 0 to 2**32 - 1.
-            timeout: seconds.
+            timeout: Seconds.
 
         Raises:
-            PeerFailed: a rank of the group died or left with an exception. Each death is told to one call, by which
-                time everything else that had arrived was returned; the calls after it wait for those that are left. A
-                rank that has closed its group is only missed when nobody is left who could send.
+            PeerFailed: a rank of the group died or left with an exception. Each death raises in one call, after all
+                tensors that had arrived were returned. Later calls wait for the remaining ranks. A rank that closed its
+                group raises only when no other rank could send any more.
             InvalidWorldSize: the group has one rank.
         """
         if timeout is not None:
@@ -123,13 +125,13 @@ class PointToPoint(GroupBase):
     def sendrecv(
         self, tensor: Tensor, dst: int, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None
     ) -> Tensor:
-        """Sends a tensor to rank `dst` and returns the next one that rank `src` sends, both at once.
+        """Sends a tensor to rank `dst` and returns the next tensor from rank `src`, both at the same time.
 
         Args:
-            tensor, dst: as in `send`.
-            src, out: as in `recv`; `src` may be `dst`.
-            tag: of both.
-            timeout: seconds for both.
+            tensor, dst: As in `send`.
+            src, out: As in `recv`. `src` may equal `dst`.
+            tag: Tag of both messages.
+            timeout: Seconds for both together.
 
         Raises:
             SizeMismatch: as in `recv`.
@@ -142,16 +144,16 @@ class PointToPoint(GroupBase):
             return came
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
-        """Starts to send a tensor to rank `dst`; it must not change until the Work is done."""
+        """Starts to send a tensor to rank `dst`. The tensor must not change until the Work is done."""
         return self._send(*self._sending(tensor, dst, tag))
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
-        """Starts to receive a tensor from rank `src`; the Work's result is the tensor. `out` must be contiguous."""
+        """Starts to receive a tensor from rank `src`, the Work's result. `out` must be contiguous."""
         peer, own_tag, flight = self._receiving(src, tag, out)
         return self._recv(peer, own_tag, out, flight)
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
-        """Starts to receive a tensor from any rank; the Work's result is what `recv_any` returns."""
+        """Starts to receive a tensor from any rank. The Work has the result of `recv_any`."""
         self._check_open()
         if self.world_size == 1:
             raise InvalidWorldSize("recv_any in a group of 1 rank: there is nobody who could send")
@@ -162,13 +164,12 @@ class PointToPoint(GroupBase):
         return work
 
     def batch_isend_irecv(self, messages: Sequence[SendTo | RecvFrom]) -> list[Work[Tensor] | Work[None]]:
-        """Starts to send and to receive several tensors; returns their Works in the order of `messages`.
+        """Starts to send and to receive several tensors, and returns their Works in the order of `messages`.
 
-        Nothing is started unless all of it can be. Receives are started before sends, whatever their order, so that
-        what is received need not be kept elsewhere first.
+        All messages are checked before the first one starts. Messages of one peer and one tag keep their order.
 
         Args:
-            messages: what `isend` and `irecv` would be given; those with one peer and one tag keep their order.
+            messages: Arguments of `isend` and `irecv`, as SendTo and RecvFrom.
         """
         works: dict[int, Work[Tensor] | Work[None]] = {}
         if not isinstance(messages, Sequence):
@@ -189,6 +190,7 @@ class PointToPoint(GroupBase):
                     self._peer(src, "src")
             self._tag(tag)
         with self.backend.will_wait():
+            # Receives first, in any order of `messages`: an arriving message then finds its buffer posted.
             for number, message in enumerate(messages):
                 if isinstance(message, RecvFrom):
                     works[number] = self.irecv(*message)
@@ -198,7 +200,9 @@ class PointToPoint(GroupBase):
         return [works[number] for number in range(len(messages))]
 
     def _sending(self, tensor: Tensor, dst: int, tag: int) -> tuple[Tensor, int, Tag, OperationRecord]:
-        """Returns a message's values, where it goes, and its record, when it was checked; a tuple costs the least."""
+        """Validates a send and returns its values, peer, tag and record."""
+        # Returns a plain tuple, which costs less than a named one. Checks types before the look-up, since a wrong
+        # argument may not be hashable; `_known_send` then raises the error for it.
         self._check_open()
         if isinstance(tensor, Tensor) and isinstance(dst, int) and isinstance(tag, int) and is_ordinary(tensor):
             kind = dst, tag, tensor.shape, tensor.dtype
@@ -271,7 +275,7 @@ class PointToPoint(GroupBase):
         return wait_for(self.backend, work, [self.ranks[peer] for peer in peers], self.ranks, self.context, seconds)
 
     def _receive(self, work: Work[T], peers: Sequence[int], timeout: Seconds) -> T:
-        """Waits for a receive, and withdraws it when its time is up."""
+        """Waits for a receive, and cancels it at the timeout."""
         seconds = self.timeout if timeout is None else max(0.0, timeout)
         return cast(
             "T",
@@ -280,6 +284,7 @@ class PointToPoint(GroupBase):
 
 
 def _remember(known: dict[K, _Known], kind: K, call: _Known) -> None:
+    # Bounded, since a program may use ever new shapes and tags.
     if len(known) >= _MAX_KNOWN:
         known.clear()
     known[kind] = call

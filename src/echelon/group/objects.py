@@ -1,4 +1,4 @@
-"""The collectives on objects, each with its arguments checked."""
+"""Collectives of a group on objects, with argument checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from echelon.group.base import GroupBase, No, Seconds, Yes
 
 
 class ObjectCollectives(GroupBase):
-    """What all ranks of a group call together with objects.
+    """Collectives on objects. All ranks of a group must call them together.
 
-    Objects are JSON-like: None, booleans, numbers, text, and lists and dicts of them, with text as keys; tuples come as
-    lists. Anything else is an UnsupportedOp. What is passed may be changed at once.
+    Objects are JSON-like: None, booleans, numbers, text, and lists and dicts of them, with text as keys. Tuples arrive
+    as lists. Anything else is an UnsupportedOp. A passed object may be changed as soon as the call returns.
     """
 
     @overload
@@ -47,11 +47,11 @@ class ObjectCollectives(GroupBase):
     def gather_object(
         self, value: JsonLike, dst: int, async_op: bool = False, timeout: Seconds = None
     ) -> list[JsonLike] | Work[list[JsonLike] | None] | None:
-        """Returns the values of all ranks, in rank order, on rank `dst`, and None on the others.
+        """Returns the values of all ranks, in rank order, on rank `dst`, None on other ranks.
 
         Args:
             value: JSON-like.
-            dst: the rank that gets the result.
+            dst: Rank that gets the result.
             async_op, timeout: as in `all_reduce`.
         """
         self._check_open()
@@ -72,9 +72,9 @@ class ObjectCollectives(GroupBase):
         """Returns the value of rank `src` on every rank.
 
         Args:
-            value: JSON-like on rank `src`; not looked at on others.
-            src: the rank whose value it is.
-            async_op, timeout: as in `all_reduce`.
+            value: JSON-like on rank `src`. Ignored on other ranks.
+            src: Rank of the value.
+            async_op, timeout: As in `all_reduce`.
         """
         self._check_open()
         self._check_rank(src, "src")
@@ -91,16 +91,16 @@ class ObjectCollectives(GroupBase):
     def scatter_object(
         self, values: Sequence[JsonLike] | None, src: int, async_op: bool = False, timeout: Seconds = None
     ) -> JsonLike | Work[JsonLike]:
-        """Returns this rank's of the values of rank `src`.
+        """Returns this rank's value from the list of rank `src`.
 
         Args:
-            values: on rank `src` one for each rank, JSON-like; not looked at on others.
-            src: the rank whose values they are.
-            async_op, timeout: as in `all_reduce`.
+            values: On rank `src`, one JSON-like value for each rank. Ignored on other ranks.
+            src: Rank of the list.
+            async_op, timeout: As in `all_reduce`.
 
         Raises:
             InvalidArgument: on rank `src`, `values` is no list.
-            SizeMismatch: there are not as many values as ranks.
+            SizeMismatch: the list does not have one value per rank.
         """
         self._check_open()
         self._check_rank(src, "src")

@@ -1,4 +1,8 @@
-"""Collectives on tensors of a device that the backend has no path for: copied to the host's memory, and back."""
+"""Host staging of collectives on GPU tensors that the backend cannot move: copies to the host's memory and back.
+
+By default such a tensor is an error. ECHELON_ENABLE_GPU_FALLBACK=1 allows the copies. Every such call logs a warning:
+staging is slow, and a benchmark must not use it by accident.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,6 @@ from echelon.collectives.calls.operations import Operation
 from echelon.collectives.calls.run import Channel
 from echelon.errors import LaunchError, UnsupportedOp
 
-# What happens to a tensor of a GPU where the backend has no path for it: an error, unless the user allows more.
-#
-# ECHELON_ENABLE_GPU_FALLBACK=1 allows the way through the host's memory, with a warning at every call: it is slow, and
-# whoever measures should know.
-
 logger = logging.getLogger("echelon")
 
 VARIABLE = "ECHELON_ENABLE_GPU_FALLBACK"
@@ -28,7 +27,7 @@ OFF = ("0", "false", "off", "")
 
 
 def fallback_is_on(environ: Mapping[str, str]) -> bool:
-    """Says whether the way through the host's memory is allowed.
+    """Whether host staging is allowed.
 
     Raises:
         LaunchError: the variable is neither on nor off.
@@ -43,15 +42,15 @@ def fallback_is_on(environ: Mapping[str, str]) -> bool:
 
 
 def check_away(tensor: Tensor, what: str, backend: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Warns that a call takes the way through the host's memory, if that is allowed.
+    """Logs a warning that a call stages its tensor on the host. Raises if that is not allowed.
 
     Args:
-        tensor: on a device that the backend cannot handle.
-        what: the collective.
-        backend: its name.
+        tensor: Tensor on a device that the backend cannot move.
+        what: The collective.
+        backend: Name of the backend.
 
     Raises:
-        UnsupportedOp: it is not allowed.
+        UnsupportedOp: host staging is not allowed.
         LaunchError: the variable is neither on nor off.
     """
     if not fallback_is_on(environ):
@@ -74,23 +73,26 @@ T = TypeVar("T")
 
 
 def here(tensor: Tensor, away: HostCopy | None) -> Tensor:
-    """Returns what to work on: the tensor itself, or its copy, whose values are not there yet."""
+    """Returns the tensor itself, or its host copy, whose values may still be in flight."""
     return tensor if away is None else away.tensor
 
 
 def in_place(
     operation: Operation[Tensor], tensor: Tensor, away: HostCopy | None, *, writes: bool = True
 ) -> Operation[Tensor]:
-    """Returns what does an operation on a copy, and then has the result in `tensor`, where this rank gets one."""
+    """Wraps an operation on a host copy: waits for the copy, runs it, and copies the result back into `tensor`.
+
+    Without `writes` the rank gets no result, and `tensor` is returned unchanged.
+    """
     if away is None:
         return operation
     return _around(operation, away.wait, lambda found: away.copy_back(found, tensor) if writes else tensor)
 
 
 def on_device(operation: Operation[T], away: HostCopy | None, out: Tensor | None = None) -> Operation[T]:
-    """Returns what does an operation on a copy, and then has the result, where there is one, in `out` or on the device.
+    """Wraps an operation on a host copy: waits for the copy, runs it, and copies the result to `out` or the device.
 
-    What does not fit `out`, or belongs to the host all the same, is returned as it is.
+    A result for an `out` on the CPU stays on the host. A result that does not fit `out` goes to a new tensor.
     """
     if away is None:
         return operation
@@ -98,6 +100,7 @@ def on_device(operation: Operation[T], away: HostCopy | None, out: Tensor | None
     def finish(found: T) -> T:
         if not isinstance(found, Tensor) or (out is not None and out.is_cpu):
             return found
+        # A result that does not fit raises SizeMismatch later, in `write_out`.
         fits = out is not None and (out.shape, out.dtype) == (found.shape, found.dtype)
         return away.copy_back(found, out if fits else None)  # type: ignore[return-value]
 
@@ -105,27 +108,27 @@ def on_device(operation: Operation[T], away: HostCopy | None, out: Tensor | None
 
 
 class Copies:
-    """The tensors of one call, those of other devices as copies in the host's memory."""
+    """Tensors of one call, with host copies of the tensors that the backend cannot move."""
 
     def __init__(self, tensors: Sequence[Tensor], away: Mapping[int, HostCopy]) -> None:
-        """Takes over the copies of some of the tensors, by their place in the list."""
+        """Takes over the host copies of some tensors, by their index."""
         self._away = away
         self.tensors = [here(tensor, away.get(number)) for number, tensor in enumerate(tensors)]
-        """What to work on; a copy's values are not there yet."""
+        """The tensors, or their host copies, whose values may still be in flight."""
 
     def around(self, operation: Operation[S], finish: Callable[[S], T]) -> Operation[T]:
-        """Returns what does an operation once all copies are there, and makes a result of that one's."""
+        """Wraps an operation: waits for the host copies, runs it, and maps its result."""
         return _around(operation, self._wait, finish)
 
     def copy_back(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Returns new results, one for each tensor, on the devices of these."""
+        """Returns the results on the devices of the original tensors, as new tensors where a copy is needed."""
         return [
             self._away[number].copy_back(result, None) if number in self._away else result
             for number, result in enumerate(results)
         ]
 
     def copy_back_into(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Has the values of the copies in the tensors that they were made of, and returns these."""
+        """Copies the values of the host copies back into the original tensors, and returns the tensors."""
         for number, landing in self._away.items():
             landing.copy_back(landing.tensor, tensors[number])
         return list(tensors)

@@ -1,1 +1,1 @@
-"""Timelines: spans of time per rank, planned or measured, and how they are drawn. Pure."""
+"""Timelines: spans of time per rank, simulated or measured, and their pictures. Pure."""

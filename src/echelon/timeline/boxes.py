@@ -1,4 +1,4 @@
-"""The boxes that a picture of a timeline consists of, whatever it is painted on."""
+"""Layout of a timeline as boxes in rows, shared by the figure and the terminal."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import NamedTuple
 
 from echelon.timeline.timeline import Divided, Kind, Part, Span, Timeline
 
+# Steps such as "all_reduce #1" and "all_reduce #2" share a colour, so a name ends before its first number or bracket.
 _NAME = re.compile(r"[^\d(\[,]*")
 
 
 class Box(NamedTuple):
-    """A rectangle in a row. Times count from the start of the timeline."""
+    """Rectangle in a row. Times count from the start of the timeline."""
 
     start: float
     end: float
     label: str
     short: str
-    """What to write where `label` does not fit: the microbatch of an action, the name of another step."""
+    """Text used if `label` does not fit: the microbatch of an action, the name of another step."""
     color_index: int
-    """Of an action: its microbatch. Of text: the position of its name among `Boxes.names`."""
+    """Microbatch of an action. For other steps, the index of the name in `TimelineLayout.names`."""
     kind: Kind
     """Forward, for a step that is no action."""
     is_action: bool = True
     lower: float = 0.0
-    """Where the box begins in the height of the row, from 0 to 1. A step that is two actions at once is two boxes."""
+    """Lower edge as a share of the row's height, 0 to 1. An overlapped step is two boxes, one above the other."""
     upper: float = 1.0
 
     @property
     def width(self) -> float:
-        """How long it took."""
+        """Duration of the step."""
         return self.end - self.start
 
 
@@ -40,12 +41,12 @@ class TimelineLayout:
     """All boxes of a timeline.
 
     Args:
-        titles: What each row is of.
-        rows: The boxes of each rank, below them those of what ran beside.
-        makespan: Where the last box ends.
-        kinds: The kinds of actions that occur.
+        titles: Title of each row.
+        rows: Boxes of each row: a row for a rank's steps, then a row for each of its lanes.
+        makespan: End of the last box.
+        kinds: Kinds of actions that occur.
         num_microbatches: One more than the highest microbatch of an action; 0 without actions.
-        names: What steps that are no actions are called, up to the first number, bracket or comma.
+        names: Names of the steps that are no actions, up to the first number, bracket or comma.
     """
 
     titles: tuple[str, ...]
@@ -58,6 +59,7 @@ class TimelineLayout:
 
 def boxes_of(timeline: Timeline) -> TimelineLayout:
     """Lays out a timeline."""
+    # Insertion order is the order of first appearance, so the same timeline always gets the same colours.
     names: dict[str, int] = {}
     titles, rows = [], []
     for title, spans in _rows(timeline):
@@ -89,11 +91,13 @@ def _of_step(step: object, start: float, end: float, names: dict[str, int]) -> t
         parts = step.parts()
         if len(parts) == 1:
             return (_of_part(parts[0], start, end),)
+        # `upper` and `lower` are halves of the row: the upper half begins at 0.5, the lower one ends there.
         upper, lower = parts
         return _of_part(upper, start, end)._replace(lower=0.5), _of_part(lower, start, end)._replace(upper=0.5)
     label = str(step)
     match = _NAME.match(label)
-    assert match is not None, "the pattern matches nothing at all, too"
+    assert match is not None, "the pattern matches the empty text as well"
+    # A label that begins with a number has no name before it, and then names itself.
     name = match[0].strip() or label
     return (Box(start, end, label, name, names.setdefault(name, len(names)), "F", is_action=False),)
 

@@ -1,7 +1,7 @@
-"""Writes a timeline as a Chrome trace (Trace Event format, JSON), for ui.perfetto.dev and chrome://tracing.
+"""Chrome trace of a timeline (Trace Event format, JSON), for ui.perfetto.dev and chrome://tracing.
 
-A rank is a process, its steps are a thread of it, and each lane of what ran beside is another. A transfer is an arrow:
-a flow event at the end of the span that made what is sent, and another at the start of the span that needs it.
+A rank is a process. Its steps are one thread, and each of its lanes is another thread. A transfer is an arrow: a flow
+event at the end of the sending span, and another at the start of the receiving span.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from echelon.timeline.timeline import Divided, Span, Time, Timeline, Transfer
 
 Event: TypeAlias = dict[str, object]
 
+# Thread of a rank's steps. The threads of its lanes follow.
 _STEPS = 0
-"""The thread of a rank's steps. Those of its lanes follow."""
 
 
 def to_chrome(timeline: Timeline, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
@@ -42,10 +42,7 @@ def to_chrome(timeline: Timeline, path: str | os.PathLike[str], seconds: float =
 
 
 class _Clock(NamedTuple):
-    """Turns the timeline's time into the trace's: microseconds since the start, in whole nanoseconds.
-
-    Viewers round to nanoseconds. Rounding a start and a duration each for itself could make spans overlap.
-    """
+    """Conversion from the timeline's time to whole nanoseconds since its start."""
 
     start: Time
     seconds: float
@@ -81,6 +78,7 @@ def _about(rank: int, thread: int, what: str, args: Event) -> Event:
 
 
 def _complete(rank: int, thread: int, span: Span, clock: _Clock) -> Event:
+    # Viewers round to nanoseconds. Rounding a start and a duration separately could make spans overlap.
     start = clock.nanoseconds(span.start)
     return {
         "ph": "X",
@@ -88,6 +86,7 @@ def _complete(rank: int, thread: int, span: Span, clock: _Clock) -> Event:
         "cat": _category(span.step),
         "pid": rank,
         "tid": thread,
+        # The format counts in microseconds.
         "ts": start / 1000,
         "dur": (clock.nanoseconds(span.end) - start) / 1000,
         "args": _details(span.step),
@@ -109,11 +108,12 @@ def _details(step: object) -> Event:
 
 
 def _arrow(timeline: Timeline, transfer: Transfer, number: int, clock: _Clock) -> Iterator[Event]:
-    """A viewer binds an end of an arrow to the span around it, and a span's own end is outside of it."""
     starts, ends = timeline.starts[transfer.source_rank], timeline.ends[transfer.source_rank]
     first, last = clock.nanoseconds(starts[transfer.source]), clock.nanoseconds(ends[transfer.source])
     arrival = clock.nanoseconds(timeline.starts[transfer.target_rank][transfer.target])
+    # A viewer binds an arrow to the span around its end. A span's own end is outside of it, so 1 ns is taken off.
     yield _end_of_arrow("s", transfer.source_rank, number, max(first, last - 1))
+    # "bp": "e" binds to the enclosing span; by default the arrow would end at the next span.
     yield {**_end_of_arrow("f", transfer.target_rank, number, arrival), "bp": "e"}
 
 

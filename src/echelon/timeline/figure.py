@@ -1,4 +1,4 @@
-"""Draws a timeline as SVG, PNG or PDF: a row per rank and lane, time from left to right. Needs matplotlib."""
+"""Figure of a timeline as SVG, PNG or PDF: a row per rank and lane, time from left to right. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Metadata to leave out of each format: with it, two files of one picture would differ.
 _FORMATS = {".svg": {"Date": None}, ".png": {"Software": None}, ".pdf": {"CreationDate": None}}
-"""For each format what else would make two files of one picture differ."""
 
 # Inches.
 _LEFT, _RIGHT, _TITLE, _TIME_AXIS, _LEGEND_LINE = 0.75, 0.25, 0.4, 0.48, 0.24
 _MIN_WIDTH, _MAX_WIDTH = 8.0, 18.0
 _PADDING = 0.05
+# Width of a character of DejaVu Sans Mono, in inches per point of its size. 1 inch is 72 points.
 _CHARACTER = 0.602 / 72
-"""Width of a character of the font, per point of its size."""
 
 _FONT = ["DejaVu Sans Mono", "monospace"]
 _IDLE, _EDGE, _INK = "#f7f7f7", "#404040", "#202020"
+# Two timelines whose work differs by at most this factor are assumed to be in the same unit.
 _SAME_UNIT = 1.5
-"""Two timelines whose work differs by no more than this factor are taken to be in the same unit."""
+# Above this, boxes are rasterized even in SVG and PDF: viewers are slow to open as many polygons.
 _MANY_BOXES = 50_000
-"""Above this, boxes are pixels even in SVG and PDF, which would else be hard to open."""
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
@@ -51,7 +51,8 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
         if error.name != "matplotlib":
             raise
         raise EchelonError("drawing needs matplotlib: pip install matplotlib") from None
-    # Whatever style the program has set for its own figures. Text as text can be searched, and the file is small.
+    # Starts from the default style, so a style that the program has set for its own figures changes nothing here. Text
+    # kept as text can be searched and keeps the file small. The salt makes the ids in an SVG the same in every run.
     own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}
     with style.context(["default", own]):
         figure = figure_of(timeline, against)
@@ -65,9 +66,9 @@ class _Panel(NamedTuple):
     timeline: Timeline
     boxes: TimelineLayout
     length: float
-    """How much time its axis shows."""
+    """Time that its axis shows."""
     row: float
-    """The height of a row, in inches."""
+    """Height of a row, in inches."""
 
     @property
     def height(self) -> float:
@@ -75,12 +76,13 @@ class _Panel(NamedTuple):
 
     @property
     def unlabelled(self) -> float:
-        """The part of the boxes that may stay without a label. Among measured ones some are narrow by chance."""
+        """Share of the boxes that may stay without a label."""
+        # A measured timeline gets more: some of its boxes are narrow by chance.
         return 0.35 if is_measured(self.timeline) else 0.1
 
 
 class _Font(NamedTuple):
-    """How boxes are labelled: the size in points, and whether in full."""
+    """Font of the labels: its size in points, and whether labels are written in full."""
 
     size: float
     in_full: bool
@@ -93,7 +95,8 @@ class _Font(NamedTuple):
 
 
 def figure_of(timeline: Timeline, against: Timeline | None = None) -> Figure:
-    """Returns the picture as a figure of matplotlib, for a notebook, say. See `Timeline.draw`."""
+    """Returns the picture as a matplotlib figure, such as for a notebook. See `Timeline.draw`."""
+    # Not pyplot: it would choose a GUI backend and keep the figure alive in its global list.
     from matplotlib.figure import Figure
 
     panels = _panels([timeline] if against is None else _planned_first(against, timeline))
@@ -114,7 +117,7 @@ def figure_of(timeline: Timeline, against: Timeline | None = None) -> Figure:
 
 
 def _planned_first(above: Timeline, below: Timeline) -> list[Timeline]:
-    """Puts a measured run below a planned one, whichever is drawn against which."""
+    # A measured run is always below a planned one, whichever is drawn `against` the other.
     swapped = is_measured(above) and not is_measured(below)
     return [below, above] if swapped else [above, below]
 
@@ -131,10 +134,10 @@ def _panel(timeline: Timeline, boxes: TimelineLayout, length: float) -> _Panel:
 
 
 def _lengths(timelines: list[Timeline]) -> list[float]:
-    """How much time each axis shows.
+    """Returns the time that each axis shows.
 
-    The same for both, if their work is about the same. Else they are in different units, such as a plan that counts
-    forwards and a measured run in seconds: then equal work is equally wide, and idle time is what they differ in.
+    Both axes are equal if the work is about the same. Otherwise the units differ, such as a plan that counts forwards
+    and a measured run in seconds. Then equal work is equally wide, and only idle time differs.
     """
     makespans = [float(timeline.makespan) for timeline in timelines]
     work = [float(max(timeline.busy, default=0)) for timeline in timelines]
@@ -147,7 +150,7 @@ def _lengths(timelines: list[Timeline]) -> list[float]:
 
 
 def _wanted_width(panel: _Panel) -> float:
-    """As wide as most boxes need to be labelled in full, within limits."""
+    """Returns the width in inches at which most boxes have room for their full label, within limits."""
     boxes = sorted((box for row in panel.boxes.rows for box in row if box.width > 0), key=lambda box: box.width)
     if not boxes:
         return _MIN_WIDTH
@@ -163,7 +166,7 @@ def _paint(axes: Axes, panel: _Panel, width: float) -> None:
     _paint_rows(axes, panel)
     flat = [(number, box) for number, row in enumerate(rows) for box in row]
     wide = [item for item in flat if item[1].width * scale > _PADDING]
-    # An edge would hide a narrow box; of one that took no time it is all there is to see.
+    # An edge would hide a narrow box. A box that took no time is visible by its edge alone, so it keeps one.
     _paint_boxes(axes, [item for item in flat if 0 < item[1].width * scale <= _PADDING], edge_width=0)
     _paint_boxes(axes, [item for item in flat if item[1].width <= 0] + wide, edge_width=0.4)
     _paint_labels(axes, wide, panel, scale)
@@ -207,7 +210,7 @@ def _paint_boxes(axes: Axes, boxes: list[tuple[int, Box]], edge_width: float) ->
 
 
 def _paint_labels(axes: Axes, boxes: list[tuple[int, Box]], panel: _Panel, scale: float) -> None:
-    """Labels the boxes, all in one way; those in which it does not fit stay without."""
+    # One font for all: labels of several sizes look like a meaning. Boxes that are too narrow stay without a label.
     font = _font([box for _, box in boxes], panel, scale)
     if font is None:
         return
@@ -229,26 +232,27 @@ def _paint_labels(axes: Axes, boxes: list[tuple[int, Box]], panel: _Panel, scale
 
 
 def _font(boxes: list[Box], panel: _Panel, scale: float) -> _Font | None:
-    """In full if nearly all boxes have room for that, else in short if the wider kind of them has; as large as can be.
+    """Chooses the largest font that fits: full labels if nearly all boxes have room, else short ones if 40 % have.
 
-    None: a label here and there would not help.
+    None if fewer have room: a label here and there would not help.
     """
+    # In points. An overlapped step has half a row, and then all labels are as small.
     height = panel.row * 72 * 0.88 * min((box.upper - box.lower for box in boxes), default=1.0)
     sizes = [size for size in (8.0, 7.0, 6.0, 5.0) if size < 0.75 * height] or [0.75 * height]
     for in_full, part in ((True, 1 - panel.unlabelled), (False, 0.4)):
         fonts = [_Font(size, in_full) for size in sizes]
         fitting = [sum(font.width(box) <= box.width * scale for box in boxes) for font in fonts]
+        # The smallest font fits the most boxes. A larger one is taken if it loses at most 5 % of these labels.
         if fitting[-1] >= part * len(boxes):
             return next(font for font, count in zip(fonts, fitting, strict=True) if count >= 0.95 * fitting[-1])
     return None
 
 
+# A colour and its meaning.
 _Swatch = tuple[str, str]
-"""A colour and what it stands for."""
 
 
 def _legends(panels: list[_Panel]) -> list[list[_Swatch]]:
-    """The lines of the legend."""
     kinds = {kind for panel in panels for kind in panel.boxes.kinds}
     lines = [[(color(None, kind), name) for kind, name in KIND_NAMES.items() if kind in kinds] + [(_IDLE, "idle")]]
     count = max(panel.boxes.num_microbatches for panel in panels)
@@ -259,6 +263,7 @@ def _legends(panels: list[_Panel]) -> list[list[_Swatch]]:
                 for color_index in range(min(count, NUM_HUES))
             ]
         )
+    # A planned and a measured timeline usually have the same names, which then need one line only.
     for panel in panels:
         names = [
             (color(color_index, "F"), name) for color_index, name in enumerate(panel.boxes.names[:NUM_HUES]) if name
@@ -269,6 +274,7 @@ def _legends(panels: list[_Panel]) -> list[list[_Swatch]]:
 
 
 def _microbatches(color_index: int, count: int) -> str:
+    # Hues repeat, so one swatch stands for several microbatches. Three numbers are enough to show the pattern.
     numbers = list(range(color_index, count, NUM_HUES))
     text = ", ".join(map(str, numbers[:3])) + (" ..." if len(numbers) > 3 else "")
     return f"microbatch {text}" if color_index == 0 else text
@@ -290,7 +296,7 @@ def _place_legend(figure: Figure, swatches: list[_Swatch], bottom: float, left: 
         handlelength=1.4,
         columnspacing=1.4,
     )
-    # Not passed as labels: those with a leading underscore or a $ would have a meaning.
+    # Not passed as labels: matplotlib hides labels with a leading underscore and reads $ as mathematics.
     for text, (_, name) in zip(legend.get_texts(), swatches, strict=True):
         text.set_parse_math(False)
         text.set_text(name)

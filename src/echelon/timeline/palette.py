@@ -1,9 +1,9 @@
-"""The colour of a step: its hue says which microbatch, its lightness which kind.
+"""Colours of steps: the hue shows the microbatch, the lightness the kind.
 
 The hues repeat after `NUM_HUES` microbatches. They were chosen by a search that kept neighbours apart for normal sight
 and for the three kinds of colour blindness (as simulated by Machado, Oliveira and Fernandes, 2009). The lightness of a
-kind is nearly the same for every hue, so kinds stay apart in greyscale: forward is the lightest, then the backward for
-the input, the fused backward, and the backward for the weights.
+kind is nearly the same for every hue, so kinds stay apart in greyscale: forward is the lightest, then input gradient,
+fused backward and weight gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.timeline.timeline import Kind
 
 
 class _Hue(NamedTuple):
-    """A hue in the OKLCH colour space (Ottosson, 2020), and how much its lightness differs from the kind's."""
+    """Hue in the OKLCH colour space (Ottosson, 2020), and the difference of its lightness from the kind's."""
 
     degrees: float
     chroma: float
@@ -35,7 +35,7 @@ _GREY = _Hue(0, 0, 0)
 _LIGHTNESS: dict[Kind, float] = {"F": 0.88, "I": 0.755, "B": 0.615, "W": 0.45}
 
 NUM_HUES = len(_HUES)
-"""How many microbatches have a colour of their own."""
+"""Number of microbatches that have a colour of their own."""
 
 KIND_NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -43,24 +43,24 @@ KIND_NAMES: dict[Kind, str] = {
     "B": "backward",
     "W": "backward for the weights",
 }
-"""What the kinds are called in a legend, the lightest first."""
+"""Names of the kinds in a legend, the lightest first."""
 
 
 @cache
 def color(microbatch: int | None, kind: Kind) -> str:
-    """Returns the colour of a step as "#rrggbb". A microbatch of None is grey: any."""
+    """Returns the colour of a step as "#rrggbb". Grey if the microbatch is None, which stands for any."""
     color_index = _GREY if microbatch is None else _HUES[microbatch % NUM_HUES]
     return _to_hex(_LIGHTNESS[kind] + color_index.lighter, color_index)
 
 
 def text_color(kind: Kind) -> str:
-    """Returns the colour in which text can be read on a step of this kind."""
+    """Returns the colour of readable text on a step of this kind: black or white, as "#rrggbb"."""
     return "#000000" if _LIGHTNESS[kind] > 0.6 else "#ffffff"
 
 
 def _to_hex(lightness: float, color_index: _Hue) -> str:
-    """Converts to sRGB, paler where the screen has no such colour."""
     chroma = color_index.chroma
+    # Not every OKLCH colour exists in sRGB. Clipping the channels would shift the hue, less chroma keeps it.
     while True:
         channels = _to_linear(lightness, chroma, math.radians(color_index.degrees))
         if chroma <= 0 or (min(channels) >= 0 and max(channels) <= 1):
@@ -69,6 +69,7 @@ def _to_hex(lightness: float, color_index: _Hue) -> str:
 
 
 def _to_linear(lightness: float, chroma: float, angle: float) -> tuple[float, float, float]:
+    # Ottosson's matrices: OKLCH to cone responses, then to linear sRGB.
     a, b = chroma * math.cos(angle), chroma * math.sin(angle)
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
@@ -82,5 +83,6 @@ def _to_linear(lightness: float, chroma: float, angle: float) -> tuple[float, fl
 
 def _to_byte(linear: float) -> int:
     linear = min(max(linear, 0.0), 1.0)
+    # Transfer function of sRGB (IEC 61966-2-1).
     encoded = 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
     return round(255 * encoded)

@@ -1,4 +1,4 @@
-"""A timeline in one line: how long, how idle, how much memory."""
+"""Summary of a timeline in one line: makespan, bubble rate and peak memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echelon.timeline.timeline import Time, Timeline
 
 
 def summary(timeline: Timeline) -> str:
-    """Returns the line that stands above a picture."""
+    """Returns the title of a picture, such as "simulated: makespan 24, bubble rate 20.0 %"."""
     parts = [
         f"makespan {number(timeline.makespan)}",
         f"bubble rate {100 * float(timeline.bubble_rate):.1f} %",
@@ -20,17 +20,19 @@ def summary(timeline: Timeline) -> str:
 
 
 def number(value: Time) -> str:
-    """Returns at most 4 digits: enough to compare, and short enough for a table."""
+    """Returns a number with at most 4 digits."""
+    # Enough to compare two runs, and short enough for a table.
     return f"{float(value):.4g}"
 
 
 def is_measured(timeline: Timeline) -> bool | None:
-    """Only a simulation knows when a transfer arrived. Without transfers there is no telling (None)."""
+    """Returns whether a timeline was recorded. None if it has no transfers, which alone would show it."""
+    # Only a simulation knows when a transfer arrived.
     return next((transfer.end is None for transfer in timeline.transfers), None)
 
 
 def _per_rank(values: tuple[Time, ...]) -> str:
-    """Each rank's, or where that would be long the largest and the smallest."""
+    # More than 8 numbers would not fit a title: then the largest and the smallest.
     if len(values) > 8:
         return f"{number(max(values))} (rank {values.index(max(values))}) to {number(min(values))}"
     if len(list(groupby(values))) == 1:

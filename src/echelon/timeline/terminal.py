@@ -1,8 +1,11 @@
-"""A timeline for the terminal: a line per rank, time from left to right, scaled to the width there is.
+"""Text form of a timeline: a line per rank, time from left to right.
 
-In colour, the background says which microbatch and which kind (see `echelon.timeline.palette`). Without colour, a step
-is its text or a part of it, with hyphens while it goes on. Idle time is dots, or blank in colour. Where a column is
-longer than the steps, it shows the kind of what ran in it, or "#" where that were several.
+`picture` draws small timelines for docstrings and tests, with room for every label. `lines` and `plain` scale any
+timeline to the width of a terminal.
+
+In colour, the background shows the microbatch and the kind (see `echelon.timeline.palette`). Without colour, a step is
+its text or a part of it, with hyphens while it goes on. Idle time is dots, or blank in colour. A column that is longer
+than the steps in it shows their kind, or "#" for several kinds.
 """
 
 from __future__ import annotations
@@ -16,13 +19,11 @@ from echelon.timeline.boxes import Box, boxes_of
 from echelon.timeline.palette import color, text_color
 from echelon.timeline.timeline import Divided, Kind, Span, Timeline
 
-# A timeline as plain text, a row per rank, time from left to right: for docstrings, tests and small schedules.
-
 
 def picture(timeline: Timeline) -> str:
-    """Draws a timeline: "0F2" as it starts, hyphens while it goes on, blanks while the rank is idle.
+    """Returns a timeline as text: "0F2" at the start of a step, hyphens while it goes on, blanks while idle.
 
-    A unit of time is as wide as the shortest step needs; steps that take no time are left out.
+    A unit of time is as wide as the shortest step needs. Steps that take no time are left out.
     """
     ranks = [[span for span in spans if span.duration > 0] for spans in timeline.spans]
     unit = max((math.ceil((len(_label(span)) + 1) / span.duration) for spans in ranks for span in spans), default=1)
@@ -42,17 +43,17 @@ def _label(span: Span) -> str:
 
 
 IDLE = "."
-"""Without colour: the rank waits."""
+"""Idle time without colour."""
 BOTH_AT_ONCE = "&"
-"""Without colour: a forward and a backward that run as one step."""
+"""Overlapped step without colour."""
 HALVES = "▀"
-"""The same in colour: the forward is the upper half, the backward the lower."""
+"""Overlapped step in colour: the forward is the upper half, the backward the lower one."""
 SEVERAL = "#"
-"""Several kinds ran in a column."""
+"""Column in which several kinds ran."""
 
 
 class Piece(NamedTuple):
-    """Some columns of a line: text, and where they show a step its colours as "#rrggbb"."""
+    """Some columns of a line: text, and the colours of a step as "#rrggbb". Empty colours where there is no step."""
 
     text: str
     foreground: str = ""
@@ -62,12 +63,12 @@ class Piece(NamedTuple):
 Line: TypeAlias = tuple[Piece, ...]
 """The pieces of a rank, its title first."""
 
+# The boxes of a step: two if two actions run at once.
 _Step: TypeAlias = tuple[Box, ...]
-"""The boxes of a step: two where two actions run at once."""
 
 
 def lines(timeline: Timeline, width: int, in_color: bool) -> list[Line]:
-    """Lays a timeline out, one line per rank, one for each lane beside, and at most `width` columns wide."""
+    """Lays a timeline out in at most `width` columns: one line per rank and one for each of its lanes."""
     boxes = boxes_of(timeline)
     titles = [f"{title}  " for title in boxes.titles]
     margin = max(map(len, titles), default=0)
@@ -80,31 +81,32 @@ def lines(timeline: Timeline, width: int, in_color: bool) -> list[Line]:
 
 
 def plain(timeline: Timeline, width: int) -> str:
-    """Returns the lines as text without colour."""
+    """Returns the lines of a timeline as text without colour."""
     return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines(timeline, width, in_color=False))
 
 
 def _when(box: Box) -> tuple[float, float, bool]:
-    """Two boxes of a row at one time are one step if they share the height of the row."""
+    # Two boxes of a row with equal times are one step if they share the height of the row.
     return box.start, box.end, box.upper - box.lower < 1
 
 
 class _Scale(NamedTuple):
-    """How a timeline is laid out in columns."""
+    """Scale of a picture: columns per unit of time, and the length of the labels."""
 
     columns: float
-    """Per unit of time."""
     level: int | None
-    """How much of a step's text is shown, see `_texts`. None: most steps are narrower than a column."""
+    """Index into `_texts`: 0 is the full label. None if most steps are narrower than a column."""
     in_color: bool
 
     @classmethod
     def that_fits(cls, steps: Sequence[_Step], makespan: float, width: int, in_color: bool) -> _Scale:
-        """Gives short steps a whole number of columns, if there is room for one, so that equal steps look equal."""
+        """Chooses the scale for a width in columns."""
         durations = sorted(step[0].width for step in steps if step[0].width > 0)
         if not durations:
             return cls(0.0, 0, in_color)
+        # The 10th percentile: in a measured run a few steps are far shorter than the rest.
         short = durations[len(durations) // 10]
+        # A whole number of columns for a short step makes equal steps look equal.
         room = math.floor(width * short / makespan + 1e-9)
         if room == 0:
             return cls(width / makespan, None, in_color)
@@ -118,7 +120,7 @@ class _Scale(NamedTuple):
 
 
 def _texts(step: _Step) -> tuple[str, str, str]:
-    """Returns the text of a step in full, without the stage, and as one letter."""
+    """Returns three labels of a step: in full, without the stage, and as one letter."""
     full = ";".join(box.label for box in step)
     shorter = ";".join(f"{box.kind}{box.short}" if box.is_action else box.short for box in step)
     return full, shorter, BOTH_AT_ONCE if len(step) > 1 else _letter(step[0])
@@ -131,7 +133,7 @@ def _letter(box: Box) -> str:
 def _whole_steps(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterator[Piece]:
     column, end = 0, scale.column(makespan)
     for step in row:
-        # Of steps that share a column the first has it.
+        # The first of several steps that share a column gets it.
         first, last = max(column, scale.column(step[0].start)), scale.column(step[0].end)
         if last > first:
             yield _idle(first - column, scale)
@@ -157,7 +159,7 @@ def _step(step: _Step, width: int, scale: _Scale) -> Piece:
 
 
 def _shares(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterator[Piece]:
-    """Shows in each column the kind that took most of it, unless the rank was idle for longer."""
+    """Yields one piece per column: its longest kind, or idle if the rank was idle for more than half of it."""
     shares: list[dict[str, float]] = [{} for _ in range(scale.column(makespan))]
     kinds: dict[str, Kind] = {}
     for box in (box for step in row for box in step):
@@ -175,7 +177,7 @@ def _shares(row: Sequence[_Step], makespan: float, scale: _Scale) -> Iterator[Pi
 
 
 def _columns(box: Box, columns: float, count: int) -> Iterator[tuple[int, float]]:
-    """Yields the columns that a box touches, and how much of each it takes."""
+    """Yields the columns that a box touches, each with the share of it that the box covers."""
     start, end = box.start * columns, box.end * columns
     for column in range(int(start), min(count, math.ceil(end))):
         yield column, min(end, column + 1) - max(start, column)

@@ -1,9 +1,9 @@
-"""What ranks did and when: one type for a simulated run and for a recorded one.
+"""Timeline of a run: one type for simulated and for recorded runs.
 
-A `Timeline` holds, for each rank, the steps it ran with their starts and ends, and the transfers between ranks that the
-steps waited for; and what ran beside the steps, such as asynchronous collectives. A step is anything whose `str` is its
-name: an action of a pipeline, or plain text. Times are numbers of any one unit: float, int or Fraction (then every
-result is exact).
+A `Timeline` holds each rank's steps with their starts and ends, the transfers between ranks, and lanes of spans that
+ran concurrently with the steps, such as asynchronous collectives. A step is any object whose `str` is its name: an
+action of a pipeline, or plain text. All times are in one unit of your choice: float, int or Fraction. With ints and
+Fractions every result is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 Time: TypeAlias = float | Fraction
-"""A point in time or a duration."""
+"""Point in time, or duration."""
 
 Item = TypeVar("Item")
 
@@ -26,11 +26,11 @@ Kind: TypeAlias = Literal["F", "I", "W", "B"]
 
 
 class Part(NamedTuple):
-    """Part of a step as pictures show it. A step of two parts runs both at once."""
+    """Part of a step in a picture. A step of two parts runs both at once."""
 
     kind: Kind
     number: int
-    """Chooses the colour, and is written where the label does not fit: the microbatch."""
+    """The microbatch. It chooses the colour, and is written if the label does not fit."""
     label: str
     details: Mapping[str, int]
     """Shown by viewers of Chrome traces."""
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 @runtime_checkable
 class Divided(Protocol):
-    """A step that says what its parts are. Any other step is drawn as text."""
+    """Step that lists its parts. Any other step is drawn as text."""
 
     def parts(self) -> tuple[Part, ...]:
         """Returns one part or two, the upper one first."""
@@ -46,7 +46,7 @@ class Divided(Protocol):
 
 
 class Span(NamedTuple):
-    """One step of one rank, from its start to its end."""
+    """Step of a rank with its start and end."""
 
     step: object
     start: Time
@@ -54,21 +54,21 @@ class Span(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The text form of the step."""
+        """Text form of the step."""
         return str(self.step)
 
     @property
     def duration(self) -> Time:
-        """How long the step took."""
+        """Time from start to end."""
         return self.end - self.start
 
 
 class Transfer(NamedTuple):
-    """What one span made and another, on another rank, needs before it can start.
+    """Data from a span to a span on another rank, which cannot start before it arrives.
 
-    `source` is the index of the span that made it among the spans of `source_rank`, `target` that of the span that
-    needs it among those of `target_rank`. It left at `start` and arrived at `end`; a recorded run cannot tell when it
-    arrived (None).
+    `source` is the index of the sending span in the order of `source_rank`, `target` the index of the receiving span in
+    the order of `target_rank`. The data left at `start` and arrived at `end`. `end` is None in a recorded run, which
+    does not measure arrivals.
     """
 
     source_rank: int
@@ -80,22 +80,22 @@ class Transfer(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """What a rank waited for, in time. With `Timeline.busy` it adds up to the makespan."""
+    """Idle time of a rank by its cause. With `Timeline.busy` it adds up to the makespan."""
 
     warm_up: Time
-    """Before its first step."""
+    """Time before the first step."""
     other_ranks: Time
-    """Another rank had not yet made what its next step needs."""
+    """Time until another rank had computed the input of the next step."""
     transfer: Time
-    """What its next step needs was on its way. In a recorded run: was made, and no step in between."""
+    """Time in which the input of the next step was in flight. In a recorded run: from its computation to that step."""
     overhead: Time
-    """Nothing that the timeline knows of. 0 in a simulated run."""
+    """Time for which the timeline has no cause. 0 in a simulated run."""
     drain: Time
-    """After its last step."""
+    """Time after the last step."""
 
 
 class Critical(NamedTuple):
-    """A span of the critical path, where it is, and the transfer that it waited for (None: its rank was not free)."""
+    """Span of the critical path, its place, and the transfer that it waited for. None if it waited for its own rank."""
 
     rank: int
     position: int
@@ -104,8 +104,9 @@ class Critical(NamedTuple):
 
 
 class LazySequence(Sequence[Item]):
-    """A sequence that is made when it is first looked at. A run of a million steps has as many transfers."""
+    """Sequence that is computed on first access."""
 
+    # A run of a million steps has as many transfers, and most users never read them.
     def __init__(self, make: Callable[[], Iterable[Item]]) -> None:
         self._make = make
 
@@ -128,17 +129,17 @@ class LazySequence(Sequence[Item]):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """The spans of all ranks of one run, simulated or recorded.
+    """Spans of all ranks of one run, simulated or recorded.
 
     Args:
-        steps: For each rank, what it ran, in order.
-        starts: For each rank, when each step started. Never decreasing.
-        ends: For each rank, when each step ended.
-        transfers: What steps needed from other ranks.
+        steps: For each rank, its steps in order.
+        starts: For each rank, the start of each step. Never decreasing.
+        ends: For each rank, the end of each step.
+        transfers: Data that steps needed from other ranks.
         peak_activations: For each rank, the most activations held at once, in units of one stage's activation.
-            Empty where that means nothing.
-        beside: For each rank, lanes of spans that ran while its steps went on; those of a lane do not overlap. They
-            count neither as busy nor as idle. Empty where nothing did.
+            Empty if the run has no activations.
+        beside: For each rank, lanes of spans that ran concurrently with its steps. Spans of a lane do not overlap. They
+            count neither as busy nor as idle. Empty if there are none.
     """
 
     steps: tuple[tuple[object, ...], ...]
@@ -154,12 +155,12 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.steps)
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """For each rank, its spans in order."""
+        """Spans of each rank, in order."""
         return tuple(
             tuple(map(Span, steps, starts, ends))
             for steps, starts, ends in zip(self.steps, self.starts, self.ends, strict=True)
@@ -167,31 +168,34 @@ class Timeline:
 
     @cached_property
     def start(self) -> Time:
-        """The first start of any rank, of what ran beside too."""
+        """First start on any rank, lanes included."""
         first = [starts[0] for starts in self.starts if starts]
         return min(first + [lane[0].start for lanes in self.beside for lane in lanes if lane], default=0.0)
 
     @cached_property
     def end(self) -> Time:
-        """The last end of any rank, of what ran beside too."""
+        """Last end on any rank, lanes included."""
         last = [ends[-1] for ends in self.ends if ends]
         return max(last + [lane[-1].end for lanes in self.beside for lane in lanes if lane], default=0.0)
 
     @property
     def makespan(self) -> Time:
-        """The time from the first start to the last end."""
+        """Time from the first start to the last end."""
         return self.end - self.start
 
     @cached_property
     def span(self) -> Time:
-        """The longest time of any rank from its own first start to its own last end."""
+        """Longest time of any rank from its own first start to its own last end."""
+        # Unlike the makespan, this is the time of a step when steps follow each other: the warm-up of one step overlaps
+        # with the drain of the step before.
         pairs = zip(self.starts, self.ends, strict=True)
         return max((ends[-1] - starts[0] for starts, ends in pairs if starts), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[Time, ...]:
         """For each rank, the time spent in its steps."""
-        # One subtraction of two sums would lose digits of a long run in float time.
+        # Sums the durations: subtracting two large sums would lose digits of a long run in float time. The start value
+        # has the type of the times, so exact times stay exact.
         return tuple(
             sum((end - start for start, end in zip(starts, ends, strict=True)), start=type(self.end)(0))
             for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -199,22 +203,23 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> Time:
-        """The part of `span` in which even the busiest rank is idle: (span - busy) / span. 0 is perfect."""
+        """Share of `span` in which even the busiest rank is idle: (span - busy) / span. 0 is perfect."""
         if not self.span:
             return 0.0
         return _quotient(self.span - max(self.busy), self.span)
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """For each rank, what it waited for."""
+        """Idle time of each rank, by its cause."""
         return tuple(map(self._idle, range(self.num_ranks)))
 
     @cached_property
     def critical_path(self) -> tuple[Critical, ...]:
-        """What determined the makespan, first to last: each span started because the one before it ended.
+        """Chain of spans that determines the makespan, in order of time: each started when the one before it ended.
 
-        To be faster, one of these must be shorter, or a transfer between them.
+        The run gets faster only if one of these spans, or a transfer between them, gets shorter.
         """
+        # Walks back from the last span to end. Each span waited either for a transfer or for the step before it.
         path: list[Critical] = []
         ends = {rank: ends[-1] for rank, ends in enumerate(self.ends) if ends}
         rank = max(ends, key=lambda rank: ends[rank], default=-1)
@@ -237,7 +242,7 @@ class Timeline:
         return incoming
 
     def _awaited(self, rank: int, index: int) -> Transfer | None:
-        """The transfer that a span waited for when its rank was free already: the last to arrive."""
+        """Returns the last transfer that a span waited for. None if its rank was still busy when it arrived."""
         awaited = max(self._incoming.get((rank, index), ()), key=_arrival, default=None)
         if awaited is None or (index > 0 and _arrival(awaited) <= self.ends[rank][index - 1]):
             return None
@@ -257,6 +262,8 @@ class Timeline:
             if awaited is None:
                 overhead += start - free
                 continue
+            # The gap from `free` to `start` is cut at two points, both clamped to it: measured times of two ranks may
+            # contradict each other by the error of their clocks.
             made = min(max(free, awaited.start), start)
             arrived = start if awaited.end is None else min(max(made, awaited.end), start)
             other_ranks += made - free
@@ -268,14 +275,15 @@ class Timeline:
         """Draws the timeline into a file, as SVG, PNG or PDF by its suffix.
 
         Args:
-            path: Where to write.
-            against: Another timeline, drawn above, or below if it is a measured one and this is planned. The two may be
-                in different units of time: then equal work is drawn equally wide.
+            path: File to write.
+            against: Another timeline, drawn above; below if it was measured and this one is simulated. If they are in
+                different units of time, equal work is drawn equally wide.
 
         Raises:
             EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.
             FileError: the file cannot be written.
         """
+        # Imported here because the module imports this one.
         from echelon.timeline.figure import draw
 
         draw(self, path, against)
@@ -284,8 +292,8 @@ class Timeline:
         """Writes the timeline as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
         Args:
-            path: Where to write.
-            seconds: How long a unit of the timeline's time is.
+            path: File to write.
+            seconds: Length of a unit of the timeline's time, in seconds.
 
         Raises:
             EchelonError: `seconds` is not above 0.
@@ -297,12 +305,12 @@ class Timeline:
 
 
 def _quotient(part: Time, whole: Time) -> Time:
-    """Divides without leaving the exact numbers: int by int would become a float."""
+    # Keeps exact times exact: int by int would become a float.
     if isinstance(part, int) and isinstance(whole, int):
         return Fraction(part, whole)
     return part / whole
 
 
 def _arrival(transfer: Transfer) -> Time:
-    """When a transfer arrived, or could have at the earliest."""
+    """Returns the arrival of a transfer. Its start if the run did not measure arrivals."""
     return transfer.start if transfer.end is None else transfer.end

@@ -1,1 +1,1 @@
-"""Collectives as calls: arguments to chunks, chunks to messages."""
+"""Calls of collectives: from arguments to chunks, and from chunks to messages."""

@@ -1,4 +1,4 @@
-"""The chunks that a plan moves: where they are in memory, and the messages that they make up."""
+"""Chunks of a plan in memory, and the messages that carry them."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from echelon.collectives.plans.plan import Copy, Numbers, Recv, Reduce, Send, ru
 
 
 class Chunks(ABC):
-    """What the interpreter needs to know of the chunks. One message of a plan may be several tensors on the wire."""
+    """Chunks of one rank, as the interpreter sees them. A message of a plan may be several tensors on the wire."""
 
     sizes_are_known: bool
-    """Whether a message that does not fit its place is an error."""
+    """Whether a message that does not fit its buffer is an error."""
     combines_in_place: bool
-    """Whether a message that is to be combined can be combined into its place while it arrives."""
+    """Whether a message for a Reduce can be combined into its buffer while it arrives."""
 
     @abstractmethod
     def outgoing(self, step: Send) -> list[Tensor]:
-        """Returns the tensors that a message consists of. They are not written until they are sent."""
+        """Returns the tensors of a message. They must not be written until they are sent."""
 
     @abstractmethod
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:
-        """Returns where the tensors of a message are to be written, or combined into; None: new ones.
+        """Returns a buffer for each tensor of a message, to receive or combine into. None: a new tensor.
 
-        `busy` chunks are being sent.
+        `busy` chunks are being sent in the same round.
         """
 
     @abstractmethod
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:
-        """Takes in the tensors of a message, if they are not in their place, when no chunk of it is busy any more."""
+        """Stores the tensors of a received message, unless they are in their buffers already.
+
+        Called only when none of its chunks is being sent any more.
+        """
 
     @abstractmethod
     def copy(self, step: Copy) -> None:
-        """Does a copy step."""
+        """Runs a Copy step."""
 
 
 class FlatChunks(Chunks):
-    """Chunks that are parts of one flat tensor, one behind the other, and are changed in place.
+    """Chunks that are consecutive parts of one flat tensor, changed in place.
 
-    Every rank knows the sizes of all of them. Chunks with successive numbers are sent and received as one piece of
-    memory, so nothing is copied.
+    Every rank knows all of their sizes. Chunks with successive numbers are sent and received as one piece of memory, so
+    nothing is copied.
     """
 
     sizes_are_known = True
@@ -58,18 +61,18 @@ class FlatChunks(Chunks):
 
     @classmethod
     def equal(cls, flat: Tensor, count: int) -> FlatChunks:
-        """Divides a tensor as evenly as can be, the larger parts first."""
+        """Divides a tensor as evenly as possible, the larger parts first."""
         return cls(flat, even_sizes(flat.numel(), count))
 
     def part(self, number: int) -> Tensor:
-        """Returns a chunk."""
+        """Returns a chunk as a view."""
         return self._flat[self._bounds[number] : self._bounds[number + 1]]
 
     def _pieces(self, chunks: Numbers) -> list[Tensor]:
-        if len(self._bounds) == 2:  # the one chunk that there is; small tensors have no time to lose
+        if len(self._bounds) == 2:  # fast path for one chunk: algorithms for small tensors have only one
             return [self._flat] if chunks else []
         pieces = self._made.get(chunks)
-        if pieces is None:  # most chunks come and go several times
+        if pieces is None:  # cached: most chunks are sent or received several times
             pieces = [self._flat[self._bounds[run.start] : self._bounds[run.stop]] for run in runs(chunks)]
             self._made[chunks] = pieces
         return pieces
@@ -79,11 +82,13 @@ class FlatChunks(Chunks):
 
     def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: D102
         pieces = self._pieces(step.chunks)
+        # A chunk that is being sent must not change: its message is received elsewhere, and stored by `keep`.
         in_place = not any(chunk in busy for chunk in step.chunks)
         return list(pieces) if in_place else [None] * len(pieces)
 
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: D102
         for own, other in zip(self._pieces(step.chunks), came, strict=True):
+            # Received, or combined, in place already.
             if own.data_ptr() == other.data_ptr():
                 continue
             if isinstance(step, Recv):
@@ -101,10 +106,9 @@ class FlatChunks(Chunks):
 
 
 class ReadOnlyChunks(Chunks):
-    """Chunks that are parts of one flat tensor which stays as it is. On the wire they are what `FlatChunks` are.
+    """Chunks that are parts of one flat tensor, which is never written. On the wire they equal `FlatChunks`.
 
-    What is combined is kept in the memory of what came, so nothing is copied. A chunk that one rank ends with may be
-    combined in either order: no other rank has to have the same bits.
+    A result is stored in the memory of the received message, so nothing is copied.
     """
 
     sizes_are_known = True
@@ -114,10 +118,10 @@ class ReadOnlyChunks(Chunks):
         """Divides a tensor.
 
         Args:
-            flat: the tensor.
-            sizes: of the chunks.
-            wanted: the chunk that is to end up in `place`, if it is received by itself.
-            place: flat.
+            flat: Tensor of shape (sum(sizes),).
+            sizes: Number of elements of each chunk.
+            wanted: Number of the chunk that should end up in `place`, if it is received in a message of its own.
+            place: Flat tensor for that chunk. None: a new one.
         """
         self._sizes = sizes
         self._chunks = list(torch.split(flat, list(sizes)))
@@ -126,6 +130,7 @@ class ReadOnlyChunks(Chunks):
 
     def take(self, number: int) -> Tensor:
         """Returns a chunk in memory of its own."""
+        # Copied only if it is a view of the caller's tensor, or of a message that holds other chunks as well.
         chunk = self._chunks[number]
         is_alone = number in self._owned and chunk.untyped_storage().nbytes() == chunk.nbytes
         return chunk if is_alone or self._is_placed(number) else chunk.clone()
@@ -149,6 +154,8 @@ class ReadOnlyChunks(Chunks):
                 if len(run) == 1 and self._is_placed(run.start):
                     combine(own, piece)
                     continue
+                # The order of the two does not matter here: a chunk ends on one rank only, so no other rank has to have
+                # the same bits. This order leaves the result in the memory of the message.
                 combine(piece, own)
             self._chunks[run.start : run.stop] = torch.split(piece, list(self._sizes[run.start : run.stop]))
             self._owned.update(run)
@@ -159,22 +166,22 @@ class ReadOnlyChunks(Chunks):
 
 
 class RowChunks(Chunks):
-    """Chunks that are tensors of their own, with rows of one kind but any number of them, and are never written.
+    """Chunks that are separate tensors with equal row shapes and any number of rows. They are never written.
 
-    A rank learns the size of a chunk when it comes. Several chunks in one message are sent as their rows, one behind
-    the other, and a tensor of how many rows each has. A chunk is received in its place if it fits there.
+    A rank learns the size of a chunk when it arrives. Several chunks in one message are sent as a tensor of their row
+    counts and a tensor of all rows. A chunk is received in its buffer if it fits.
     """
 
     sizes_are_known = False
     combines_in_place = False
 
     def __init__(self, count: int, given: Mapping[int, Tensor], places: Mapping[int, Tensor] | None = None) -> None:
-        """Begins with the chunks that this rank has.
+        """Starts with the chunks that this rank has.
 
         Args:
-            count: how many chunks there are.
-            given: those that are here, by number.
-            places: where others are to be, if they are as large as that.
+            count: Number of chunks of the plan.
+            given: Chunks of this rank, by number.
+            places: Buffers for chunks to receive, by number. Used if a chunk has the size of its buffer.
         """
         self._tensors: list[Tensor | None] = [given.get(number) for number in range(count)]
         self._places = places or {}
@@ -191,7 +198,7 @@ class RowChunks(Chunks):
         tensors = [self[number] for number in step.chunks]
         if len(tensors) == 1:
             return tensors
-        if not tensors:  # as in a barrier; to make a tensor of a list takes seven times as long
+        if not tensors:  # fast path for a barrier: torch.tensor of a list takes seven times as long as torch.empty
             return [torch.empty(0, dtype=torch.int64, device="cpu")]
         counts = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
         return [counts, _join(tensors)]
@@ -201,6 +208,7 @@ class RowChunks(Chunks):
         if len(places) == 1:
             return places
         known = [place for place in places if place is not None]
+        # The row counts come first. The rows fit in place only if the buffers of all chunks are adjacent in memory.
         return [None, _adjacent(known) if len(known) == len(places) else None] if places else [None]
 
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: ARG002, D102
@@ -214,19 +222,19 @@ class RowChunks(Chunks):
 
 
 def even_sizes(total: int, count: int) -> list[int]:
-    """Divides a number as evenly as can be, the larger parts first, as torch.tensor_split does."""
+    """Divides a number as evenly as possible, the larger parts first, as torch.tensor_split does."""
     size, larger = divmod(total, count)
     return [size + 1] * larger + [size] * (count - larger)
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenates tensors along dim 0; without copying them where they lie one behind the other."""
+    """Concatenates tensors along dim 0. Copies nothing if they are adjacent in memory."""
     whole = _adjacent(tensors)
     return torch.cat(list(tensors)) if whole is None else whole
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns contiguous tensors that lie one behind the other in memory as one; None if they do not."""
+    """Returns contiguous tensors that are adjacent in memory as one tensor. None if they are not adjacent."""
     if len(tensors) == 1:
         return tensors[0]
     filled = [tensor for tensor in tensors if tensor.numel()]

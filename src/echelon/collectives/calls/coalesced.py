@@ -1,7 +1,7 @@
-"""Collectives on many tensors at once: packed into one, so that there are as many messages as for one.
+"""Collectives on many tensors, packed into one: as many messages as for one tensor.
 
-What is combined is packed by dtype, an operation for each; what is gathered is packed as bytes, whatever the dtypes,
-with the number of rows of each tensor in front.
+Reductions pack tensors of equal dtype, and run one operation per dtype. Gathers pack the bytes of all dtypes together,
+after the number of rows of each tensor.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from echelon.backends.operators import check_op, operator
 from echelon.collectives.calls import rows
 from echelon.collectives.calls.operations import Operation, all_reduce, barrier, derived, reduce, reduce_scatter
 
+# Every packed tensor begins at a multiple of this many bytes, so that the bytes can be viewed as its dtype.
 _ALIGNMENT = 16
-"""Bytes at whose multiples every tensor begins, so that it can be looked at as its dtype."""
+# Number of tensors that a note describes in words.
 _NAMED = 3
-"""How many tensors a note describes."""
 
 
+# A function that packs tensors and returns the operation on the pack, and a function that unpacks its result.
 _Step: TypeAlias = tuple[Callable[[], Operation[Tensor]], Callable[[Tensor], None]]
-"""What makes the operation on the packed tensors, and what unpacks its result."""
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], op: str) -> list[Operation[None]]:
-    """Combines each tensor over all ranks, in place; an operation for each dtype."""
+    """Returns the operations, one per dtype, that combine each tensor over all ranks, in place."""
     op = check_op(op)
     return _in_place(f"all_reduce_coalesced({op})", tensors, op, lambda packed: all_reduce(packed, op))
 
 
 def reduce_coalesced(tensors: Sequence[Tensor], dst: int, op: str, is_dst: bool) -> list[Operation[None]]:
-    """Combines each tensor over all ranks, in place on rank `dst`; an operation for each dtype."""
+    """Returns the operations, one per dtype, that combine each tensor over all ranks, in place on rank `dst`."""
     op = check_op(op)
     name = f"reduce_coalesced({op}, dst={dst})"
     return _in_place(name, tensors, op, lambda packed: reduce(packed, dst, op), keeps=is_dst)
@@ -47,8 +47,9 @@ def reduce_coalesced(tensors: Sequence[Tensor], dst: int, op: str, is_dst: bool)
 def reduce_scatter_coalesced(
     tensors: Sequence[Tensor], op: str, rank: int, num_ranks: int, results: list[Tensor]
 ) -> list[Operation[None]]:
-    """Combines each tensor over all ranks, and puts this rank's part of each in `results`."""
+    """Returns the operations, one per dtype, that combine each tensor and store this rank's part in `results`."""
     op = check_op(op)
+    # Fills the list to its length; every entry is overwritten.
     results[:] = tensors
 
     def part_of(chosen: Sequence[int]) -> _Step:
@@ -57,6 +58,7 @@ def reduce_scatter_coalesced(
         def pack() -> Operation[Tensor]:
             splits = [plain(tensors[number]).tensor_split(num_ranks) for number in chosen]
             parts = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*splits, strict=True)]
+            # One row per rank. Ranks' parts may differ in size, so shorter rows are padded.
             return reduce_scatter(pad_sequence(parts, batch_first=True), op)
 
         def unpack(packed: Tensor) -> None:
@@ -71,14 +73,14 @@ def reduce_scatter_coalesced(
 
 
 def all_gather_coalesced(tensors: Sequence[Tensor]) -> Operation[list[Tensor]]:
-    """Returns for each tensor those of all ranks, concatenated along dim 0."""
+    """Returns the operation that concatenates each tensor over all ranks along dim 0."""
     own = _rows_of(tensors)
     note = f"all_gather_coalesced of rows of {_describe_rows(own)}"
     return derived(lambda: rows.all_gather(_pack(own)), lambda came: _unpack(came, own), note, _num_bytes(own))
 
 
 def gather_coalesced(tensors: Sequence[Tensor], dst: int) -> Operation[list[Tensor] | None]:
-    """Returns what `all_gather_coalesced` does on rank `dst`, and None on others."""
+    """Returns the operation that concatenates each tensor over all ranks, on rank `dst` only. None on other ranks."""
     own = _rows_of(tensors)
 
     def finish(came: Tensor | None) -> list[Tensor] | None:
@@ -95,6 +97,7 @@ def _in_place(
         values = [tensors[number] for number in chosen]
 
         def pack() -> Operation[Tensor]:
+            # One tensor is reduced in place, without packing, so `unpack` has nothing to do then.
             is_one = len(values) == 1
             return make(values[0] if is_one else torch.cat([plain(tensor).view(-1) for tensor in values]))
 
@@ -112,10 +115,11 @@ def _in_place(
 def _for_each_dtype(
     note: str, tensors: Sequence[Tensor], op: str, part_of: Callable[[Sequence[int]], _Step]
 ) -> list[Operation[None]]:
-    """Returns an operation for the tensors of each dtype; one that only meets, if there are no tensors."""
+    """Returns one operation per dtype. A barrier if there are no tensors, so that ranks still compare the call."""
     numbers: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         numbers.setdefault(tensor.dtype, []).append(number)
+    # An unsupported dtype raises here, before the first operation is made.
     for dtype in numbers:
         operator(op, dtype)
     if not numbers:
@@ -137,7 +141,8 @@ def _describe_rows(tensors: Sequence[Tensor]) -> str:
 
 
 def _summary(texts: Sequence[str]) -> str:
-    """Returns what ranks compare: the first few in words, all of them as a digest."""
+    """Returns the text that ranks compare: the first 3 tensors in words, and a digest of all."""
+    # A note travels with every message, so its length must not grow with the number of tensors.
     named = ", ".join(texts[:_NAMED])
     if len(texts) <= _NAMED:
         return f"{len(texts)} tensors: {named}" if texts else "0 tensors"
@@ -162,7 +167,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the numbers of rows, then the bytes of all tensors, each at a multiple of the alignment."""
+    """Returns the row counts, then the bytes of all tensors, each at a multiple of the alignment."""
     head = _padded(8 * len(tensors))
     packed = torch.zeros(head + sum(_padded(tensor.nbytes) for tensor in tensors), dtype=torch.uint8, device="cpu")
     counts = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
@@ -176,7 +181,7 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(packs: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns for each tensor the rows that the packs have, concatenated; `like` says of which kind they are."""
+    """Returns each tensor's rows from all packs, concatenated. `like` gives their dtypes and row shapes."""
     begin = 0
     parts: list[list[Tensor]] = [[] for _ in like]
     while begin < len(packs):

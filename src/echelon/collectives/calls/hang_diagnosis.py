@@ -1,8 +1,8 @@
-"""Looks into a collective that takes long: do the others make the same calls, and where are they?
+"""Hang diagnosis of a collective: do all ranks make the same calls, and which rank is behind?
 
-Strategy. A rank that waits asks the rank that it waits for, after a second and then ever more seldom. If that one has
-called something else as this operation, or has finished it, what is waited for will never come. When the time is up,
-all ranks are asked, so that the error names the one that is behind, not one that itself waits for it.
+Strategy. A waiting rank queries the rank that it waits for, after a second and then at doubling intervals. If the peer
+has called another operation in its place, or has finished it, the awaited message will never come. At the timeout all
+ranks are queried, so that the error names the rank that is behind, not a rank that itself waits for it.
 """
 
 from __future__ import annotations
@@ -19,50 +19,52 @@ from echelon.wording import listed
 logger = logging.getLogger("echelon")
 
 ANSWER_SECONDS = 2.0
-"""How long a rank has to answer."""
+"""Time for a rank to answer a query."""
 WARN_SECONDS = 60.0
-"""A wait that takes this long is worth a warning, and another one every time that it has taken as long again."""
+"""Interval of warnings during a wait. The first comes after this time."""
+# Number of ranks that an error describes; of further ranks it gives only the number.
 _NAMED = 4
-"""How many ranks that are behind are described; of the others there is only the number."""
 _ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
 
 class HangDiagnosis:
-    """Watches over one collective of this rank."""
+    """Watchdog of one collective on this rank."""
 
     __slots__ = ("_backend", "_begun", "_flight", "_ranks", "next_check_at")
 
     def __init__(self, backend: Backend, ranks: Sequence[int], flight: OperationRecord, begun: float) -> None:
-        """Describes what to watch over.
+        """Starts to watch a collective.
 
         Args:
-            backend: what the ranks are asked over.
-            ranks: the backend's rank of each member of the group.
-            flight: the collective.
-            begun: when it began to run, in the backend's time.
+            backend: Backend that queries the ranks.
+            ranks: The backend's rank of each member of the group.
+            flight: Record of the collective.
+            begun: Start of the collective, in the backend's time.
         """
         self._backend = backend
         self._ranks = ranks
         self._flight = flight
         self._begun = begun
         self.next_check_at = begun + backend.query_peers_after
-        """When to look next, in the backend's time."""
+        """Time of the next check, in the backend's time."""
 
     def look(self, peer: int, has_come: Callable[[], bool]) -> None:
-        """Asks the rank of the backend that is waited for whether it makes the same calls.
+        """Queries the awaited rank about its calls, and sets the time of the next check. Warns after long waits.
 
         Args:
-            peer: the rank.
-            has_come: says whether what is waited for has come meanwhile.
+            peer: The backend's rank of the awaited rank.
+            has_come: Returns whether the awaited message has come meanwhile.
 
         Raises:
-            CollectiveMismatch: it does not.
+            CollectiveMismatch: the rank makes other calls than this one.
         """
+        # Intervals double up to a minute: a short wait is diagnosed early, and a long one costs few queries.
         waited = self._backend.now() - self._begun
         self.next_check_at = self._begun + (2 * waited if 2 * waited <= WARN_SECONDS else _whole_minutes(waited) + 60)
         if waited >= WARN_SECONDS:
             logger.warning("rank %d in %s: %s", self._backend.rank, self._flight, self.timeout())
         status = self._ask([peer]).get(peer)
+        # The message may have come while the query was in flight; then a peer that is past the operation is no error.
         if status is None or has_come():
             return
         if status.standing == Standing.DIVERGED:
@@ -70,19 +72,20 @@ class HangDiagnosis:
         if status.standing == Standing.PAST:
             raise CollectiveMismatch(
                 f"{self._mine()}, which waits for rank {peer}, {status.text}, which has finished it without sending "
-                f"what is waited for: choose the same algorithm on every rank, and {_ADVICE}"
+                f"the awaited message: choose the same algorithm on every rank, and {_ADVICE}"
             )
 
     def disagreement(self, peer: int, theirs: str = "", detail: str = "") -> CollectiveMismatch:
-        """Makes the error for a rank that does not make the same calls, with the first difference of the two.
+        """Returns the error for a rank that makes other calls, with the first call in which the two differ.
 
         Args:
-            peer: the backend's rank of it.
-            theirs: its operation, as its message says; empty: not known.
-            detail: what its message was refused for.
+            peer: The backend's rank.
+            theirs: The peer's operation according to its message. Empty if it is not known.
+            detail: Reason for which its message was refused.
         """
         flight: OperationRecord | None = self._flight
         mine, differs = self._mine(), False
+        # A status compares a checksum of all calls so far. Walking back while it differs finds the first difference.
         while flight is not None:
             status = self._ask([peer], flight).get(peer)
             if status is None or status.standing != Standing.DIVERGED:
@@ -94,20 +97,20 @@ class HangDiagnosis:
         return CollectiveMismatch(f"{mine}, but {theirs} on rank {peer}: {_ADVICE}")
 
     def mismatch(self) -> CollectiveMismatch | None:
-        """Asks all ranks; returns the error if one has called something else as this operation."""
+        """Queries all ranks. Returns the error if one has called another operation in place of this one, else None."""
         return self._mismatch(self._ask(self._ranks))
 
     def departure(self, failure: PeerFailed) -> CollectiveMismatch:
-        """Makes the error for a rank that has closed its group, which is to make fewer calls."""
+        """Returns the error for a rank that closed its group, and so makes fewer calls than this one."""
         return CollectiveMismatch(
             f"{self._mine()}, but rank {failure.rank}: {failure.reason}: {_ADVICE}", departed=failure.rank
         )
 
     def timeout(self, seconds: float = ANSWER_SECONDS) -> Timeout:
-        """Returns an error that says how long this rank has waited, for whom, and where all are.
+        """Queries all ranks and returns the error for a timeout: the waited time, the ranks behind, and the others.
 
         Args:
-            seconds: for the ranks to answer.
+            seconds: Time for the ranks to answer.
 
         Raises:
             CollectiveMismatch: a rank makes other calls.
@@ -148,7 +151,7 @@ class HangDiagnosis:
 
 
 def silence(backend: Backend, rank: int, seconds: float) -> str:
-    """Says of a rank that it has not answered, and what is known of it."""
+    """Returns a text about a rank that has not answered, with its last message if there was one."""
     heard = backend.last_heard(rank)
     last = f"; its last message was of {heard}" if heard else ""
     return f"has not answered for {seconds:g} s: computing without a pause, or stopped{last}"

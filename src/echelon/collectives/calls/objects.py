@@ -1,4 +1,4 @@
-"""The collectives on objects: JSON-like data, moved as text and never pickled."""
+"""Collectives on objects: JSON-like data, sent as text and never pickled."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from echelon.collectives.calls.run import Channel
 from echelon.errors import ProtocolError, UnsupportedOp
 
 JsonLike = None | bool | int | float | str | list["JsonLike"] | dict[str, "JsonLike"]
-"""What the object collectives carry."""
+"""Values that object collectives accept."""
+# Size in bytes of the length prefix.
 _HEAD = 8
-"""Bytes of the number of bytes that follow."""
 
 
 def all_gather_object(value: JsonLike) -> Operation[list[JsonLike]]:
-    """Returns the values of all ranks."""
+    """Returns the operation that gathers the values of all ranks on all ranks."""
     data = _encode(value)
     return derived(lambda: rows.all_gather(data), _decode_all, "all_gather_object", data.nbytes)
 
 
 def gather_object(value: JsonLike, dst: int) -> Operation[list[JsonLike] | None]:
-    """Returns the values of all ranks on rank `dst`, None on others."""
+    """Returns the operation that gathers the values of all ranks on rank `dst`. Its result is None on others."""
     data = _encode(value)
 
     def finish(came: Tensor | None) -> list[JsonLike] | None:
@@ -39,7 +39,7 @@ def gather_object(value: JsonLike, dst: int) -> Operation[list[JsonLike] | None]
 
 
 def broadcast_object(value: JsonLike, src: int, is_source: bool) -> Operation[JsonLike]:
-    """Returns the value of rank `src`; what the others give is not looked at."""
+    """Returns the operation that sends the value of rank `src` to all. The values of other ranks are ignored."""
     data = _encode(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def act(channel: Channel) -> JsonLike:
@@ -55,7 +55,7 @@ def broadcast_object(value: JsonLike, src: int, is_source: bool) -> Operation[Js
         return value
 
     def native(collectives: NativeCollectives, call: Call) -> JsonLike:
-        """Others do not know the size, which is what gathering rows is for."""
+        # Not a broadcast: other ranks do not know the size, and only gathers of rows exchange it. They give 0 rows.
         (value,) = _decode_all(collectives.all_gather(call, data, place_of(None, data)))
         return value
 
@@ -63,7 +63,8 @@ def broadcast_object(value: JsonLike, src: int, is_source: bool) -> Operation[Js
 
 
 def scatter_object(values: Sequence[JsonLike] | None, src: int) -> Operation[JsonLike]:
-    """Returns this rank's of the values of rank `src`; the others give None."""
+    """Returns the operation that sends each rank its value of rank `src`. Other ranks pass None for `values`."""
+    # Rows of equal length, since a scatter splits one tensor; `_decode_all` skips the padding.
     given = None if values is None else pad_sequence([_encode(value) for value in values], batch_first=True)
 
     def finish(part: Tensor) -> JsonLike:
@@ -75,10 +76,10 @@ def scatter_object(values: Sequence[JsonLike] | None, src: int) -> Operation[Jso
 
 
 def _encode(value: JsonLike) -> Tensor:
-    """Returns the text of a value as bytes, their number in front.
+    """Returns the text of a value as bytes, after their number.
 
     Raises:
-        UnsupportedOp: it is not JSON-like.
+        UnsupportedOp: the value is not JSON-like.
     """
     try:
         text = json.dumps(value)
@@ -86,12 +87,13 @@ def _encode(value: JsonLike) -> Tensor:
         raise UnsupportedOp(f"an object that is not JSON-like: {error}; give lists, dicts, text and numbers") from error
     _check_keys(value)
     data = text.encode()
-    with torch.device("cpu"):  # whatever the caller's default is
+    with torch.device("cpu"):  # the caller may have set another default device
         return torch.frombuffer(bytearray(len(data).to_bytes(_HEAD, "little") + data), dtype=torch.uint8)
 
 
 def _check_keys(value: JsonLike) -> None:
-    """Raises UnsupportedOp for a key of a dict that would come as another than it is."""
+    """Raises UnsupportedOp for a key of a dict that JSON would change, such as 1 to "1"."""
+    # A list of pending values, not recursion: deep nesting must not end in a RecursionError here.
     rest: list[object] = [value]
     while rest:
         item = rest.pop()
@@ -105,9 +107,14 @@ def _check_keys(value: JsonLike) -> None:
 
 
 def _decode_all(data: Tensor) -> list[JsonLike]:
-    """Returns the values that were encoded one behind the other; nothing more is padding."""
+    """Decodes consecutive values up to the padding.
+
+    Raises:
+        ProtocolError: the bytes of a value are not JSON.
+    """
     memory, begin = data.numpy().tobytes(), 0
     values: list[JsonLike] = []
+    # No value has length 0, so a length of 0 is padding.
     while begin < len(memory) and (size := int.from_bytes(memory[begin : begin + _HEAD], "little")):
         try:
             values.append(json.loads(memory[begin + _HEAD : begin + _HEAD + size]))

@@ -1,6 +1,7 @@
-"""The collectives on tensors of one shape: each a function from its arguments to what ranks compare and what they do.
+"""Collectives on tensors of equal shape: functions from the arguments of a call to an `Operation`.
 
-Nothing here waits or sends by itself; the group gives an `Operation` a channel to act over.
+Nothing here waits or sends by itself. The group runs an `Operation` by giving it a channel or a backend's own
+collectives.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ T = TypeVar("T")
 
 
 class Operation(NamedTuple, Generic[T]):
-    """One call of a collective."""
+    """Call of a collective on this rank, ready to run."""
 
     note: str
-    """What must be equal on all ranks, as text."""
+    """Text that must be equal on all ranks: the operation and its arguments."""
     act: Callable[[Channel], T]
-    """Does this rank's part over a channel."""
+    """Runs this rank's part by messages over a channel. Blocks until it is done."""
     native: Callable[[NativeCollectives, Call], T]
-    """Has the backend do it, where it can."""
+    """Runs it by the backend's own collectives, if it has them."""
     num_bytes: int = 0
-    """Of this rank's tensor."""
+    """Size of this rank's tensor."""
 
 
 def derived(make: Callable[[], Operation[S]], finish: Callable[[S], T], note: str, num_bytes: int) -> Operation[T]:
-    """Returns an operation that runs another, made when its turn has come, and makes a result of that one's."""
+    """Returns an operation that makes and runs another operation, and maps its result by `finish`.
+
+    `make` is called only when the operation runs.
+    """
 
     def act(channel: Channel) -> T:
         return finish(make().act(channel))
@@ -54,7 +58,7 @@ def derived(make: Callable[[], Operation[S]], finish: Callable[[S], T], note: st
 
 
 def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
-    """Combines `tensor` over all ranks, in place."""
+    """Returns the operation that combines `tensor` over all ranks, in place."""
     op = check_op(op)
     note, reduction = _known_reduction(f"all_reduce({op})", op, tensor.shape, tensor.dtype)
 
@@ -75,7 +79,7 @@ def all_reduce(tensor: Tensor, op: str) -> Operation[Tensor]:
 
 
 def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
-    """Combines `tensor` over all ranks, in place on rank `dst`; on others it stays as it is."""
+    """Returns the operation that combines `tensor` over all ranks, in place on rank `dst`, unchanged on others."""
     op = check_op(op)
     note, reduction = _known_reduction(f"reduce({op}, dst={dst})", op, tensor.shape, tensor.dtype)
 
@@ -86,6 +90,7 @@ def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
         def chunks(count: int) -> Chunks:
             if channel.rank == dst:
                 return FlatChunks.equal(flat, count)
+            # Only `dst` may change its tensor.
             return ReadOnlyChunks(flat, even_sizes(flat.numel(), count))
 
         run_plan("reduce", channel, chunks, tensor.nbytes, dst, reduction.combine)
@@ -100,10 +105,11 @@ def reduce(tensor: Tensor, dst: int, op: str) -> Operation[Tensor]:
 
 
 def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
-    """Overwrites `tensor` with that of rank `src`, in place."""
+    """Returns the operation that overwrites `tensor` with the tensor of rank `src`."""
 
     def act(channel: Channel) -> Tensor:
         is_source = channel.rank == src
+        # Receivers write into the tensor itself if it is contiguous memory, else into a copy.
         whole = plain(tensor) if is_source or is_plain(tensor) else torch.empty_like(tensor, memory_format=_PACKED)
         flat = whole.view(-1)
         run_plan("broadcast", channel, lambda count: FlatChunks.equal(flat, count), tensor.nbytes, src)
@@ -118,7 +124,7 @@ def broadcast(tensor: Tensor, src: int) -> Operation[Tensor]:
 
 
 def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operation[Tensor]:
-    """Combines `tensor` over all ranks and returns this rank's part of the result; `out`, if it fits."""
+    """Returns the operation that combines `tensor` and gives this rank its part, in `out` if it fits."""
     op = check_op(op)
     note, reduction = _known_reduction(f"reduce_scatter({op})", op, tensor.shape, tensor.dtype)
 
@@ -128,6 +134,7 @@ def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operat
         shape = (rows[own], *row)
         place = out if out is not None and can_hold(out, shape, tensor) else None
         wide = _widen(tensor).view(-1)
+        # In a wider accumulation dtype the part cannot be combined in `out` itself, and is copied at the end.
         last = plain(place).view(-1) if place is not None and wide.dtype == tensor.dtype else None
         parts = ReadOnlyChunks(wide, [size * math.prod(row) for size in rows], own, last)
         run_plan("reduce_scatter", channel, lambda _: parts, tensor.nbytes, combine=reduction.combine)
@@ -141,7 +148,7 @@ def reduce_scatter(tensor: Tensor, op: str, out: Tensor | None = None) -> Operat
 
 
 def barrier() -> Operation[None]:
-    """Returns when all ranks have come."""
+    """Returns the operation that blocks until all ranks have called it."""
 
     def act(channel: Channel) -> None:
         run_plan("barrier", channel, lambda count: RowChunks(count, {}))
@@ -153,7 +160,8 @@ def barrier() -> Operation[None]:
 
 
 def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
-    """Says whether `out` can be filled piece by piece with a result of that shape, which is made from `source`."""
+    """Whether a result of this shape, computed from `source`, can be written into `out` piece by piece."""
+    # Overlapping memory is excluded: a piece written early would change a part of `source` that is still to be sent.
     return (
         out.shape == tuple(shape)
         and out.dtype is source.dtype
@@ -164,7 +172,8 @@ def can_hold(out: Tensor, shape: Sequence[int], source: Tensor) -> bool:
 
 
 def _are_apart(out: Tensor, source: Tensor) -> bool:
-    """Says whether no byte of `out`, which is plain, is one of `source`."""
+    """Whether `out`, which is plain, shares no byte with `source`."""
+    # The bytes of a strided tensor are not one range, so it must be in another storage.
     if not source.is_contiguous():
         return out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
     start, other = out.data_ptr(), source.data_ptr()
@@ -172,7 +181,7 @@ def _are_apart(out: Tensor, source: Tensor) -> bool:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Operation[Tensor]:
-    """Returns a new tensor, its values undefined, in memory that the ranks share where there is any."""
+    """Returns the operation that makes an uninitialized tensor, in memory that the ranks share if they have any."""
     shape = tuple(shape)
 
     def act(channel: Channel) -> Tensor:  # noqa: ARG001
@@ -185,7 +194,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Operation[Tensor]:
 
 
 def place_of(out: Tensor | None, source: Tensor) -> Allocate:
-    """Returns what gives `out` for a result that it can hold, and else a new tensor of the dtype of `source`."""
+    """Returns an allocator of results: `out` if it can hold the result, else a new tensor of the dtype of `source`."""
 
     def place(shape: Sequence[int]) -> Tensor:
         if out is not None and can_hold(out, shape, source):
@@ -196,10 +205,10 @@ def place_of(out: Tensor | None, source: Tensor) -> Allocate:
 
 
 def write_out(out: Tensor, result: Tensor, note: str) -> Tensor:
-    """Copies a result into the tensor that the caller gave for it, unless it is there already.
+    """Copies a result into the caller's `out`, unless it is there already, and returns `out`.
 
     Raises:
-        SizeMismatch: it has another shape or dtype.
+        SizeMismatch: `out` has another shape or dtype.
     """
     if result is out:
         return out
@@ -218,7 +227,11 @@ def run_plan(
     root: int = 0,
     combine: Combine | None = None,
 ) -> None:
-    """Runs an operation by the algorithm that is chosen for it. `chunks` makes as many as the plan has."""
+    """Selects an algorithm for an operation and runs its plan. Blocks until it is done.
+
+    `chunks` is called with the number of chunks of the plan.
+    """
+    # Read for every call, so a program can change the variable between two calls.
     overruled = os.environ.get(_VARIABLES[operation], "")
     algorithm, plan = channel.selector.choose(operation, num_bytes, root, overruled)
     run(plan, channel.by(algorithm), chunks(plan.num_chunks), combine)
@@ -229,9 +242,9 @@ class _Reduction(NamedTuple):
     operator: Operator
 
 
-@lru_cache(1024)  # the same calls are made over and over
+@lru_cache(1024)  # fast path: a training loop repeats the same calls
 def _known_reduction(name: str, op: str, shape: torch.Size, dtype: torch.dtype) -> _Reduction:
-    """Returns what ranks compare, and the operator."""
+    """Returns the text that ranks compare, and the operator."""
     return _Reduction(f"{name} of {describe(shape, dtype)}", operator(op, dtype))
 
 
@@ -240,20 +253,21 @@ _PACKED = torch.contiguous_format
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Returns what is combined: contiguous, in the dtype to add up in; the tensor itself where it is so already."""
+    """Returns the values to combine: contiguous, in the accumulation dtype. The tensor itself if it is both already."""
     dtype = accumulation_dtype(tensor.dtype)
     return plain(tensor) if dtype == tensor.dtype else tensor.detach().to(dtype, memory_format=_PACKED)
 
 
 def _resolved(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor in its own memory, if that is what they are, else copied."""
+    """Returns the values of a tensor for a backend's own collective: in its own memory, or a copy."""
+    # The memory of a lazy conjugate or negative does not hold the values.
     if tensor.is_conj() or tensor.is_neg():
         return plain(tensor)
     return outside_autograd(tensor)
 
 
 def _keep(tensor: Tensor, result: Tensor) -> Tensor:
-    """Writes the result into the caller's tensor, unless it is there already."""
+    """Copies the result into the caller's tensor, unless it is there already, and returns that tensor."""
     if result.data_ptr() != tensor.data_ptr() or result.dtype != tensor.dtype:
         overwrite(tensor, result)
     return tensor

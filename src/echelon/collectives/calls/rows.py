@@ -1,7 +1,7 @@
-"""The collectives on tensors of any number of rows: they are moved, and concatenated along dim 0.
+"""Collectives on tensors with any number of rows, which are concatenated along dim 0.
 
-How many rows other ranks have is learned when they come. Places are made for as many as this rank has, and what fits is
-received where it belongs; only if ranks differ is anything copied.
+A rank learns the number of rows of other ranks when these arrive. The result is allocated for as many rows as this rank
+has, and parts that fit are received in place. Rows are copied only if ranks differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.errors import CollectiveMismatch
 
 
 def all_gather(tensor: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-    """Returns the tensors of all ranks, concatenated along dim 0; `out`, if it fits."""
+    """Returns the operation that concatenates the tensors of all ranks along dim 0, in `out` if it fits."""
     rows = _rows(tensor)
 
     def act(channel: Channel) -> Tensor:
@@ -38,7 +38,10 @@ def all_gather(tensor: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
 
 
 def gather(tensor: Tensor, dst: int, out: Tensor | None = None) -> Operation[Tensor | None]:
-    """Returns the tensors of all ranks, concatenated along dim 0, on rank `dst`; None on others. `out`, if it fits."""
+    """Returns the operation that concatenates the tensors of all ranks on rank `dst`, in `out` if it fits.
+
+    Its result is None on other ranks.
+    """
     rows = _rows(tensor)
 
     def act(channel: Channel) -> Tensor | None:
@@ -58,7 +61,7 @@ def gather(tensor: Tensor, dst: int, out: Tensor | None = None) -> Operation[Ten
 
 
 def scatter(tensor: Tensor | None, src: int, out: Tensor | None = None) -> Operation[Tensor]:
-    """Returns this rank's part of the tensor of rank `src`; `out`, if it fits."""
+    """Returns the operation that gives this rank its part of the tensor of rank `src`, in `out` if it fits."""
 
     def act(channel: Channel) -> Tensor:
         given: dict[int, Tensor] = {}
@@ -68,6 +71,7 @@ def scatter(tensor: Tensor | None, src: int, out: Tensor | None = None) -> Opera
         chunks = RowChunks(channel.num_ranks, given)
         run_plan("scatter", channel, lambda _: chunks, root=src)
         part = chunks[channel.rank]
+        # A view would keep the whole memory of the source's tensor, or of a message with other ranks' parts.
         is_alone = channel.rank != src and part.untyped_storage().nbytes() == part.nbytes
         return part if is_alone else part.clone()
 
@@ -91,7 +95,10 @@ def all_to_all(
     out_splits: Sequence[int] | None,
     out: Tensor | None = None,
 ) -> Operation[Tensor]:
-    """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated; `out`, if it fits."""
+    """Returns the operation that sends part r of `tensor` to every rank r and concatenates the received parts.
+
+    The result is in `out` if it fits.
+    """
     rows = _rows(tensor)
 
     def act(channel: Channel) -> Tensor:
@@ -99,6 +106,7 @@ def all_to_all(
         sends = even_sizes(len(rows), channel.num_ranks) if in_splits is None else list(in_splits)
         expected = [sends[channel.rank] for _ in ranks] if out_splits is None else list(out_splits)
         result = _Result(rows, expected, out)
+        # Chunks 0 to p - 1 are sent, chunks p to 2p - 1 received; see `pairwise_all_to_all`.
         places = {channel.num_ranks + src: place for src, place in result.places.items()}
         chunks = RowChunks(2 * channel.num_ranks, dict(enumerate(torch.split(plain(rows), sends))), places)
         run_plan("all_to_all", channel, lambda _: chunks)
@@ -121,15 +129,15 @@ def all_to_all(
 
 
 class _Result:
-    """Where the rows of all ranks are put together."""
+    """Buffer for the rows of all ranks."""
 
     def __init__(self, rows: Tensor, sizes: Sequence[int], out: Tensor | None) -> None:
-        """Makes room for rows of the kind of `rows`, `sizes` from each rank: in `out` if it has that shape."""
+        """Allocates room for `sizes` rows of each rank, of the shape and dtype of `rows`: in `out` if it fits."""
         shape = (sum(sizes), *rows.shape[1:])
         self._out = out
         self._buffer: Tensor | None = None
         self.places: Mapping[int, Tensor] = {}
-        """Where the rows of each rank belong, if there are as many as expected."""
+        """Views of the buffer for the rows of each rank, if they are as many as expected."""
         if out is None:
             self._buffer = new_tensor(shape, rows.dtype)
         elif can_hold(out, shape, rows):
@@ -138,12 +146,13 @@ class _Result:
             self.places = dict(enumerate(torch.split(outside_autograd(self._buffer), list(sizes))))
 
     def put(self, rank: int, part: Tensor) -> Tensor:
-        """Copies a rank's rows to where they belong, and returns them there."""
+        """Copies a rank's rows into the buffer, if there is one, and returns them there."""
         place = self.places.get(rank)
         return part if place is None else place.copy_(part)
 
     def of(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the rows of all ranks as one tensor."""
+        # Fast path: all parts have the expected sizes, and most were received in place.
         if self._buffer is not None and all(part.shape == self.places[rank].shape for rank, part in enumerate(parts)):
             for rank, part in enumerate(parts):
                 if part.data_ptr() != self.places[rank].data_ptr():
@@ -165,5 +174,5 @@ def _rows(tensor: Tensor) -> Tensor:
 
 @lru_cache(1024)
 def _note(name: str, shape: torch.Size, dtype: torch.dtype) -> str:
-    """Returns what ranks compare: the operation, and what tensors must have in common to be concatenated."""
+    """Returns the text that ranks compare: the operation, and the row shape and dtype, which all ranks must share."""
     return f"{name} of rows of {describe(shape[1:], dtype)}"

@@ -1,4 +1,4 @@
-"""The interpreter: runs one rank's rounds of a plan over point-to-point messages."""
+"""Interpreter of plans: runs one rank's rounds over point-to-point messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """How one collective of one group talks: over which backend, between whom, under which tag and note."""
+    """Channel of one collective: its backend, ranks, tag and note."""
 
     backend: Backend
     ranks: Sequence[int]
@@ -33,15 +33,15 @@ class Channel:
     sequence: int
     note: str
     deadline: float
-    """In the backend's time."""
+    """Point in the backend's time."""
     selector: Selector
-    """What chooses the algorithm."""
+    """Selector of the algorithm."""
     watch: HangDiagnosis
-    """What looks into it when it takes long."""
+    """Diagnosis of a long wait."""
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the plan."""
+        """Number of ranks of the plan."""
         return len(self.ranks)
 
     def by(self, algorithm: str) -> Channel:
@@ -60,13 +60,14 @@ class Channel:
         )
 
     def wait(self, work: Work[T], peer: int) -> T:
-        """Waits for a message from or to rank `peer` of the backend; has it looked into when that takes long.
+        """Blocks until a message from or to rank `peer` of the backend is done. Diagnoses a wait that takes long.
 
         Raises:
-            Timeout: it is past the deadline.
+            Timeout: the deadline has passed.
             CollectiveMismatch: the peer makes other calls than this rank.
             EchelonError: the message failed.
         """
+        # Fast path of a message that is done already.
         if work.has_ended:
             return work.result()
         while True:
@@ -75,6 +76,7 @@ class Channel:
             except Timeout:
                 if self.backend.now() >= self.deadline:
                     raise
+                # Only the time of the next check has come, not the deadline.
                 self.watch.look(peer, work.is_completed)
 
 
@@ -85,15 +87,16 @@ def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = 
     """Runs this rank's part of a plan. Blocks until it is done.
 
     Args:
-        plan: what to do.
-        channel: whom to talk to.
-        chunks: what to move; changed.
-        combine: what Reduce does.
+        plan: The plan.
+        channel: Channel to the other ranks.
+        chunks: This rank's chunks; changed.
+        combine: Operator of Reduce steps.
 
     Raises:
         Timeout, PeerFailed, CollectiveMismatch, SizeMismatch: the plan could not be finished.
     """
     tag = Tag(channel.context, channel.sequence)
+    # This thread polls for its own messages, so the background thread need not wake.
     with channel.backend.will_wait():
         for steps in plan.rounds[channel.rank]:
             _run_round(steps, channel, tag, chunks, combine)
@@ -104,6 +107,7 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
     leaving = [step for step in steps if isinstance(step, Send)]
     coming = [step for step in steps if isinstance(step, _COMING)]
     busy = {chunk for step in leaving for chunk in step.chunks}
+    # Receives are posted before anything is sent, so that messages of fast peers go straight to their buffers.
     hows = [_in_order(step, combine) if chunks.combines_in_place else None for step in coming]
     receives = [
         [
@@ -122,6 +126,7 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
             chunks.copy(step)
     for step, works in zip(coming, receives, strict=True):
         came = [channel.wait(work, ranks[step.peer]) for work in works]
+        # `keep` may overwrite a chunk that is still being sent, so the sends must end first.
         if not busy.isdisjoint(step.chunks):
             _finish(sends, channel)
         chunks.keep(step, came, combine)
@@ -129,7 +134,7 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
 
 
 def _in_order(step: Recv | Reduce, combine: Combine | None) -> Combine | None:
-    """Returns how to combine own values with those that come, in the order that a step demands; None: not at all."""
+    """Returns the operator of a step, with own and received values in the order that it demands. None for Recv."""
     if isinstance(step, Recv):
         return None
     assert combine is not None, "a plan with Reduce steps needs an operator"

@@ -1,1 +1,1 @@
-"""Collective algorithms as values: checked, timed, drawn and selected. Pure."""
+"""Collective algorithms as values: plans, their checker, simulator, pictures and selection. Pure."""

@@ -1,8 +1,8 @@
-"""Finds the mistakes in a plan: plays it with symbols instead of numbers, and compares the end with the goal.
+"""Checker of plans: runs a plan on symbolic values and compares the end with the goal of the collective.
 
-A symbol knows which pieces of which ranks were combined into it, which of them twice, and in what order. So a plan
-that passes is proven for every tensor and every operator that is commutative and associative; and where ranks end with
-the same sum, it was added up in the same order, so that floats are bit-identical.
+A symbolic value records the pieces that were combined into it, the pieces combined twice, and the order. So a plan that
+passes is proven for every tensor and every operator that is commutative and associative. If several ranks end with the
+same sum, it was added up in the same order, so floats are bit-identical.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from typing import NamedTuple, TypeAlias
 from echelon.collectives.plans.plan import Copy, Numbers, Plan, Recv, Reduce, Round, Send, Step
 from echelon.errors import PlanError
 
-# What a collective has to achieve: who has which chunks at the start, and what must be where at the end.
-
 Piece: TypeAlias = tuple[int, int]
-"""What a rank has at the start: the rank and the number of the chunk."""
+"""Initial value of a chunk on a rank, as rank and number of the chunk."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The start and the end of a collective.
+    """Goal of a collective: the chunks of each rank at its start and at its end.
 
     Args:
-        start: for each rank, the chunks that it has.
-        end: for each rank and chunk that it must have, the pieces that must be in it, each once.
-        keeps_numbers: a chunk has one number on its sender and its receiver.
-        meets: every rank must have heard of every other, directly or not.
+        start: For each rank, the chunks that it has.
+        end: For each rank and each chunk that it must have, the pieces that it must contain, each once.
+        keeps_numbers: A chunk has the same number on its sender and its receiver.
+        meets: Every rank must have heard of every other, directly or through others.
     """
 
     start: tuple[frozenset[int], ...]
@@ -39,7 +37,7 @@ class Goal:
 
 
 def goal_of(operation: str, plan: Plan, root: int = 0) -> Goal:
-    """Returns what a plan must achieve to be one for `operation`, one of `algorithms.OPERATIONS`."""
+    """Returns the goal of a plan for `operation`, one of `algorithms.OPERATIONS`."""
     return _GOALS[operation](plan.num_ranks, plan.num_chunks, root)
 
 
@@ -119,11 +117,8 @@ def _own(num_ranks: int) -> tuple[frozenset[int], ...]:
     return tuple(frozenset({rank}) for rank in range(num_ranks))
 
 
-# Plays a plan with symbols, which know what they were made of, instead of numbers.
-
-
 def why_impossible(step: Step, rank: int, plan: Plan) -> str:
-    """Says what is wrong with a step by itself; "" if nothing."""
+    """Returns the mistake of a step by itself. "" if there is none."""
     chunks = (step.source, step.chunk) if isinstance(step, Copy) else step.chunks
     if any(not 0 <= chunk < plan.num_chunks for chunk in chunks):
         return f"names a chunk that does not exist: there are {plan.num_chunks}"
@@ -137,7 +132,10 @@ def why_impossible(step: Step, rank: int, plan: Plan) -> str:
 
 
 class Value(NamedTuple):
-    """What a chunk holds: sets of pieces as the bits of a number, and the expression that made it by its number."""
+    """Symbolic value of a chunk: sets of pieces as the bits of an int, and the number of its expression.
+
+    Equal expression numbers mean the same pieces combined in the same order.
+    """
 
     pieces: int
     twice: int
@@ -148,13 +146,13 @@ class _Message(NamedTuple):
     values: tuple[Value | None, ...]
     numbers: Numbers
     number: int
-    """Of the sender's round."""
+    """Number of the sender's round."""
     heard: int
-    """The ranks that the sender knows to have come, as bits."""
+    """Ranks that the sender has heard of, as bits."""
 
 
 class Standing(NamedTuple):
-    """A rank that cannot finish a round, and the rank whose message it lacks."""
+    """Rank that cannot finish a round, and the rank whose message is missing."""
 
     rank: int
     number: int
@@ -162,7 +160,7 @@ class Standing(NamedTuple):
 
 
 class Play:
-    """A plan under way. A message is received in the order it was sent in; a send never waits."""
+    """Symbolic run of a plan. Messages between two ranks arrive in the order of their sends, and a send never waits."""
 
     def __init__(self, plan: Plan, goal: Goal) -> None:
         self.plan = plan
@@ -172,17 +170,18 @@ class Play:
         self._expressions: dict[tuple[int, int], int] = {}
         self.values = [{chunk: self._piece(rank, chunk) for chunk in chunks} for rank, chunks in enumerate(goal.start)]
         self.seen = [sum(value.pieces for value in held.values()) for held in self.values]
-        """For each rank, all pieces that it ever had."""
+        """For each rank, all pieces that it ever had, as bits."""
         self._position = [0] * plan.num_ranks
         self._entered = [False] * plan.num_ranks
         self._sent: dict[tuple[int, int], deque[_Message]] = {}
         self._crossed: set[tuple[int, int]] = set()
 
     def bit(self, piece: Piece) -> int:
-        """Returns the one bit that stands for a piece in a value."""
+        """Returns the bit of a piece in `Value.pieces`."""
         return 1 << (piece[0] * self.plan.num_chunks + piece[1])
 
     def _piece(self, rank: int, chunk: int) -> Value:
+        # Negative numbers, since expressions that combine two values count up from 0.
         return Value(self.bit((rank, chunk)), 0, -(rank * self.plan.num_chunks + chunk) - 1)
 
     def _combined(self, left: Value, right: Value) -> Value:
@@ -191,13 +190,14 @@ class Play:
         return Value(left.pieces | right.pieces, twice, self._expressions.setdefault(key, len(self._expressions)))
 
     def run(self) -> None:
-        """Lets every rank go as far as it gets, and writes down what goes wrong."""
+        """Runs every rank until it ends or waits for ever, and collects the problems."""
         ready = deque(range(self.plan.num_ranks))
         while ready:
             rank = ready.popleft()
             program = self.plan.rounds[rank]
             while (number := self._position[rank]) < len(program):
                 steps = program[number]
+                # A rank comes back to a round that it has entered when a message arrives; it must not send again.
                 if not self._entered[rank]:
                     self._entered[rank] = True
                     ready.extend(self._enter(rank, number, steps))
@@ -210,7 +210,8 @@ class Play:
         return (step for step in steps if not why_impossible(step, rank, self.plan))
 
     def _enter(self, rank: int, number: int, steps: Round) -> list[int]:
-        """Sends, then copies. Returns the ranks that are sent to."""
+        """Runs the Sends and Copies of a round, and returns the ranks that were sent to."""
+        # Sends before copies: a message holds the chunks as they were at the start of the round.
         held, peers = self.values[rank], []
         for step in self._possible(rank, steps):
             if isinstance(step, Send):
@@ -227,14 +228,14 @@ class Play:
                 if step.source not in held:
                     self._complain(rank, number, step, f"copies chunk {step.source}, which the rank does not have")
                 elif held[step.source] in (held.get(step.chunk), copied.get(step.chunk)):
-                    self._complain(rank, number, step, "copies what is there already")
+                    self._complain(rank, number, step, "copies a value that is there already")
                 else:
                     copied[step.chunk] = held[step.source]
         held.update(copied)
         return peers
 
     def _lacking(self, rank: int, steps: Round) -> int | None:
-        """Returns a rank whose message a round waits for; None: all are there."""
+        """Returns a rank whose message a round waits for. None if all messages are there."""
         wanted: dict[int, int] = {}
         for step in self._possible(rank, steps):
             if isinstance(step, Recv | Reduce):
@@ -258,7 +259,8 @@ class Play:
                 written.update(step.chunks)
 
     def _compare(self, rank: int, number: int, step: Recv | Reduce, message: _Message) -> None:
-        """Says where a receive meets a message of other chunks; for two ranks once, for the rest follows from it."""
+        """Reports a receive that meets a message of other chunks."""
+        # Once for each two ranks: after the first mismatch, all later messages between them are off as well.
         same = step.chunks == message.numbers
         if not self.keeps_numbers:
             same = len(step.chunks) == len(message.numbers)
@@ -283,7 +285,7 @@ class Play:
         self.problems.append(f"{place_of(rank, number)}: {step} {text}")
 
     def standing(self) -> dict[int, Standing]:
-        """Returns those that cannot go on, by rank."""
+        """Returns the ranks that cannot go on, each with its wait."""
         found = {}
         for rank, number in enumerate(self._position):
             if number < len(self.plan.rounds[rank]):
@@ -293,7 +295,8 @@ class Play:
         return found
 
     def unreceived(self, standing: Iterable[int]) -> Iterator[str]:
-        """Yields a problem for each two ranks with messages left, unless the receiver stands still: that is why."""
+        """Yields a problem for each pair of ranks with unreceived messages."""
+        # Not if the receiver stands still: that has been reported, and is the reason.
         for (src, dst), messages in self._sent.items():
             if messages and dst not in set(standing):
                 first = messages[0]
@@ -302,20 +305,20 @@ class Play:
 
 
 def place_of(rank: int, number: int) -> str:
-    """Writes a rank and a round."""
+    """Returns the text of a place: a rank and a round."""
     return f"rank {rank}, round {number}"
 
 
 _MOST_PRINTED = 20
+# Number of ranks that a problem lists.
 _MOST_RANKS = 16
-"""How many ranks a problem lists."""
 
 
 def check(plan: Plan, goal: Goal) -> None:
     """Proves that a plan reaches its goal; see `goal_of`.
 
     Raises:
-        PlanError: it does not. Lists every problem, each with its rank and round.
+        PlanError: the plan does not reach it. The message lists every problem with its rank and round.
     """
     problems = find_problems(plan, goal)
     if not problems:
@@ -328,7 +331,7 @@ def check(plan: Plan, goal: Goal) -> None:
 
 
 def find_problems(plan: Plan, goal: Goal) -> list[str]:
-    """Returns every mistake of a plan, the first causes first."""
+    """Returns every mistake of a plan, causes before their consequences."""
     if len(goal.start) != plan.num_ranks:
         return [f"it is for {plan.num_ranks} ranks, its goal for {len(goal.start)}"]
     problems = list(_impossible(plan))
@@ -338,13 +341,14 @@ def find_problems(plan: Plan, goal: Goal) -> list[str]:
     standing = play.standing()
     problems += _deadlocks(standing)
     problems += play.unreceived(standing)
+    # After a deadlock every end is wrong, which would hide the reason.
     if not standing:
         problems += _compared(play, goal)
     return problems
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
-    """Finds steps with ranks or chunks that do not exist."""
+    """Yields a problem for each step that is wrong by itself."""
     for rank, program in enumerate(plan.rounds):
         for number, steps in enumerate(program):
             for step in steps:
@@ -353,7 +357,8 @@ def _impossible(plan: Plan) -> Iterator[str]:
 
 
 def _deadlocks(standing: dict[int, Standing]) -> Iterator[str]:
-    """Says who waits for what never comes, and who waits for each other in a circle."""
+    """Yields a problem for each rank that waits for a message that is never sent, and for each circle of waits."""
+    # Each rank waits for one other, so following the waits ends at a rank that has finished, or in a circle.
     seen: set[int] = set()
     for first in standing.values():
         path: list[int] = []
@@ -372,7 +377,7 @@ def _deadlocks(standing: dict[int, Standing]) -> Iterator[str]:
 
 
 def _compared(play: Play, goal: Goal) -> Iterator[str]:
-    """Compares what ranks have at the end with what they must have."""
+    """Yields the differences between the chunks of the ranks at the end and the goal."""
     everybody = (1 << play.plan.num_ranks) - 1
     makers: dict[int, tuple[int, int]] = {}
     masks: dict[frozenset[Piece], int] = {}
@@ -384,6 +389,7 @@ def _compared(play: Play, goal: Goal) -> Iterator[str]:
             if value is None:
                 yield f"rank {rank} ends without chunk {chunk}"
                 continue
+            # Cached: in an all-reduce all ranks have the same goals, and a goal has a piece of every rank.
             mask = masks.setdefault(pieces, 0) or sum(map(play.bit, pieces))
             masks[pieces] = mask
             yield from _differences(rank, chunk, value, mask, play)
@@ -395,7 +401,7 @@ def _compared(play: Play, goal: Goal) -> Iterator[str]:
 def _differences(rank: int, chunk: int, value: Value, mask: int, play: Play) -> Iterator[str]:
     for what, pieces in (
         ("lacks", mask & ~value.pieces),
-        ("holds what it must not,", value.pieces & ~mask),
+        ("wrongly holds", value.pieces & ~mask),
         ("counts twice", value.twice),
     ):
         if pieces:
@@ -406,7 +412,7 @@ def _differences(rank: int, chunk: int, value: Value, mask: int, play: Play) -> 
 
 
 def _holders(piece: int, play: Play) -> str:
-    """Says where a piece got to: the mistake is near the last of them that was to hand it on."""
+    """Returns the ranks that ever had a piece. The mistake is near the last of them that should have sent it on."""
     ranks = [rank for rank, pieces in enumerate(play.seen) if pieces & piece]
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
     listed = ", ".join(map(str, ranks[:_MOST_RANKS]))

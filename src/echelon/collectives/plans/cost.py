@@ -1,10 +1,10 @@
-"""Plays a plan on a virtual clock.
+"""Simulator of plans on a virtual clock.
 
 A message of b bytes takes alpha + b beta, and combining it b gamma more. A rank sends one message at a time, and at the
 same time receives and combines one (the single-port model of Hockney, 1994). A round ends when its messages have left,
-have come, and are combined. A message starts when both its ranks have come to the rounds that it is in; only if ranks
-would wait for each other for ever, the first message goes before it is asked for. With whole numbers or Fractions the
-times are exact.
+have arrived, and are combined. A message starts when both of its ranks have come to its rounds. If ranks would
+otherwise deadlock, the earliest pending message starts before its receiver has come to its round. With whole numbers or
+Fractions the times are exact.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from echelon.timeline.timeline import Time, Timeline, Transfer
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """What messages cost.
+    """Costs of messages.
 
     Args:
-        alpha: seconds that a message takes whatever its size.
-        beta: seconds for each byte of it.
-        gamma: seconds to combine a byte with another.
-        hosts: the host of each rank, by any name; None: every rank is on a host of its own.
-        local_alpha, local_beta: of a message inside a host; None: the same as between hosts.
+        alpha: Seconds per message (latency).
+        beta: Seconds per byte of a message.
+        gamma: Seconds to combine a byte with another.
+        hosts: The host of each rank, by any name. None: every rank is on a host of its own.
+        local_alpha, local_beta: The same for a message inside a host. None: as between hosts.
     """
 
     alpha: Time
@@ -40,7 +40,7 @@ class LinkCosts:
     local_beta: Time | None = None
 
     def of_message(self, src: int, dst: int, num_bytes: Time) -> Time:
-        """Returns how long a message takes."""
+        """Returns the time of a message in seconds, without combining."""
         alpha, beta = self.alpha, self.beta
         if self.hosts is not None and self.hosts[src] == self.hosts[dst]:
             alpha = alpha if self.local_alpha is None else self.local_alpha
@@ -49,18 +49,18 @@ class LinkCosts:
 
 
 def simulate(plan: Plan, chunk_bytes: Time, costs: LinkCosts) -> Timeline:
-    """Plays a plan whose messages all find their receivers, as `check` proves.
+    """Simulates a plan that `check` accepts.
 
-    A span of the timeline is a round of a rank, from when its first message moves; its step is text, such as
+    A span of the timeline is a round of a rank, from the start of its first message. Its step is text, such as
     "exchange [0>1 1<1]".
 
     Args:
-        plan: what to play.
-        chunk_bytes: the size of every chunk; see `algorithms.chunk_bytes`.
-        costs: of messages and of combining.
+        plan: The plan.
+        chunk_bytes: Size of every chunk; see `algorithms.chunk_bytes`.
+        costs: Costs of messages and of combining.
 
     Raises:
-        PlanError: a message is waited for that is never sent.
+        PlanError: a rank waits for a message that is never sent.
     """
     play = _Play(plan, chunk_bytes, costs)
     play.run()
@@ -68,19 +68,19 @@ def simulate(plan: Plan, chunk_bytes: Time, costs: LinkCosts) -> Timeline:
 
 
 class _Move(NamedTuple):
-    """A message on its way, or over."""
+    """Message that is pending, in flight or done."""
 
     src: int
     dst: int
     num_bytes: Time
     cause: int
-    """The index of the sender's span before it; -1: none."""
+    """Index of the sender's span before it. -1 if there is none."""
     start: Time = 0
     end: Time = 0
 
 
 class _Rank:
-    """One rank under way: where it is, what moves, and when its two ports are free."""
+    """State of a rank: its round, its messages, and the times at which its two ports are free."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -90,14 +90,14 @@ class _Rank:
         self.out_free: Time = 0
         self.in_free: Time = 0
         self.arrived: defaultdict[int, deque[_Move]] = defaultdict(deque)
-        """By sender; what the rank has not come to yet as well."""
+        """Arrived messages by sender, those of later rounds included."""
         self.steps: list[str] = []
         self.starts: list[Time] = []
         self.ends: list[Time] = []
 
 
 class _Play:
-    """Moves the messages in the order in which they can start."""
+    """Simulation of a plan, message by message in the order of their possible starts."""
 
     def __init__(self, plan: Plan, chunk_bytes: Time, costs: LinkCosts) -> None:
         self._plan = plan
@@ -105,9 +105,9 @@ class _Play:
         self._costs = costs
         self._ranks = [_Rank() for _ in range(plan.num_ranks)]
         self._ready: list[tuple[Time, int]] = []
-        """A time at which a rank's next message may be able to start, and the rank. A heap."""
+        """Heap of (earliest possible start of a rank's next message, rank)."""
         self._early: dict[int, Time] = {}
-        """Ranks whose next message is not asked for yet, and since when."""
+        """Ranks whose next message waits for its receiver to come to its round, and since when."""
         self._transfers: list[Transfer] = []
 
     def run(self) -> None:
@@ -119,6 +119,7 @@ class _Play:
                 time, src = heapq.heappop(self._ready)
                 is_forced = False
             else:
+                # No message can start by the rules, so the one that has waited longest is sent early.
                 time, src = min((time, src) for src, time in self._early.items())
                 del self._early[src]
                 is_forced = True
@@ -127,6 +128,7 @@ class _Play:
             possible = receiver.in_free if is_forced else max(receiver.in_free, receiver.entered)
             if not is_forced and not self._is_wanted(move):
                 self._early[src] = time
+            # Back to the heap at its possible start: another message may use the receiver's port before.
             elif possible > time and not is_forced:
                 heapq.heappush(self._ready, (possible, src))
             else:
@@ -138,7 +140,7 @@ class _Play:
         return len(receiver.arrived[move.src]) < self._num_receives(move.dst, move.src)
 
     def _num_receives(self, rank: int, peer: int) -> int:
-        """How many messages of `peer` a rank's round asks for."""
+        """Returns the number of messages from `peer` that a rank's current round receives."""
         return sum(isinstance(step, Recv | Reduce) and step.peer == peer for step in self._round(rank) or ())
 
     def _move(self, move: _Move, time: Time) -> None:
@@ -158,7 +160,7 @@ class _Play:
         return program[number] if number < len(program) else None
 
     def _enter(self, rank: int, time: Time) -> None:
-        """Begins the next round, and with it messages that waited for that."""
+        """Begins the next round of a rank, and wakes the messages that waited for it."""
         state, steps = self._ranks[rank], self._round(rank) or ()
         state.entered, state.sent = time, []
         for step in steps:
@@ -171,7 +173,7 @@ class _Play:
             heapq.heappush(self._ready, (max(time, state.out_free), rank))
 
     def _advance(self, rank: int) -> None:
-        """Finishes rounds as far as all their messages have start and end."""
+        """Finishes the rounds of a rank whose messages all have a start and an end."""
         state = self._ranks[rank]
         while (steps := self._round(rank)) is not None:
             receives = [step for step in steps if isinstance(step, Recv | Reduce)]
@@ -184,10 +186,13 @@ class _Play:
                 move = state.arrived[step.peer].popleft()
                 moves.append(move)
                 time = max(time, move.end) + (move.num_bytes * self._costs.gamma if isinstance(step, Reduce) else 0)
+                # A receiver's span begins when its first message starts, so the transfer ends then: the time of the
+                # message itself is part of the span.
                 if move.cause >= 0:
                     transfer = Transfer(move.src, move.cause, rank, len(state.ends), move.start, move.start)
                     self._transfers.append(transfer)
             end = max([time, *(move.end for move in moves)])
+            # A round of copies alone takes no time and has no span.
             if moves:
                 state.steps.append(f"{_kind(steps)} [{text_of_round(steps)}]")
                 state.starts.append(max(state.entered, min(move.start for move in moves)))

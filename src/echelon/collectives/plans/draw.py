@@ -1,21 +1,21 @@
-"""A plan as a grid of text: a row per rank, a column per round."""
+"""Picture of a plan as a grid of text: a row per rank, a column per round."""
 
 from __future__ import annotations
 
 from echelon.collectives.plans.plan import Plan, text_of_round
 
+# More rows are of no use on a terminal.
 _MOST_RANKS = 64
-"""More rows than this are of no use on a terminal."""
 
 
 def grid(plan: Plan, width: int | None = None) -> str:
-    """Draws the steps of every rank, in the text form of `echelon.collectives.plans.plan`.
+    """Returns the steps of every rank in the text form of `echelon.collectives.plans.plan`, as a grid.
 
-    Rounds line up by their number, not by time: ranks of different rounds may well run at once.
+    Rounds line up by number, not by time: two ranks can be in different rounds at the same time.
 
     Args:
-        plan: what to draw.
-        width: columns of text that there are; rounds that do not fit are counted instead. None: any number.
+        plan: The plan.
+        width: Width in characters. Rounds that do not fit are counted instead. None: no limit.
     """
     num_rounds = max(map(len, plan.rounds), default=0)
     shown = plan.rounds[:_MOST_RANKS]
@@ -25,6 +25,7 @@ def grid(plan: Plan, width: int | None = None) -> str:
     for number in range(num_rounds):
         cells = [str(number), *(text_of_round(program[number]) if number < len(program) else "" for program in shown)]
         cell_width = max(map(len, cells))
+        # The first round is always drawn, even if it is too wide.
         if width is not None and drawn and len(lines[0]) + 2 + cell_width > width:
             break
         lines = [f"{line}  {cell.ljust(cell_width)}" for line, cell in zip(lines, cells, strict=True)]
@@ -39,7 +40,7 @@ def grid(plan: Plan, width: int | None = None) -> str:
 
 
 def legend(plan: Plan) -> str:
-    """Says what the signs of the steps mean that a plan has."""
+    """Returns the meanings of the signs that occur in the steps of a plan, in one line."""
     steps = {sign for program in plan.rounds for steps in program for step in steps for sign in _signs(str(step))}
     return "   ".join(f"{example} {meaning}" for sign, (example, meaning) in _MEANINGS.items() if sign in steps)
 

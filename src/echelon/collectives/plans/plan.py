@@ -1,8 +1,8 @@
-"""A collective as data: for every rank, rounds of sends and receives of numbered chunks.
+"""Plan of a collective as data: for every rank, rounds of sends and receives of numbered chunks.
 
-The steps of one round run at the same time; a rank starts a round when it has finished the one before. Messages from
-one rank to another are received in the order they were sent, whatever the rounds. What the chunks are is up to who
-runs the plan: parts of one tensor for a reduction, one tensor per rank for an all-gather.
+The steps of one round run at the same time. A rank starts a round when it has finished the one before. Messages from
+one rank to another are received in the order of their sends, independent of rounds. The interpreter of a plan decides
+what a chunk is: a part of one tensor in a reduction, one tensor per rank in an all-gather.
 
 A step has a text form that parses back:
 
@@ -23,7 +23,7 @@ from echelon.errors import PlanError
 from echelon.wording import counted
 
 Numbers: TypeAlias = tuple[int, ...]
-"""Chunks by number."""
+"""Numbers of chunks."""
 
 
 class Send(NamedTuple):
@@ -37,7 +37,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receives the chunks and keeps them instead of its own."""
+    """Receives the chunks in place of the rank's own."""
 
     peer: int
     chunks: Numbers
@@ -47,12 +47,12 @@ class Recv(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Receives the chunks and combines them with its own: own op received."""
+    """Receives the chunks and combines them with the rank's own: own op received."""
 
     peer: int
     chunks: Numbers
     received_first: bool = False
-    """Received op own instead: two ranks that combine the same values must do so in the same order."""
+    """True for received op own. Two ranks that combine the same values must do so in the same order."""
 
     def __str__(self) -> str:
         text = f"{_text(self.chunks)}<{self.peer}"
@@ -60,7 +60,7 @@ class Reduce(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Lets the rank's own chunk `source` be its chunk `chunk` as well."""
+    """Copies the rank's own chunk `source` to its chunk `chunk`."""
 
     source: int
     chunk: int
@@ -72,26 +72,26 @@ class Copy(NamedTuple):
 Step: TypeAlias = Send | Recv | Reduce | Copy
 Round: TypeAlias = tuple[Step, ...]
 Program: TypeAlias = tuple[Round, ...]
-"""All rounds of one rank."""
+"""Rounds of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each rank does, in rounds."""
+    """Steps of each rank of a collective, in rounds."""
 
     name: str
     num_chunks: int
     rounds: tuple[Program, ...]
-    """By rank, then by round."""
+    """Steps by rank, then by round."""
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.rounds)
 
     @property
     def num_rounds(self) -> int:
-        """The most rounds of any rank, not counting those that move no message."""
+        """Largest number of rounds of any rank, without rounds of copies alone."""
         return max((sum(map(_communicates, program)) for program in self.rounds), default=0)
 
     def __str__(self) -> str:
@@ -102,10 +102,10 @@ class Plan:
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
-        """Reads what `str` of a plan says.
+        """Parses the text that `str` returns.
 
         Raises:
-            PlanError: it is not the text of a plan.
+            PlanError: the text is not that of a plan.
         """
         head, *lines = text.strip().splitlines() or [""]
         sizes = _HEAD.fullmatch(head)
@@ -116,7 +116,7 @@ class Plan:
 
 
 def text_of_round(steps: Round) -> str:
-    """Returns the steps of a round as text, "." for none."""
+    """Returns the steps of a round as text, "." if there are none."""
     return " ".join(map(str, steps)) or "."
 
 
@@ -158,7 +158,7 @@ def _numbers(text: str) -> Numbers:
 
 
 def runs(chunks: Numbers) -> list[range]:
-    """Returns the numbers as ranges that each count up without a gap."""
+    """Returns the numbers as consecutive ranges, in their order."""
     found: list[range] = []
     for chunk in chunks:
         if found and found[-1].stop == chunk:
@@ -168,6 +168,7 @@ def runs(chunks: Numbers) -> list[range]:
     return found
 
 
+# Cached: a simulated timeline has the text of every round, and the same chunks recur in it.
 @lru_cache(maxsize=4096)
 def _text(chunks: Numbers) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs(chunks))

@@ -1,7 +1,7 @@
-"""Which algorithm an operation runs by: a static table, so that results repeat, which the user can overrule.
+"""Selection of algorithms by a static table, which the user can override. Static, so that results repeat.
 
-The choice depends on what is the same on all ranks: the operation, the ranks and their hosts, and the bytes where all
-ranks must give tensors of one size. The algorithm's name travels with every message, so ranks that were told to choose
+The choice depends only on values that are equal on all ranks: the operation, the ranks and their hosts, and the bytes
+if all ranks must give tensors of one size. The algorithm's name travels with every message. So ranks whose users chose
 differently get a CollectiveMismatch.
 """
 
@@ -18,14 +18,14 @@ from echelon.collectives.plans.plan import Plan
 from echelon.errors import PlanError
 
 SIZED = frozenset({"all_reduce", "reduce", "broadcast", "reduce_scatter"})
-"""The operations that know how many bytes the other ranks have."""
+"""Operations whose tensors have the same size on all ranks, so that the size can decide."""
 ANY_SIZE = sys.maxsize
+# Number of choices that a group caches. A program with ever new sizes must not grow the cache without limit.
 _MOST_CHOICES = 4096
-"""How many choices a group remembers."""
 
 
 Where: TypeAlias = Literal["anywhere", "one host", "several hosts", "even hosts"]
-"""Which hosts a rule is for; even are several that have as many ranks."""
+"""Hosts that a rule is for. Even hosts are several hosts with equally many ranks."""
 
 _WHERE: dict[Where, Callable[[Hosts], bool]] = {
     "anywhere": lambda _: True,
@@ -36,9 +36,9 @@ _WHERE: dict[Where, Callable[[Hosts], bool]] = {
 
 
 class Rule(NamedTuple):
-    """An algorithm for tensors of `first` to `last` bytes, and for at least `ranks` ranks on such hosts.
+    """Rule of a table: an algorithm for tensors of `first` to `last` bytes and at least `ranks` ranks on `where`.
 
-    One that goes by the hosts is, besides, only for ranks on several hosts of which one has several of them.
+    A hierarchical algorithm also needs several hosts, at least one of them with several ranks.
     """
 
     algorithm: str
@@ -48,7 +48,7 @@ class Rule(NamedTuple):
     where: Where = "anywhere"
 
     def fits(self, operation: str, num_bytes: int, hosts: Hosts) -> bool:
-        """Says whether this is the rule for such a call; `num_bytes` counts only if `operation` is among `SIZED`."""
+        """Whether the rule applies to a call. `num_bytes` is ignored unless `operation` is in `SIZED`."""
         return (
             len(hosts) >= self.ranks
             and (operation not in SIZED or self.first <= num_bytes <= self.last)
@@ -58,7 +58,7 @@ class Rule(NamedTuple):
 
 
 Table: TypeAlias = Mapping[str, tuple[Rule, ...]]
-"""By operation; the first rule that fits counts."""
+"""Rules by operation. The first rule that fits applies."""
 
 STATIC: Table = {
     "all_reduce": (
@@ -84,13 +84,13 @@ STATIC: Table = {
     "all_to_all": (Rule("pairwise"),),
     "barrier": (Rule("hierarchical"), Rule("dissemination")),
 }
-"""What counts where nothing else was said. From medians over TCP with 2 to 8 ranks on one host, see
-benchmarks/collectives; for more ranks the formulas speak for fewer bytes sooner, and for going by the hosts wherever a
-message between hosts takes longer than one inside; with uneven ones, a ring moves no more bytes for large tensors."""
+"""Default table. For 2 to 8 ranks it follows medians over TCP on one host, see benchmarks/collectives. For more ranks,
+the cost formulas favour algorithms of fewer bytes at smaller sizes, and hierarchical ones wherever a message between
+hosts takes longer than one inside a host. On uneven hosts, a ring moves no more bytes for large tensors."""
 
 
 def variable_of(operation: str) -> str:
-    """Returns the environment variable that overrules the table for an operation."""
+    """Returns the name of the environment variable that overrides the table for an operation."""
     return f"ECHELON_{operation.upper()}"
 
 
@@ -98,36 +98,37 @@ def choose(operation: str, num_bytes: int, hosts: Hosts, overruled: str = "", ta
     """Returns the name of the algorithm to run.
 
     Args:
-        operation: one of `algorithms.OPERATIONS`.
-        num_bytes: of the whole tensor; of no account unless the operation is among `SIZED`.
-        hosts: the host of each rank that takes part.
-        overruled: what the user says; see `parse`. Sizes that it does not name are left to the table.
-        table: what it leaves out is left to `STATIC`.
+        operation: One of `algorithms.OPERATIONS`.
+        num_bytes: Size of the whole tensor. Ignored unless the operation is in `SIZED`.
+        hosts: The host of each rank.
+        overruled: The user's override; see `parse`. The table decides sizes that it does not name.
+        table: Table of rules. `STATIC` decides calls that no rule fits.
 
     Raises:
-        PlanError: `overruled` says what cannot be.
+        PlanError: `overruled` is invalid; see `parse`.
     """
     if overruled:
         for rule in parse(operation, overruled):
             if operation not in SIZED or rule.first <= num_bytes <= rule.last:
                 return rule.algorithm
+    # STATIC comes last and has a rule for every call, so there is always one that fits.
     rules = (*table.get(operation, ()), *STATIC[operation])
     return next(rule.algorithm for rule in rules if rule.fits(operation, num_bytes, hosts))
 
 
 class Choice(NamedTuple):
-    """What one call of a collective runs by."""
+    """Selected algorithm of a call, with its plan."""
 
     algorithm: str
     plan: Plan
 
 
 class Selector:
-    """Chooses for the ranks of one group, and remembers what it chose.
+    """Selector of algorithms for one group, with a cache.
 
     Args:
-        hosts: the host of each rank of the group; the same on every rank.
-        table: what to choose by; the same on every rank.
+        hosts: The host of each rank of the group; the same on every rank.
+        table: Table of rules; the same on every rank.
     """
 
     def __init__(self, hosts: Hosts, table: Table = STATIC) -> None:
@@ -136,7 +137,8 @@ class Selector:
         self._choices: dict[tuple[str, int, int, str], Choice] = {}
 
     def choose(self, operation: str, num_bytes: int, root: int, overruled: str) -> Choice:
-        """Returns the algorithm for a call and its plan; see the function `choose`."""
+        """Returns the algorithm and the plan of a call; see the function `choose`."""
+        # The override is part of the key: a program may change the environment between two calls.
         key = (operation, num_bytes, root, overruled)
         found = self._choices.get(key)
         if found is None:
@@ -150,10 +152,10 @@ class Selector:
 
 @lru_cache(maxsize=64)
 def parse(operation: str, text: str) -> tuple[Rule, ...]:
-    """Reads what overrules the table, such as "recursive_doubling:0-8192;ring:8193-max", sizes in bytes, or "ring".
+    """Parses a user's override, such as "ring" or "recursive_doubling:0-8192;ring:8193-max" with sizes in bytes.
 
     Raises:
-        PlanError: an unknown algorithm, sizes that are none or overlap, or sizes for an operation whose ranks may have
+        PlanError: an unknown algorithm, invalid or overlapping sizes, or sizes for an operation whose ranks may have
             tensors of different sizes.
     """
     rules = [_rule(operation, part.strip(), text) for part in text.split(";") if part.strip()]

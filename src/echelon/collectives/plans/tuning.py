@@ -1,6 +1,6 @@
-"""A table of algorithms as text: what `echelon tune` writes, and what groups read.
+"""File format of tables of algorithms, which `echelon tune` writes and groups read.
 
-JSON of this form; `last` null is no limit, and what stands under "measured" is for people:
+It is JSON of this form. A `last` of null is no limit, and "measured" is for people:
 
     {"echelon": "tuned collectives", "format": 1, "measured": {},
      "rules": {"all_reduce": [{"algorithm": "ring", "first": 8193, "last": null, "ranks": 4, "where": "one host"}]}}
@@ -17,25 +17,26 @@ from echelon.errors import PlanError
 
 _KIND = "tuned collectives"
 _FORMAT = 1
+# The file comes from outside, so its size is limited. A table that `echelon tune` writes is far smaller.
 _MOST_RULES = 10_000
 
 
 def to_text(table: Table, measured: dict[str, Any]) -> str:
-    """Writes a table, and what it follows from."""
+    """Returns the text of a table, with the measurements that it follows from."""
     rules = {operation: list(map(_values, rules)) for operation, rules in table.items()}
     head = {"echelon": _KIND, "format": _FORMAT, "measured": measured}
     return json.dumps({**head, "rules": rules}, indent=1) + "\n"
 
 
 def from_text(text: str, source: str) -> Table:
-    """Reads what `to_text` wrote; `source` is where it is from, for errors.
+    """Parses the text of a table. `source` names its origin in errors.
 
     Raises:
-        PlanError: it is not that.
+        PlanError: the text is not a valid table.
     """
     try:
         values = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
         raise _error(source, "it is not JSON") from None
     if not isinstance(values, dict) or values.get("echelon") != _KIND:
         raise _error(source, "it is no table of tuned collectives")
@@ -66,6 +67,7 @@ def _rule(operation: str, values: object, source: str) -> Rule:
     rule = Rule(values["algorithm"], values["first"], last, values["ranks"], values["where"])
     if not isinstance(rule.algorithm, str) or rule.where not in get_args(Where):
         raise _error(source, f"a rule of {operation} is for {rule.algorithm!r} on {rule.where!r}")
+    # `type`, not isinstance: JSON's true and false are bools, which are ints as well.
     if not all(type(number) is int and number >= 0 for number in (rule.first, rule.last, rule.ranks)):
         raise _error(
             source, f"a rule of {operation} has sizes {rule.first!r} to {rule.last!r} for {rule.ranks!r} ranks"

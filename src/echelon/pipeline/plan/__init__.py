@@ -1,1 +1,1 @@
-"""Schedules as values: checked, simulated, compared and lowered to programs. Pure."""
+"""Pipeline schedules as values: data, checker, simulator, costs and programs. Pure."""

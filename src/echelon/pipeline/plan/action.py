@@ -1,4 +1,4 @@
-"""One step of one rank in a pipeline, and its text form: "2F0" is stage 2, forward, microbatch 0."""
+"""Steps of a pipeline and their text form ("2F0" is stage 2, forward, microbatch 0), and placements of stages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from echelon.timeline.timeline import Kind, Part
 
 __all__ = ["Action", "Kind", "Overlapped", "Step", "actions_of", "loop", "parse", "vee"]
 
-# Which rank holds which stage.
-
 
 def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """Goes round the ranks: stage s is on rank s mod num_ranks. 3 ranks x 2 chunks: 0 1 2 0 1 2."""
+    """Returns the placement that goes round the ranks: stage s is on rank s mod num_ranks.
+
+    3 ranks x 2 chunks: 0 1 2 0 1 2.
+    """
     return tuple(range(num_ranks)) * num_chunks
 
 
 def vee(num_ranks: int) -> tuple[int, ...]:
-    """Goes down the ranks and back up, 2 stages on each: 0 1 2 2 1 0. The first and the last stage share rank 0."""
+    """Returns the placement that goes down the ranks and back up, 2 stages on each: 0 1 2 2 1 0.
+
+    The first and the last stage share rank 0.
+    """
     down = tuple(range(num_ranks))
     return down + down[::-1]
 
 
 @final
 class Action(NamedTuple):
-    """What one stage does with one microbatch."""
+    """Computation of one stage on one microbatch: forward, input gradient, weight gradient or both gradients."""
 
     stage: int
     kind: Kind
@@ -36,14 +40,14 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def parts(self) -> tuple[Part, ...]:
-        """Returns itself, as a timeline draws it."""
+        """Returns the action as the one part of a drawn step."""
         details = {"stage": self.stage, "microbatch": self.microbatch}
         return (Part(self.kind, self.microbatch, str(self), details),)
 
 
 @final
 class Overlapped(NamedTuple):
-    """A forward and a backward that a rank runs as one step, each of its own stage and microbatch."""
+    """Forward and backward that a rank runs as one step. Each has its own stage and microbatch."""
 
     forward: Action
     backward: Action
@@ -52,19 +56,20 @@ class Overlapped(NamedTuple):
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
     def parts(self) -> tuple[Part, ...]:
-        """Returns both actions, as a timeline draws them."""
+        """Returns both actions as the parts of a drawn step, the forward first."""
         return (*self.forward.parts(), *self.backward.parts())
 
 
 Step: TypeAlias = Action | Overlapped
-"""What stands in a rank's order."""
+"""Element of a rank's order."""
 
 
 def actions_of(step: Step) -> tuple[Action, ...]:
-    """Returns the actions of a step: itself, or the two that overlap, the forward first."""
+    """Returns the actions of a step: one action, or the two of an overlapped step, the forward first."""
     return (step,) if isinstance(step, Action) else tuple(step)
 
 
+# ASCII: \d alone would also match digits of other scripts.
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)", re.ASCII)
 _OVERLAPPED = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)OVERLAP_F_B", re.ASCII)
 

@@ -1,7 +1,11 @@
-"""Finds the mistakes in a schedule.
+"""Checker of schedules.
 
-Two passes. This one looks at each rank alone, for actions that are missing, doubled, on the wrong rank, or before what
-they need of the same stage. The other one (`deadlock`) looks for ranks that wait for each other.
+Two passes. `find_problems` looks at each rank alone, for actions that are missing, doubled, on the wrong rank, or
+before an action of the same stage that they need. `find_circles` looks for deadlocks: ranks that wait for each other.
+
+Strategy of the second pass. The schedule is played. A rank that stands still waits for one action of one rank, which
+stands still as well. So following the waits from any of these ranks leads into a circle. The circle is reported, one
+wait in it is granted, and the schedule is played again, since there may be others.
 """
 
 from __future__ import annotations
@@ -19,17 +23,12 @@ if TYPE_CHECKING:
     from echelon.pipeline.plan.schedule import Schedule
 
 
-# Finds ranks that would wait for each other for ever.
-#
-# The schedule is played. A rank that stands still waits for one action of one rank, which stands still as well; so
-# following the waits from any of them leads into a circle. The circle is reported, one wait in it is granted, and the
-# schedule is played again, for there may be others.
-
+# One mistake can cause many circles, and each costs one more run of the schedule.
 _MOST_CIRCLES = 8
 
 
 class _Wait(NamedTuple):
-    """A step that cannot start, what it needs, and the step that would make it."""
+    """Step that cannot start, its missing input, and the action that would produce it."""
 
     step: Step
     place: Place
@@ -42,11 +41,12 @@ def find_circles(schedule: Schedule, orders: Sequence[Sequence[Step]], granted: 
     """Yields a problem for each circle of waits, up to 8.
 
     Args:
-        schedule: Its placement and sizes count.
-        orders: To be played: actions that exist.
-        granted: What no step waits for.
+        schedule: Gives the placement and the sizes.
+        orders: Orders to play. All of their actions must exist.
+        granted: Inputs that no step waits for.
     """
     granted = set(granted)
+    # Durations cannot cause or cure a deadlock, so zeros do.
     costs = Costs(0, 0, 0).per_stage(schedule.placement)
     for _ in range(_MOST_CIRCLES):
         ran = play(orders, schedule.placement, schedule.num_microbatches, costs, granted)
@@ -55,13 +55,15 @@ def find_circles(schedule: Schedule, orders: Sequence[Sequence[Step]], granted: 
             return
         circle = _circle(_waits(orders, standing, schedule.num_stages, granted))
         yield _problem(circle)
+        # Breaks this circle, so the next run stops at another one or comes to the end.
         granted.add(circle[0].need)
 
 
 def _waits(
     orders: Sequence[Sequence[Step]], standing: dict[int, int], num_stages: int, granted: Collection[Need]
 ) -> dict[int, _Wait]:
-    """What each rank that stands still waits for."""
+    """Returns the wait of each rank that stands still."""
+    # Filled from the end of each order, so that of equal actions the earliest stays.
     still_to_come = {
         (action.kind == "F", action.stage, action.microbatch): (action, (rank, index))
         for rank, position in standing.items()
@@ -83,7 +85,7 @@ def _waits(
 
 
 def _circle(waits: dict[int, _Wait]) -> list[_Wait]:
-    """Follows the waits until a rank comes again."""
+    """Follows the waits until a rank repeats, and returns the waits of the circle."""
     path: list[int] = []
     rank = min(waits)
     while rank not in path:
@@ -106,7 +108,7 @@ def _problem(circle: Sequence[_Wait]) -> Problem:
 
 _MOST_PRINTED = 20
 
-# What an action does, and what must have been done before, as sums of: 1 forward, 2 for the input, 4 for the weights.
+# Work of an action, and work that must precede it, as bits: 1 forward, 2 input gradient, 4 weight gradient.
 _DOES = {"F": 1, "I": 2, "W": 4, "B": 6}
 _NEEDS = {"F": 0, "I": 1, "W": 3, "B": 1}
 _KINDS: tuple[Kind, ...] = ("F", "I", "W", "B")
@@ -114,7 +116,7 @@ _EVERYTHING = 7
 
 
 class _Suspect(NamedTuple):
-    """An action that breaks a rule on its rank, and what its stage had done with its microbatch before."""
+    """Action that breaks a rule on its rank, and the bits of work that preceded it on its stage and microbatch."""
 
     place: Place
     step: Step
@@ -124,9 +126,11 @@ class _Suspect(NamedTuple):
 
 def find_problems(schedule: Schedule) -> tuple[Problem, ...]:
     """Returns every mistake of the orders; see `Schedule.check`."""
+    # Bits of the work done so far, per stage and microbatch.
     done = bytearray(schedule.num_stages * schedule.num_microbatches)
     suspects = list(_suspects(schedule, done))
     complete = 1 if schedule.forward_only else _EVERYTHING
+    # Fast path of a valid schedule: it needs no index of places, which explanations do.
     if not suspects and done.count(complete) == len(done):
         return tuple(find_circles(schedule, schedule.orders, set()))
     places = _places(schedule)
@@ -141,7 +145,7 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem
     """Returns a problem for each rank that holds more than its limit.
 
     Raises:
-        ScheduleError: a limit that is no number, or a list that has not one per rank.
+        ScheduleError: a limit that is no number, or a list without one number per rank.
     """
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * schedule.num_ranks
     if len(limits) != schedule.num_ranks:
@@ -155,7 +159,7 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem
     problems = []
     for rank, (order, most) in enumerate(zip(schedule.orders, limits, strict=True)):
         held = list(levels(order, stage_costs, schedule.forward_only))
-        allowed = most * (1 + 1e-9)  # sums of floats may be a hair above what they should be
+        allowed = most * (1 + 1e-9)  # sums of floats may be a hair above the exact sum
         first = next((index for index, level in enumerate(held) if level > allowed), None)
         if first is not None:
             text = (
@@ -167,7 +171,7 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem
 
 
 def report(schedule: Schedule, problems: Sequence[Problem]) -> str:
-    """Writes the problems, one a line, and the grid of ranks x steps with their places marked."""
+    """Returns the problems, one a line, and the grid of ranks x steps with their places marked."""
     lines = [f"schedule {schedule.name!r} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
     lines += [f"  - {problem.text}" for problem in problems[:_MOST_PRINTED]]
     if len(problems) > _MOST_PRINTED:
@@ -177,12 +181,12 @@ def report(schedule: Schedule, problems: Sequence[Problem]) -> str:
 
 
 def _suspects(schedule: Schedule, done: bytearray) -> Iterator[_Suspect]:
-    """Looks at every action once, and writes into `done` what each stage does with each microbatch."""
+    """Yields actions that break a rule, and adds the work of every action to `done`."""
     placement, num_stages, width = schedule.placement, schedule.num_stages, schedule.num_microbatches
     kinds = "F" if schedule.forward_only else "FIWB"
     for rank, order in enumerate(schedule.orders):
         for index, step in enumerate(order):
-            # Of an overlapped pair the backward comes first: it cannot use what is made at the same time.
+            # The backward of an overlapped pair is looked at first: it cannot use the output of its own forward.
             for action in (step,) if type(step) is Action else reversed(actions_of(step)):
                 stage, kind, microbatch = action
                 if not (0 <= stage < num_stages and 0 <= microbatch < width and kind in kinds):
@@ -201,7 +205,6 @@ def _is_no_pair(step: Step) -> bool:
 
 
 def _places(schedule: Schedule) -> dict[Action, list[Place]]:
-    """Finds where each action stands."""
     places: dict[Action, list[Place]] = {}
     for rank, order in enumerate(schedule.orders):
         for index, step in enumerate(order):
@@ -216,6 +219,7 @@ def _exists(action: Action, schedule: Schedule) -> bool:
 
 
 def _explained(suspect: _Suspect, schedule: Schedule, places: dict[Action, list[Place]]) -> Problem:
+    # The order of the tests decides which text a reader sees: an action that does not exist breaks other rules as well.
     place, step, action, done = suspect
     stage, kind, _ = action
     here = where(action, place)
@@ -238,7 +242,7 @@ def _explained(suspect: _Suspect, schedule: Schedule, places: dict[Action, list[
 
 
 def _doubled(action: Action, places: dict[Action, list[Place]]) -> Problem:
-    """Says where the same work is done. B and I are the same work as well as B and B."""
+    """Lists the places of the same work. B and I share work, as B and B do."""
     stage, kind, microbatch = action
     same = [
         (Action(stage, other, microbatch), place)
@@ -255,13 +259,14 @@ def _first_needed(kind: Kind, done: int) -> Kind:
 
 
 def _missing(key: int, done: int, schedule: Schedule) -> Problem:
-    """Says what a stage never does with a microbatch."""
+    """Names the work that a stage never does for a microbatch."""
     stage, microbatch = divmod(key, schedule.num_microbatches)
     kinds: list[Kind] = [] if done & _DOES["F"] else ["F"]
     if not schedule.forward_only:
         if not done & _DOES["B"]:
             kinds.append("B")
         else:
+            # Half of a backward exists, so its other half is missing, not a B.
             kinds += [kind for kind in ("I", "W") if not done & _DOES[kind]]
     rank = schedule.placement[stage]
     names = " and ".join(str(Action(stage, kind, microbatch)) for kind in kinds)
@@ -269,7 +274,7 @@ def _missing(key: int, done: int, schedule: Schedule) -> Problem:
 
 
 def _playable(schedule: Schedule, suspects: Sequence[_Suspect]) -> tuple[tuple[Step, ...], ...]:
-    """The orders, with actions that do not exist replaced by one that waits for nothing."""
+    """Returns the orders with a W, which waits for nothing, in place of every action that does not exist."""
     unknown = [suspect.place for suspect in suspects if not _exists(suspect.action, schedule)]
     if not unknown:
         return schedule.orders
@@ -280,7 +285,8 @@ def _playable(schedule: Schedule, suspects: Sequence[_Suspect]) -> tuple[tuple[S
 
 
 def _granted(schedule: Schedule, suspects: Sequence[_Suspect], done: bytearray) -> set[Need]:
-    """What the second pass must not wait for: what never comes, and what has been complained about already."""
+    """Returns the inputs that the second pass takes as granted: never produced, or reported by the first pass."""
+    # Else one missing action would be reported a second time, as a deadlock of every rank that waits for it.
     width, last = schedule.num_microbatches, schedule.num_stages - 1
     granted = set()
     for key, what in enumerate(done):

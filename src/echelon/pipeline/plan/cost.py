@@ -1,4 +1,4 @@
-"""What a stage's work costs in time and memory."""
+"""Costs of a stage's work in time and memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from echelon.errors import InvalidArgument, ScheduleError
 from echelon.timeline.timeline import Time
 
 Amount: TypeAlias = Time | Sequence[Time]
-"""One number for all stages, or one for each."""
+"""One number for all stages, or a sequence with one per stage."""
 
 
 def transfer_time(num_bytes: Time, latency: Time, bandwidth: Time) -> Time:
-    """The time that one microbatch's bytes need across a boundary: latency + num_bytes / bandwidth.
+    """Returns the time of one microbatch's bytes across a boundary: latency + num_bytes / bandwidth.
 
-    Give one of these, or one for each boundary, as `Costs(transfer=...)`. Bandwidth is in bytes per unit of time.
+    Pass one result, or one per boundary, as `Costs(transfer=...)`. Bandwidth is in bytes per unit of time.
 
     Raises:
         ScheduleError: a size or latency below 0, or a bandwidth that is not above 0.
@@ -29,24 +29,25 @@ def transfer_time(num_bytes: Time, latency: Time, bandwidth: Time) -> Time:
     _validate("bandwidth", bandwidth)
     if not bandwidth:
         raise ScheduleError("bandwidth is 0: nothing would ever arrive; give bytes per unit of time, such as 1e9")
+    # Keeps ints exact, which / would not.
     if isinstance(num_bytes, int) and isinstance(bandwidth, int):
         return latency + Fraction(num_bytes, bandwidth)
     return latency + num_bytes / bandwidth
 
 
 class StageCosts(NamedTuple):
-    """`Costs` spelt out: each a tuple with one number per stage (`transfer`: one per boundary)."""
+    """`Costs` as tuples with one number per stage (`transfer`: one per boundary)."""
 
     forward: tuple[Time, ...]
     backward_input: tuple[Time, ...]
     backward_weight: tuple[Time, ...]
     backward: tuple[Time, ...]
-    """Of the fused backward."""
+    """Time of the fused backward."""
     transfer: tuple[Time, ...]
-    """Boundary b lies between stages b and b + 1. The int 0 where one rank holds both, or for 0.0: a float that adds
-    nothing must not make exact times floats."""
+    """Boundary b lies between stages b and b + 1. The int 0 if one rank holds both stages, or for 0.0: adding a float
+    of 0 would turn exact times into floats."""
     overlapped: tuple[Time, ...] | None
-    """Of a forward of this stage together with a fused backward of another; None: their sum."""
+    """Time of a forward of this stage overlapped with a fused backward of another. None: the sum of the two."""
     activation: tuple[Time, ...]
     weight_activation: tuple[Time, ...]
     recomputed_activation: tuple[Time, ...]
@@ -54,7 +55,7 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What stages cost, in any unit of time and of memory. Each is a number or a sequence with one per stage.
+    """Costs of stages, in any unit of time and of memory. Each is one number, or a sequence with one per stage.
 
     A stage is one chunk: 4 ranks x 2 chunks have 8 stages. Ints and Fractions give exact results.
 
@@ -65,13 +66,13 @@ class Costs:
         transfer: Time from the end of a stage until its neighbour on another rank has the data, the same forward and
             backward. One number, or one per boundary (num_stages - 1). See `transfer_time`.
         activation: Memory held from the start of F to the end of the backward.
-        weight_activation: The part of it that stays from the end of I to the end of W. None: all of it.
-        overlapped: Time of a forward and a fused backward run as one; per stage it is that of the forward's stage.
-            None: the sum of the two.
-        recompute: Time that I and B take in addition, to run the forward again. `activation` is then what is kept
-            meanwhile: the stage's input.
-        recomputed_activation: Memory that the recomputation brings back, from the start of I or B to the end of the
-            backward.
+        weight_activation: Part of `activation` held from the end of I to the end of W. None: all of it.
+        overlapped: Time of a forward and a fused backward that run as one step, by the forward's stage. None: the sum
+            of the two.
+        recompute: Additional time of I and B, to run the forward again. `activation` is then the memory held between
+            the two forwards: the stage's input.
+        recomputed_activation: Additional memory from the start of I or B to the end of the backward, which the
+            recomputation brings back.
 
     Raises:
         ScheduleError: a cost that is not a finite number of at least 0.
@@ -88,6 +89,7 @@ class Costs:
     recomputed_activation: Amount = 0
 
     def __post_init__(self) -> None:
+        # Every sequence becomes a tuple: `num_stages` and `_spread` tell sequences from numbers by that type.
         for item in fields(self):
             value = getattr(self, item.name)
             if value is None and item.default is None:
@@ -100,7 +102,7 @@ class Costs:
 
     @property
     def num_stages(self) -> int | None:
-        """The number of stages that these costs are for; None if they are the same for any stage."""
+        """Number of stages that the sequences are for. None if there is no sequence."""
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, tuple):
@@ -108,7 +110,7 @@ class Costs:
         return None
 
     def per_stage(self, placement: Sequence[int]) -> StageCosts:
-        """Spells the costs out for the stages of a placement (the rank of each stage).
+        """Returns the costs of each stage of a placement (the rank of each stage).
 
         Raises:
             ScheduleError: a sequence whose length is not the number of stages (of boundaries, for `transfer`).
@@ -144,8 +146,8 @@ def _add(left: Time, right: Time) -> Time:
     return left + right
 
 
+# Sums of larger floats could overflow to infinity.
 _MOST = 10**100
-"""What is larger would overflow when it is added up."""
 
 
 def check_costs(costs: object) -> Costs:

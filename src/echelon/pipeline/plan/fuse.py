@@ -1,4 +1,4 @@
-"""Plans a schedule again for stages whose backward cannot be done in two halves."""
+"""Fused backwards for stages that cannot split their backward, and the order of gradient sums."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
 
-# Which stages add their weights' gradients up in the order of a loop over the microbatches.
-#
-# Sums of floats depend on their order. A stage whose weights get their contributions in the order of the microbatches
-# has, bit for bit, the gradients of one process that runs one microbatch after another; any other differs by rounding.
-
 
 def exact_stages(schedule: Schedule) -> tuple[bool, ...]:
-    """Returns for each stage whether its B's and W's, whichever it has, run in the order of the microbatches."""
+    """Returns for each stage whether its weight gradients are added up in the order of the microbatches.
+
+    Sums of floats depend on their order. A stage whose B's and W's run in the order of the microbatches has, bit for
+    bit, the gradients of one process that runs one microbatch after another. Any other stage differs by rounding.
+    """
     in_order = [True] * schedule.num_stages
     latest = [-1] * schedule.num_stages
     for order in schedule.orders:
@@ -30,7 +29,7 @@ def exact_stages(schedule: Schedule) -> tuple[bool, ...]:
 
 
 def is_exact(schedule: Schedule) -> bool:
-    """Returns whether all stages are exact."""
+    """Returns whether all stages add up their gradients in the order of the microbatches; see `exact_stages`."""
     return all(exact_stages(schedule))
 
 
@@ -38,7 +37,7 @@ _Place = Literal["I", "W"]
 
 
 def split_stages(schedule: Schedule) -> frozenset[int]:
-    """Returns the stages that have an I."""
+    """Returns the stages that split their backward into I and W."""
     return frozenset(
         action.stage for order in schedule.orders for step in order for action in actions_of(step) if action.kind == "I"
     )
@@ -47,14 +46,13 @@ def split_stages(schedule: Schedule) -> frozenset[int]:
 def fused(schedule: Schedule, stages: Collection[int], costs: Costs | None = None) -> Schedule:
     """Returns the schedule with one B instead of the I and the W of some stages.
 
-    The B stands where the I did, so that the stage before need not wait longer than it must, or where the W did, if the
-    step is shorter so; what would make ranks wait for each other in a circle is left out. At the place of I it always
-    can: it needs what I needed, and W made nothing that anybody needs.
+    All B's take the places of the I's or all take the places of the W's: the variant with the shorter makespan. A
+    variant that deadlocks is left out.
 
     Args:
-        schedule: one without problems.
-        stages: those whose backward is to be whole.
-        costs: what the step is timed with.
+        schedule: A schedule without problems.
+        stages: Stages whose backward becomes a B.
+        costs: Costs that the makespans are compared with.
 
     Raises:
         ScheduleError: costs for another number of stages.
@@ -62,6 +60,8 @@ def fused(schedule: Schedule, stages: Collection[int], costs: Costs | None = Non
     concerned = frozenset(stages) & split_stages(schedule)
     if not concerned:
         return schedule
+    # At the place of I, B releases the stage before as early as possible. It cannot deadlock there: it needs the same
+    # input as I, and no step waits for a W. So `min` always has a candidate.
     places: tuple[_Place, ...] = ("I", "W")
     found = [_fused_at(schedule, concerned, place) for place in places]
     return min(

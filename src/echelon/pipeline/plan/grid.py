@@ -1,4 +1,4 @@
-"""Places in the orders of a schedule, and the orders as a grid of text: a row per rank, a column per step."""
+"""Places in the orders of a schedule, problems at these places, and the orders as a grid of text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 Place: TypeAlias = tuple[int, int]
-"""A rank and the index of one of its steps. The index after the last one stands for a step that is missing."""
+"""A rank and the index of one of its steps. The index after the last step stands for a missing step."""
 
 
 class Problem(NamedTuple):
-    """A mistake in the orders and where it is. Something missing is at the index after its rank's last step."""
+    """Mistake in the orders and its places. A missing step is at the index after its rank's last step."""
 
     text: str
     places: tuple[Place, ...]
 
 
 def where(step: object, place: Place) -> str:
-    """Writes a step with its place."""
+    """Returns the text of a step with its place, such as "2F0 (rank 2, step 5)"."""
     return f"{step} (rank {place[0]}, step {place[1]})"
 
 
@@ -27,8 +27,12 @@ _AROUND = 3
 
 
 def grid(orders: Sequence[Sequence[object]], marked: Collection[Place] = ()) -> str:
-    """Writes the orders, marked places as >2F0<. A large grid is cut to the surroundings of the marked places."""
+    """Returns the orders as text, a row per rank and a column per step, with marked places as >2F0<.
+
+    More than 24 rows or columns are cut to the surroundings of the marked places.
+    """
     most_steps = max(map(len, orders), default=0)
+    # One column more than there are steps: a missing step is marked after the last one.
     columns = _selected({step for _, step in marked}, most_steps + 1, _MOST_COLUMNS)
     rows = _selected({rank for rank, _ in marked}, len(orders), _MOST_ROWS)
     table = [["", *(str(column) for column in columns)]]
@@ -42,7 +46,7 @@ def grid(orders: Sequence[Sequence[object]], marked: Collection[Place] = ()) -> 
 
 
 def _selected(marked: set[int], count: int, most: int) -> list[int]:
-    """Which of `count` indices to show: all, or the marked ones with those around them, or the first."""
+    """Returns the indices to show: all, or the marked ones with their neighbours, or the first if none is marked."""
     if count <= most:
         return list(range(count))
     near: list[int] = []
@@ -62,7 +66,7 @@ def _cell(order: Sequence[object], rank: int, step: int, marked: Collection[Plac
 
 
 def _line(row: list[str], widths: list[int], columns: list[int]) -> str:
-    """Joins a row; dots stand where columns are left out."""
+    """Joins a row, with dots in place of omitted columns."""
     cells = [row[0].ljust(widths[0])]
     for index in range(1, len(row)):
         gap = " " if columns[index] == columns[index - 1] + 1 else " .. "

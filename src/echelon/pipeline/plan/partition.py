@@ -1,10 +1,10 @@
-"""Cuts a chain of layers into contiguous stages, the slowest as fast as can be.
+"""Partition of a chain of layers into contiguous stages, with the least cost of the slowest stage.
 
-Strategy. For a given cap on a stage's cost, filling each stage with as many layers as the cap and the memory limit
-allow reaches the end in the fewest stages, so it tells whether the cap can be met. Bisection finds the least cap that
-can. All sums are exact (costs become whole numbers of a common unit), so the cap is the optimum and not near it.
-Among the cuts that meet it, each is then put where what is left divides most evenly: the slowest stage decides the
-time, but nobody wants 3, 3, 3 and 1 layers where 3, 3, 2 and 2 do.
+Strategy. A cap on a stage's cost is tested greedily: each stage takes as many layers as the cap and the memory limit
+allow. This reaches the end in the fewest stages, so the cap can be met exactly if these are no more than `num_stages`.
+Bisection finds the least such cap. All sums are exact (costs become whole numbers of a common unit), so the cap is the
+optimum, not an approximation. Many cuts can meet it. Each cut is then placed where the remaining cost divides most
+evenly: 3, 3, 2 and 2 layers are better than 3, 3, 3 and 1, although their slowest stages are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Partition:
     Args:
         stages: For each stage, the indices of its layers. No stage is empty.
         costs: For each stage, the sum of its layers' costs.
-        memory: For each stage, the sum of its layers' memory; None where none was given.
+        memory: For each stage, the sum of its layers' memory. None if no memory was given.
     """
 
     stages: tuple[range, ...]
@@ -37,7 +37,7 @@ class Partition:
 
     @property
     def slowest(self) -> Time:
-        """The cost of the slowest stage, the least that any cut has."""
+        """Cost of the slowest stage. No other cut has a lower one."""
         return max(self.costs)
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ def partition(
 
     Args:
         costs: The time of each layer, in any unit.
-        num_stages: How many stages; each gets at least one layer.
-        memory: What each layer needs, in any unit.
-        memory_limit: The most that the layers of one stage may need together.
+        num_stages: Number of stages. Each gets at least one layer.
+        memory: Memory of each layer, in any unit.
+        memory_limit: Most memory of one stage's layers together, in the unit of `memory`.
 
     Raises:
         PartitionError: fewer layers than stages, a number below 0 or not finite, one of memory and memory_limit without
@@ -71,7 +71,9 @@ def partition(
     times = _Sums(costs)
     room = _Sums(memory, memory_limit) if memory is not None and memory_limit is not None else None
     chain = _Chain(len(costs), num_stages, times, room)
+    # No cap below the average stage or the largest layer can be met.
     least = max(times.total // num_stages, max(map(times.between, range(len(costs)), range(1, len(costs) + 1))))
+    # A cap of the whole cost binds nothing, so only the memory limit can fail here.
     if chain.latest_cuts(times.total) is None:
         raise _too_tight(chain, room, memory, memory_limit)
     cap = _first(lambda cap: chain.latest_cuts(cap) is not None, least, times.total)
@@ -84,7 +86,7 @@ def partition(
 
 
 class _Sums:
-    """Exact sums of runs of numbers, and of a limit, in a common unit."""
+    """Exact prefix sums of numbers, and a limit, as whole numbers of a common unit."""
 
     def __init__(self, numbers: Sequence[Time], limit: Time = 0) -> None:
         exact = [Fraction(number) for number in (*numbers, limit)]
@@ -102,7 +104,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Chain:
-    """The layers and how many stages they must become."""
+    """Layers, and the number of stages to cut them into."""
 
     num_layers: int
     num_stages: int
@@ -110,23 +112,24 @@ class _Chain:
     room: _Sums | None
 
     def end(self, first: int, cap: int) -> int:
-        """The furthest that a stage from layer `first` on can reach."""
+        """Returns the furthest end of a stage that begins at layer `first`."""
         end = bisect_right(self.times.prefix, self.times.prefix[first] + cap) - 1
         if self.room is not None:
             end = min(end, bisect_right(self.room.prefix, self.room.prefix[first] + self.room.limit) - 1)
         return end
 
     def start(self, last: int, cap: int) -> int:
-        """The furthest back that a stage up to layer `last` can begin."""
+        """Returns the earliest start of a stage that ends at layer `last`."""
         start = bisect_left(self.times.prefix, self.times.prefix[last] - cap)
         if self.room is not None:
             start = max(start, bisect_left(self.room.prefix, self.room.prefix[last] - self.room.limit))
         return start
 
     def latest_cuts(self, cap: int) -> list[int] | None:
-        """The last place for the end of each stage, or None if the cap cannot be met."""
+        """Returns the last possible end of each stage. None if the cap cannot be met."""
         cuts = [0]
         for stages_left in range(self.num_stages - 1, -1, -1):
+            # Leaves one layer for each later stage: no stage may be empty.
             cut = min(self.end(cuts[-1], cap), self.num_layers - stages_left)
             if cut <= cuts[-1]:
                 return None
@@ -134,14 +137,14 @@ class _Chain:
         return cuts if cuts[-1] == self.num_layers else None
 
     def earliest_cuts(self, cap: int) -> list[int]:
-        """The first place for the end of each stage, for a cap that can be met."""
+        """Returns the first possible end of each stage, for a cap that can be met."""
         cuts = [self.num_layers]
         for stages_left in range(self.num_stages - 1, -1, -1):
             cuts.append(max(self.start(cuts[-1], cap), stages_left))
         return cuts[::-1]
 
     def even_cuts(self, cap: int) -> list[int]:
-        """Cuts that meet the cap, each as near as may be to an equal share of what is left."""
+        """Returns cuts that meet the cap, each as near as possible to an equal share of the remaining cost."""
         cuts, earliest = [0], self.earliest_cuts(cap)
         prefix = self.times.prefix
         for stage in range(1, self.num_stages):
@@ -149,6 +152,7 @@ class _Chain:
             share = prefix[cuts[-1]] + self.times.between(cuts[-1], self.num_layers) // stages_left
             above = bisect_left(prefix, share)
             nearest = above if above == 0 or prefix[above] - share < share - prefix[above - 1] else above - 1
+            # Not before `earliest`, or the later stages could not meet the cap; not beyond the reach of this stage.
             first = max(earliest[stage], cuts[-1] + 1)
             last = min(self.end(cuts[-1], cap), self.num_layers - stages_left + 1)
             cuts.append(min(max(nearest, first), last))
@@ -156,7 +160,10 @@ class _Chain:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The least number from low to high for which it holds; it holds for high and for all above the first."""
+    """Returns the least number from low to high for which `holds` is true.
+
+    It must be true for `high`, and for every number above the least one.
+    """
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
@@ -168,10 +175,12 @@ def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 def _sum(numbers: Sequence[Time], stage: range) -> Time:
     picked = [numbers[layer] for layer in stage]
+    # fsum rounds once, so a sum of floats does not depend on the order of the layers. Ints and Fractions stay exact.
     return math.fsum(picked) if any(isinstance(number, float) for number in picked) else sum(picked)
 
 
 def _validate(costs: Sequence[Time], num_stages: int, memory: Sequence[Time] | None, memory_limit: Time | None) -> None:
+    # A bool is an int in Python, and True stages are a mistake.
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise PartitionError(f"num_stages={num_stages!r}: give a whole number of at least 1")
     if len(costs) < num_stages:
@@ -193,7 +202,7 @@ def _validate(costs: Sequence[Time], num_stages: int, memory: Sequence[Time] | N
 def _validate_number(name: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, Real):
         raise PartitionError(f"{name}={number!r} is not a number: give an int, a float or a Fraction")
-    if number < 0 or not number < 10**100:  # also refuses nan; what is larger overflows when it is added up
+    if number < 0 or not number < 10**100:  # also refuses nan; sums of larger floats could overflow
         raise PartitionError(f"{name}={str(number)[:40]} cannot be a cost: give a finite number of at least 0")
 
 
@@ -208,6 +217,7 @@ def _too_tight(
                 f"layer {layer} alone needs {need} of memory, over the limit of {memory_limit}: "
                 f"raise the limit to at least {max(memory)}, or split the layer"
             )
+    # The greedy cut with no cap on the cost gives the fewest stages that the memory limit allows.
     stages, first = 0, 0
     while first < chain.num_layers:
         first = chain.end(first, chain.times.total)

@@ -1,14 +1,19 @@
-"""A schedule spelt out as what each rank does: computing, and all that it needs around it.
+"""Program of a pipeline: a schedule with the communication, recomputation and reductions that its steps need.
 
-    1POST_F0    a receive is posted: the input of stage 1 for microbatch 0 may arrive from now on
-    1RECV_F0    it has arrived
-    1F0         a step of the schedule
-    0RECOMPUTE0 the forward is run again for the backward that follows
-    1SEND_B0    what the step made, a gradient for stage 0, starts to leave; nobody waits for it
-    1REDUCE     stage 1 has all gradients of its weights: from now on they are averaged over its replicas
-    FLUSH       all that was sent has left
+    1POST_F0    post the receive of stage 1's input for microbatch 0; the message may arrive from now on
+    1RECV_F0    wait for that message
+    1F0         run a step of the schedule
+    0RECOMPUTE0 run the forward of stage 0 again for the backward that follows
+    1SEND_B0    start to send the input gradient of stage 1 to stage 0; returns at once
+    1REDUCE     start to average the weight gradients of stage 1, now complete, over its replicas
+    FLUSH       wait until all sends are done
 
-What a stage hands to another one of the same rank is no instruction: it is there when it is made.
+Data between two stages of one rank needs no instruction: it is available as soon as it is computed.
+
+Strategy of `check_program`. It proves that a program runs to its end for any speeds of the ranks. A program blocks only
+at a RECV, for a message, and at the FLUSH, for its sends. It is played on the strictest network possible, which takes a
+message only when its receive is posted. The order of a rank's instructions never depends on who is faster. So if one
+interleaving of all instructions comes to the end, every other does, and on every network that can buffer more.
 """
 
 from __future__ import annotations
@@ -22,18 +27,11 @@ from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action, Step, actions_of
 from echelon.pipeline.plan.schedule import Schedule
 
-# Proves that a program runs to its end, whatever the ranks' speeds.
-#
-# A program stands still only where it waits: at a RECV for a message, at the FLUSH for what it sent. It is played with
-# the strictest network there can be, which takes a message only when its receive is posted. What a rank does never
-# depends on who is faster, so if one order of all instructions comes to the end, every other does, and on every
-# network that can hold more.
-
 _MOST_PRINTED = 20
 
 
 class _Order(NamedTuple):
-    """One instruction must come before another."""
+    """Rule that one instruction comes before another."""
 
     first: Instruction
     second: Instruction
@@ -43,10 +41,11 @@ def check_program(program: Program) -> None:
     """Checks a program against its schedule, and plays it.
 
     Raises:
-        ScheduleError: it lists every problem: steps that are not the schedule's, an instruction around them that is
-            missing, doubled, or not before or after what it must be, or ranks that wait for ever.
+        ScheduleError: it lists every problem: steps that differ from the schedule's, an instruction that is missing,
+            doubled or in the wrong place, or ranks that wait for ever.
     """
     problems = [problem for rank in range(len(program.orders)) for problem in _of_rank(program, rank)]
+    # Played only if each rank is right by itself: a missing SEND would show up again as a wait.
     problems = problems or list(_standing(program))
     if problems:
         more = [f"and {len(problems) - _MOST_PRINTED} more"] if len(problems) > _MOST_PRINTED else []
@@ -55,7 +54,7 @@ def check_program(program: Program) -> None:
 
 
 def _of_rank(program: Program, rank: int) -> Iterator[str]:
-    """Yields what is wrong with one rank's order, taken alone."""
+    """Yields the problems of one rank's order by itself."""
     order = program.orders[rank]
     steps = tuple(instruction.step for instruction in order if isinstance(instruction, Compute))
     if steps != program.schedule.orders[rank]:
@@ -66,6 +65,7 @@ def _of_rank(program: Program, rank: int) -> Iterator[str]:
     given = Counter(order)
     yield from (f"rank {rank} lacks {instruction}" for instruction in expected - given)
     yield from (f"rank {rank} has {instruction} without need" for instruction in given - expected)
+    # Places are compared only if each instruction exists exactly once.
     if expected == given:
         at = {instruction: index for index, instruction in enumerate(order)}
         for first, second in rules:
@@ -74,7 +74,7 @@ def _of_rank(program: Program, rank: int) -> Iterator[str]:
 
 
 def _rules(program: Program, rank: int) -> Iterator[_Order]:
-    """Yields what must come before what. Every instruction of a rank is in at least one rule, and no other."""
+    """Yields the rules of a rank's order. Together they name exactly the instructions that it must have."""
     schedule, placement = program.schedule, program.schedule.placement
     forwards: dict[tuple[int, int], Compute] = {}
     for step in schedule.orders[rank]:
@@ -108,7 +108,7 @@ def _rules_of_action(
 
 
 def _standing(program: Program) -> Iterator[str]:
-    """Plays the program and yields where each rank stands that does not come to its end."""
+    """Plays the program and yields a problem for each rank that does not come to its end."""
     positions = [0] * len(program.orders)
     posted: set[Transfer] = set()
     arrived: set[Transfer] = set()
@@ -124,9 +124,11 @@ def _standing(program: Program) -> Iterator[str]:
             case Receive(transfer, _):
                 return transfer in arrived
             case Flush():
+                # A message leaves only when its receive is posted: the network buffers nothing.
                 return sent[rank] <= posted
         return True
 
+    # Any order of the ranks gives the same end, so each goes on as far as it can; see the module's Strategy.
     moved = True
     while moved:
         moved = False
@@ -140,31 +142,31 @@ def _standing(program: Program) -> Iterator[str]:
 
 
 LOOKAHEAD = 3
-"""How many steps before it is needed a receive is posted."""
+"""Number of steps by which a receive is posted before the step that needs it."""
 
 
 class Transfer(NamedTuple):
-    """What one stage makes for the next one (forward) or the one before (backward), for one microbatch."""
+    """Data of one microbatch for a neighbouring stage: a forward's output, or a backward's input gradient."""
 
     stage: int
-    """The stage that it is for."""
+    """The receiving stage."""
     microbatch: int
     backward: bool
 
     @property
     def source(self) -> int:
-        """The stage that makes it."""
+        """The sending stage."""
         return self.stage + 1 if self.backward else self.stage - 1
 
     @property
     def letter(self) -> str:
-        """F or B."""
+        """The direction: F or B."""
         return "B" if self.backward else "F"
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A part of moving a transfer from or to rank `peer`."""
+    """Instruction for a transfer from or to rank `peer`."""
 
     transfer: Transfer
     peer: int
@@ -174,7 +176,7 @@ class _Move:
 
 
 class Post(_Move):
-    """From here on the transfer may arrive from rank `peer`."""
+    """Posts the receive of a transfer from rank `peer`, without waiting."""
 
     __slots__ = ()
 
@@ -183,7 +185,7 @@ class Post(_Move):
 
 
 class Receive(_Move):
-    """Waits until the transfer has arrived from rank `peer`."""
+    """Waits for a transfer from rank `peer`."""
 
     __slots__ = ()
 
@@ -192,7 +194,7 @@ class Receive(_Move):
 
 
 class Send(_Move):
-    """Starts to send the transfer to rank `peer`."""
+    """Starts to send a transfer to rank `peer`, without waiting."""
 
     __slots__ = ()
 
@@ -223,7 +225,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Starts to average the gradients of a stage over its replicas."""
+    """Starts to average the weight gradients of a stage over its replicas."""
 
     stage: int
 
@@ -233,7 +235,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Waits until all that was sent has left."""
+    """Waits until all sends of the rank are done."""
 
     def __str__(self) -> str:
         return "FLUSH"
@@ -244,12 +246,12 @@ Instruction: TypeAlias = Post | Receive | Send | Recompute | Compute | Reduce | 
 
 @dataclass(frozen=True, repr=False)
 class Program:
-    """What all ranks do, in which order. `str` is a line per rank."""
+    """Instructions of all ranks, in order. `str` is a line per rank."""
 
     schedule: Schedule
     orders: tuple[tuple[Instruction, ...], ...]
     recomputed: frozenset[int] = frozenset()
-    """The stages whose forward is run again before their backward."""
+    """Stages that run their forward again before their backward."""
 
     def __repr__(self) -> str:
         return f"<Program of {self.schedule!r}: {sum(map(len, self.orders))} instructions>"
@@ -259,12 +261,12 @@ class Program:
 
 
 def lower(schedule: Schedule, recomputed: Collection[int] = (), lookahead: int = LOOKAHEAD) -> Program:
-    """Spells a schedule out.
+    """Returns the program of a schedule.
 
     Args:
-        schedule: one without problems.
-        recomputed: the stages that keep their input alone from forward to backward.
-        lookahead: how many steps before the one that needs it a receive is posted.
+        schedule: A schedule without problems.
+        recomputed: Stages that keep only their input between forward and backward.
+        lookahead: Number of steps by which a receive is posted before the step that needs it.
     """
     again = frozenset(recomputed)
     orders = (tuple(_order(schedule, rank, again, lookahead)) for rank in range(schedule.num_ranks))
@@ -272,7 +274,7 @@ def lower(schedule: Schedule, recomputed: Collection[int] = (), lookahead: int =
 
 
 def needed(step: Step, num_stages: int) -> Iterator[Transfer]:
-    """Yields what a step needs of other stages."""
+    """Yields the transfers that a step receives from other stages, on its own rank too."""
     for stage, kind, microbatch in actions_of(step):
         transfer = Transfer(stage, microbatch, kind != "F")
         if kind != "W" and 0 <= transfer.source < num_stages:
@@ -280,7 +282,7 @@ def needed(step: Step, num_stages: int) -> Iterator[Transfer]:
 
 
 def made(step: Step, num_stages: int) -> Iterator[Transfer]:
-    """Yields what a step makes for other stages."""
+    """Yields the transfers that a step sends to other stages, on its own rank too."""
     for stage, kind, microbatch in actions_of(step):
         target = stage + 1 if kind == "F" else stage - 1
         if kind != "W" and 0 <= target < num_stages:
@@ -296,6 +298,7 @@ def _order(schedule: Schedule, rank: int, recomputed: Collection[int], lookahead
     last = _last_backwards(steps)
     posted = 0
     for index, step in enumerate(steps):
+        # Posted ahead of time, so that a message that comes early has a buffer to go to.
         for there in range(posted, min(len(steps), index + lookahead)):
             yield from (Post(*pair) for pair in incoming[there])
         posted = max(posted, min(len(steps), index + lookahead))
@@ -307,12 +310,14 @@ def _order(schedule: Schedule, rank: int, recomputed: Collection[int], lookahead
         for transfer in made(step, count):
             if placement[transfer.stage] != rank:
                 yield Send(transfer, placement[transfer.stage])
+        # Right after a stage's last weight gradient, so the reduction overlaps with the remaining steps.
         yield from (Reduce(stage) for stage in last.get(index, ()))
     yield Flush()
 
 
 def _last_backwards(steps: Sequence[Step]) -> dict[int, list[int]]:
-    """Returns after which steps which stages have all gradients of their weights."""
+    """Returns, by the index of a step, the stages whose weight gradients are complete after it."""
+    # Later steps overwrite earlier ones, so the last B or W of each stage stays.
     index_of = {
         stage: index for index, step in enumerate(steps) for stage, kind, _ in actions_of(step) if kind in ("B", "W")
     }

@@ -1,4 +1,4 @@
-"""A pipeline schedule: what every rank does, in which order. Frozen data."""
+"""Pipeline schedule: the steps of every rank, in order. Frozen data."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from echelon.timeline.timeline import Time, Timeline
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """What every rank of a pipeline does, in which order.
+    """Steps of every rank of a pipeline, in order.
 
-    `str(schedule)` is one line per rank, its steps separated by commas, as torch writes schedules; `Schedule.from_text`
+    `str(schedule)` is one line per rank, its steps separated by commas, as torch writes schedules. `Schedule.from_text`
     reads it back.
 
     Args:
-        name: For people.
-        num_microbatches: How many each stage runs.
-        placement: The rank that holds each stage. See `echelon.pipeline.plan.action`.
+        name: Name for error texts and tables.
+        num_microbatches: Number of microbatches that each stage runs.
+        placement: The rank of each stage, such as from `loop` or `vee`.
         orders: For each rank its steps, in order.
-        forward_only: It is for inference: no backward, and nothing is held for one.
+        forward_only: For inference: no backward, and no activation is held for one.
 
     Raises:
-        ScheduleError: sizes that do not fit together. What the orders say is looked at by `check`.
+        ScheduleError: sizes that do not fit together. Mistakes in the orders are found by `check`.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Schedule:
     forward_only: bool = False
 
     def __post_init__(self) -> None:
+        # Tuples make the schedule hashable, and a caller's list cannot change it later.
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
         if not all(set(map(type, order)) <= {Action, Overlapped} for order in self.orders):
@@ -68,36 +69,37 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks take part."""
+        """Number of ranks."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages that the model is cut into."""
         return len(self.placement)
 
     @property
     def num_chunks(self) -> int:
-        """How many stages a rank holds; the most, where ranks differ."""
+        """Number of stages per rank. The largest, if ranks differ."""
         return max(map(self.placement.count, range(self.num_ranks)))
 
     @cached_property
     def problems(self) -> tuple[Problem, ...]:
-        """All that is wrong with the orders. Empty for a valid schedule."""
+        """Mistakes in the orders. Empty for a valid schedule."""
+        # Cached: `simulate` and `check` are called many times on one schedule, and a schedule never changes.
         return find_problems(self)
 
     def check(self, memory_limit: Amount | None = None, costs: Costs | None = None) -> None:
-        """Finds every mistake.
+        """Checks the schedule and raises one error that lists every mistake.
 
         Args:
-            memory_limit: The most that a rank may hold at once, in the units of `costs.activation` (by default 1 for
+            memory_limit: Most memory that a rank may hold at once, in the units of `costs.activation` (by default 1 for
                 one stage's activation of one microbatch). A number, or one per rank.
-            costs: What an activation counts.
+            costs: Give the memory of an activation.
 
         Raises:
-            ScheduleError: an action is missing, doubled, on the wrong rank or before what it needs, ranks wait for each
-                other in a circle, or a rank holds more than the limit. The message lists all that was found and shows
-                where in the orders it is.
+            ScheduleError: an action is missing, doubled, on the wrong rank or before an action that it needs, ranks
+                deadlock, or a rank holds more than the limit. The message lists all problems and marks their places in
+                the orders.
         """
         problems = self.problems
         if memory_limit is not None:
@@ -110,17 +112,17 @@ class Schedule:
 
         Raises:
             InvalidArgument: `costs` is no Costs.
-            ScheduleError: the schedule has problems (as `check` says), or the costs are not for its number of stages.
+            ScheduleError: the schedule has problems (see `check`), or the costs are for another number of stages.
         """
         self.check()
         return simulate(self, check_costs(costs))
 
     def recorded(self, times: Sequence[Sequence[tuple[Time, Time]]], costs: Costs | None = None) -> Timeline:
-        """Makes the timeline of a run of this schedule that was measured.
+        """Returns the timeline of a measured run of this schedule.
 
         Args:
             times: For each rank, the (start, end) of each of its steps, all by one clock.
-            costs: What an activation counts, for `Timeline.peak_activations`.
+            costs: Give the memory of an activation, for `Timeline.peak_activations`.
 
         Raises:
             InvalidArgument: `costs` is no Costs.
@@ -139,7 +141,7 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], num_microbatches: int | None = None) -> Schedule:
-        """Reads what `to_csv` or torch.distributed.pipelining wrote; see `from_text`.
+        """Reads a file of `to_csv` or torch.distributed.pipelining; see `from_text`.
 
         Raises:
             ScheduleError: the file does not hold a schedule.
@@ -153,13 +155,14 @@ class Schedule:
     def from_text(cls, text: str, num_microbatches: int | None = None, name: str = "text") -> Schedule:
         """Reads the text form: one line per rank, its steps separated by commas.
 
-        A stage is placed on the rank that runs most of its actions. Empty cells are left out, and so is what torch adds
-        to run a schedule (SEND_F, RECV_B, UNSHARD, REDUCE_GRAD ...). A schedule without a backward is forward only.
+        A stage is placed on the rank that runs most of its actions. Empty cells are skipped, and so are the cells that
+        torch adds to run a schedule (SEND_F, RECV_B, UNSHARD, REDUCE_GRAD ...). A schedule without a backward is
+        forward only.
 
         Args:
             text: The orders.
-            num_microbatches: None: as many as appear.
-            name: What to call the schedule.
+            num_microbatches: Number of microbatches. None: as many as appear.
+            name: Name of the schedule.
 
         Raises:
             InvalidArgument: `text` is no text.

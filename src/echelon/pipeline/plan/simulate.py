@@ -1,13 +1,14 @@
-"""Plays a schedule on a virtual clock.
+"""Simulator of schedules on a virtual clock: times of steps, and memory held.
 
-A rank runs its steps in order. A step starts when its rank is free and what it needs has arrived:
+A rank runs its steps in order. A step starts when its rank is free and its input has arrived:
 
     F of stage s    the output of stage s - 1
     I or B          the gradient from stage s + 1
     W               nothing: its I ran before, on the same rank
     overlapped      both
 
-Transfers take no rank's time and do not wait for each other, so the outcome does not depend on who is looked at first.
+Transfers take no time of a rank and do not queue behind each other. So the result does not depend on the order in which
+ranks are visited.
 """
 
 from __future__ import annotations
@@ -25,19 +26,17 @@ if TYPE_CHECKING:
     from echelon.pipeline.plan.schedule import Schedule
 
 
-# How many activations a rank holds, step by step, in units of `Costs.activation`.
-
-
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[Time, ...]:
-    """Returns the most that each rank holds at once."""
+    """Returns the most memory that each rank holds at once, in units of `Costs.activation`."""
     return tuple(max(levels(order, costs, schedule.forward_only), default=0) for order in schedule.orders)
 
 
 def levels(order: Sequence[Step], costs: StageCosts, forward_only: bool = False) -> Iterator[Time]:
-    """Yields what a rank holds during each step: from the start of F to the end of I, and a part until the end of W.
+    """Yields the memory that a rank holds during each step, in units of `Costs.activation`.
 
-    A pair that runs as one holds the forward's activation while the backward's is still there. Forward only, nothing
-    stays.
+    An activation is held from the start of F to the end of I, and its `weight_activation` until the end of W. An
+    overlapped step holds the forward's activation while the backward's is still there. A schedule that is forward only
+    holds an activation for its own step alone.
     """
     activation, kept, recomputed = costs.activation, costs.weight_activation, costs.recomputed_activation
     held: Time = 0
@@ -67,11 +66,11 @@ def levels(order: Sequence[Step], costs: StageCosts, forward_only: bool = False)
 
 
 Times: TypeAlias = Sequence[Sequence[Time]]
-"""For each rank, one time per step."""
+"""One time per step, for each rank."""
 
 
 class Need(NamedTuple):
-    """What a step needs from the neighbouring stage: its own stage's input ("F") or output gradient ("B")."""
+    """Input of a step from a neighbouring stage: the input of its stage ("F") or its output gradient ("B")."""
 
     kind: str
     stage: int
@@ -79,7 +78,7 @@ class Need(NamedTuple):
 
 
 class Played(NamedTuple):
-    """When each rank's steps ran. A rank that waits for ever has fewer times than steps."""
+    """Start and end of each rank's steps. A rank that waits for ever has fewer times than steps."""
 
     starts: list[list[Time]]
     ends: list[list[Time]]
@@ -99,7 +98,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def recorded(schedule: Schedule, times: Sequence[Sequence[tuple[Time, Time]]], costs: Costs) -> Timeline:
-    """Puts measured times beside a schedule's steps; see `Schedule.recorded`."""
+    """Returns the timeline of measured times of a schedule's steps; see `Schedule.recorded`."""
     given, expected = list(map(len, times)), list(map(len, schedule.orders))
     if given != expected:
         raise ScheduleError(f"times of {given} steps per rank, but the ranks ran {expected}: give one pair per step")
@@ -121,31 +120,33 @@ def play(
     costs: StageCosts,
     arrived: Collection[Need] = (),
 ) -> Played:
-    """Runs every rank as far as it gets.
+    """Runs every rank up to its end, or up to the step for which it waits for ever.
 
     Args:
-        orders: Of each rank. Stages and microbatches that exist, each F, I and B at most once.
+        orders: Steps of each rank. Their stages and microbatches exist, and each F, I and B occurs at most once.
         placement: The rank of each stage.
-        num_microbatches: How many there are.
-        costs: Of each stage.
-        arrived: What no step has to wait for.
+        num_microbatches: Number of microbatches.
+        costs: Costs of each stage.
+        arrived: Inputs that no step has to wait for.
     """
     arrivals = _arrivals(len(placement), num_microbatches, arrived)
     moves = _moves(placement, num_microbatches, costs, arrivals, nobody=len(orders))
-    # Of each rank, what it waits for: the index of an input, or the complement of a gradient's.
+    # The input that each rank waits for: the index of an activation, or the complement of the index of a gradient. One
+    # int is enough to compare, and a complement is never a valid index. The last entry belongs to no rank.
     waiting: list[int | None] = [None] * (len(orders) + 1)
     starts: list[list[Time]] = [[] for _ in orders]
     ends: list[list[Time]] = [[] for _ in orders]
     ready = list(range(len(orders)))
 
-    # The loop that a million steps go through: all in one function, on local names. A rank goes on until a step needs
-    # what is not known yet; whoever makes that puts it among the ready ones again.
+    # Hot loop: a million steps pass through it, so it is one function on local names. A rank runs until the input of a
+    # step is not known yet. The rank that produces this input makes it ready again.
     while ready:
         rank = ready.pop()
         order, rank_starts, rank_ends = orders[rank], starts[rank], ends[rank]
         now: Time = rank_ends[-1] if rank_ends else 0
         for position in range(len(rank_ends), len(order)):
             step = order[position]
+            # `type` is faster than isinstance here, and both classes are final.
             if type(step) is Action:
                 stage, kind, microbatch = step
                 known, durations, complement, shift, delays, neighbours = moves[kind]
@@ -160,7 +161,7 @@ def play(
                 now += durations[stage]
                 rank_ends.append(now)
                 if kind == "W":
-                    continue
+                    continue  # no other rank needs its result
                 key += shift
                 known[key] = now + delays[stage]
                 neighbour = neighbours[stage]
@@ -183,10 +184,11 @@ def play(
 
 
 class _Arrivals(NamedTuple):
-    """When what the steps need arrives; None: not known yet.
+    """Arrival of every input and output gradient. None if it is not known yet.
 
-    What stage s needs for microbatch m is at s * num_microbatches + m, and so a neighbour's is num_microbatches away.
-    One more block at the end (also reached as index -1) takes what the last stage's F and the first stage's B make.
+    The entry of stage s and microbatch m is at s * num_microbatches + m, so that of a neighbouring stage is
+    num_microbatches away. One more block at the end takes the results of the last stage's F, and of the first stage's B
+    through negative indices: no stage reads them.
     """
 
     inputs: list[Time | None]
@@ -194,20 +196,20 @@ class _Arrivals(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """What an action of one kind waits for, and what it makes."""
+    """Inputs, durations and results of the actions of one kind."""
 
     known: list[Time | None]
-    """When what it waits for arrives, and what it makes."""
+    """Arrivals of its inputs, and of its results."""
     durations: Sequence[Time]
-    """Of each stage."""
+    """Time of the action, per stage."""
     complement: int
-    """-1 if a rank that waits for it is known by the complement of the index, else 0: key ^ complement."""
+    """-1 if `waiting` holds the complement of the index, else 0. In both cases it holds key ^ complement."""
     shift: int
-    """From the index of what it waits for to that of what it makes."""
+    """Distance from the index of the input to the index of the result."""
     delays: Sequence[Time]
-    """Until what each stage makes has arrived."""
+    """Time until the result has arrived, per stage."""
     neighbours: Sequence[int]
-    """Who waits for what each stage makes: a rank, or one more than there are."""
+    """Rank that waits for the result, per stage. The number of ranks if there is none."""
 
 
 def _moves(
@@ -226,7 +228,7 @@ def _moves(
 
 
 def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Need]) -> _Arrivals:
-    """Returns what is there from the start: the first stage's inputs, the last one's gradients, and what `arrived`."""
+    """Returns the arrivals at the start: known are the first stage's inputs, the last stage's gradients, `arrived`."""
     size = num_stages * num_microbatches
     known, unknown = cast("list[Time | None]", [0]), cast("list[Time | None]", [None])
     inputs = known * num_microbatches + unknown * size
@@ -237,17 +239,17 @@ def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Need])
 
 
 class _Pair(NamedTuple):
-    """A forward and a backward run as one, or what they wait for."""
+    """Outcome of an overlapped step: its times, or the input that it waits for."""
 
     awaited: int | None
     start: Time = 0
     end: Time = 0
     made: Sequence[tuple[int, int]] = ()
-    """Who may wait for what they make, and by what it is known."""
+    """For each result, the rank that may wait for it and the value in `waiting` if it does."""
 
 
 def _pair(step: Overlapped, free: Time, num_microbatches: int, moves: dict[str, _Move], costs: StageCosts) -> _Pair:
-    """Runs a pair, when both sides have what they need, as early as `free`."""
+    """Runs an overlapped step at `free` or later. Returns the input that it waits for if one is not known."""
     sides = [(moves[kind], stage, stage * num_microbatches + microbatch) for stage, kind, microbatch in step]
     for move, _, key in sides:
         if move.known[key] is None:
@@ -262,6 +264,7 @@ def _pair(step: Overlapped, free: Time, num_microbatches: int, moves: dict[str, 
 
 
 def _overlapped_time(forward: Action, backward: Action, costs: StageCosts) -> Time:
+    # `Costs.overlapped` is the time with a fused backward. With an I the two simply run one after the other.
     if backward.kind != "B":
         return costs.forward[forward.stage] + costs.backward_input[backward.stage]
     if costs.overlapped is None:
@@ -270,7 +273,7 @@ def _overlapped_time(forward: Action, backward: Action, costs: StageCosts) -> Ti
 
 
 class _Link(NamedTuple):
-    """A span and the span on another rank that needs what it makes, and the boundary between their stages."""
+    """Pair of spans on two ranks, the second of which needs the result of the first, and the boundary between them."""
 
     source_rank: int
     source: int
@@ -281,6 +284,7 @@ class _Link(NamedTuple):
 
 def _links(schedule: Schedule) -> Iterator[_Link]:
     placement, last = schedule.placement, schedule.num_stages - 1
+    # W is left out: no other rank needs its result.
     at: dict[tuple[bool, int, int], int] = {}
     for order in schedule.orders:
         for position, step in enumerate(order):
@@ -302,4 +306,5 @@ def _transfers(schedule: Schedule, ends: Times, durations: Sequence[Time]) -> It
 
 def _recorded_transfers(schedule: Schedule, ends: Times) -> Iterator[Transfer]:
     for source_rank, source, target_rank, target, _ in _links(schedule):
+        # A run measures steps, not arrivals.
         yield Transfer(source_rank, source, target_rank, target, start=ends[source_rank][source], end=None)

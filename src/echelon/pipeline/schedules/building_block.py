@@ -1,9 +1,9 @@
-"""The building block of V-shaped schedules: when one microbatch runs where; the others follow at equal intervals.
+"""Building block of V-shaped schedules: the times of one microbatch, repeated at equal intervals.
 
 Each stage needs three units of time per microbatch (F, I, W) and each rank holds two stages, so a new microbatch starts
-every six units. It goes down the ranks, back up, and the gradients go the same way back; how many units each hop takes
-on each of these four ways decides how long activations are held, and so the memory (Pipeline
-Parallelism with Controllable Memory; Qi et al., 2024).
+every six units. A microbatch goes down the ranks and back up, and its gradients return on the same two ways. The units
+per hop on these four ways decide how long activations are held, and so the memory (Pipeline Parallelism with
+Controllable Memory; Qi et al., 2024).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from echelon.pipeline.plan.action import Action, Kind
 
-_INTERVAL = 6
+_INTERVAL = 6  # 2 stages per rank x 3 actions of one unit each
 
 
 class Block(NamedTuple):
-    """Units of time per hop on the four ways, and how long a microbatch rests at each turn between them.
+    """Units of time per hop on the four ways, and units of rest at the three turns between them.
 
     No two actions of a rank may fall on the same unit of the interval.
     """
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     rests: tuple[int, int, int]
 
     def orders(self, num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-        """For each rank its actions, in order."""
+        """Returns the actions of each rank, in order."""
         return tuple(self._order(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
 
     def _order(self, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -42,7 +42,7 @@ class Block(NamedTuple):
         return tuple(action for _, action in sorted(timed))
 
     def _starts(self, rank: int, num_ranks: int) -> dict[tuple[int, Kind], int]:
-        """When microbatch 0 runs on a rank."""
+        """Returns the start of each action of microbatch 0 on a rank."""
         hops, later = num_ranks - 1, num_ranks - 1 - rank
         down, up = rank, 2 * num_ranks - 1 - rank
         turns = [0]
@@ -54,11 +54,13 @@ class Block(NamedTuple):
             (up, "I"): turns[2] + self.backward_down * rank,
             (down, "I"): turns[3] + self.backward_up * later,
         }
+        # The upper stage's I comes first, so its W chooses first as well.
         for stage in (up, down):
             starts[stage, "W"] = _next_free(starts[stage, "I"], starts.values())
         return starts
 
 
 def _next_free(after: int, taken: Collection[int]) -> int:
+    # Modulo the interval, since every other microbatch repeats the same units.
     units = {start % _INTERVAL for start in taken}
     return next(start for start in range(after + 1, after + _INTERVAL) if start % _INTERVAL not in units)

@@ -1,4 +1,4 @@
-"""DualPipeV: forwards and backwards of two chunks run as one, each hiding the other's transfers (DeepSeek, 2025).
+"""DualPipeV: forwards and backwards of two chunks overlap, each hiding the other's transfers (DeepSeek, 2025).
 
 The V-shaped half of DualPipe (DeepSeek-V3 technical report, section 3.2.1). 2 ranks, 4 microbatches:
 
@@ -16,7 +16,7 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the DualPipeV schedule. A rank holds at most 2 num_ranks + 1 chunks' activations.
+    """Returns the DualPipeV schedule. A rank holds the activations of at most 2 num_ranks + 1 chunks.
 
     Raises:
         ScheduleError: fewer than 2 microbatches per rank.
@@ -35,7 +35,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 class _Rank:
-    """Writes the order of one rank, whose two stages are on the way down and on the way up."""
+    """Builder of one rank's order. One of its two stages is on the way down, the other on the way up."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank = rank
@@ -46,25 +46,27 @@ class _Rank:
         self.weights: deque[Action] = deque()
 
     def order(self, num_microbatches: int) -> tuple[Step, ...]:
-        """Warm-up, pairs, drain."""
+        """Returns the order: warm-up, overlapped pairs, drain."""
         for _ in range(2 * self.later):
             self.run(self.down, "F")
         for _ in range(self.rank + 1):
             self.run(self.down, "F")
             self.run(self.up, "F")
         for _ in range(self.later):
+            # The I alone lets the previous stage go on early; its W fills the time until the next F has its input.
             self.run(self.up, "I")
             self.run_weight()
             self.run(self.up, "F")
         for turn in range(num_microbatches - 2 * self.later - self.rank - 1):
-            # On the last rank the first pair's backward would wait for the pair's own forward to arrive elsewhere.
+            # Not the first pair on the last rank: its backward would wait for the pair's own forward to arrive at
+            # another rank.
             self.pair(self.down, self.up, overlap=turn > 0 or self.later > 0)
             self.pair(self.up, self.down)
         for _ in range(self.later):
             self.run(self.up, "B")
             self.pair(self.up, self.down)
         drain = [stage for _ in range(self.rank + 1) for stage in (self.up, self.down)]
-        # From the middle of the drain on, weights wait: they fill the gaps in the second half.
+        # The second half of the drain has gaps. From its middle on the backward is split, and W's fill these gaps.
         for turn, stage in enumerate(drain):
             self.run(stage, "B" if turn <= self.rank else "I")
         for _ in range(self.later):
@@ -75,25 +77,25 @@ class _Rank:
         return tuple(self.steps)
 
     def next(self, stage: int, kind: Kind) -> Action:
-        """Counts the microbatches of a stage, forward and backward."""
+        """Returns an action for the next microbatch of a stage, counted separately for forward and backward."""
         direction = "F" if kind == "F" else "B"
         microbatch = self.counts[stage, direction]
         self.counts[stage, direction] += 1
         return Action(stage, kind, microbatch)
 
     def run(self, stage: int, kind: Kind) -> None:
-        """Adds an action; the W of an I waits in a queue."""
+        """Adds an action. The W of an I goes to the queue `weights`."""
         action = self.next(stage, kind)
         self.steps.append(action)
         if kind == "I":
             self.weights.append(action._replace(kind="W"))
 
     def run_weight(self) -> None:
-        """Adds the W that waits the longest, if one does."""
+        """Adds the oldest W of the queue, if there is one."""
         if self.weights:
             self.steps.append(self.weights.popleft())
 
     def pair(self, forward: int, backward: int, overlap: bool = True) -> None:
-        """Adds a forward and a backward."""
+        """Adds a forward and a backward, overlapped or one after the other."""
         both = self.next(forward, "F"), self.next(backward, "B")
         self.steps.extend([Overlapped(*both)] if overlap else both)

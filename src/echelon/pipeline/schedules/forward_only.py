@@ -1,4 +1,4 @@
-"""Forward only, for inference: every microbatch goes on as soon as it can.
+"""Forward-only schedule for inference: every microbatch moves on as early as possible.
 
 3 ranks, 4 microbatches:
 
@@ -17,16 +17,18 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
-    """Makes a schedule without backwards for any placement of stages; nothing is held.
+    """Returns a schedule without backwards for any placement of stages. It holds no activations.
 
-    Time goes in steps of one forward. In each, every rank takes, of what has arrived, the latest stage's first
-    microbatch: what leaves the pipeline soonest.
+    Time goes in steps of one forward. In each step, every rank runs its arrived microbatch that leaves the pipeline
+    soonest: the latest stage, and of that stage the first microbatch.
     """
     num_ranks, last = max(placement) + 1, len(placement) - 1
+    # A heap per rank of (-stage, microbatch): the smallest entry is the latest stage's first microbatch.
     arrived: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     arrived[placement[0]] = [(0, microbatch) for microbatch in range(num_microbatches)]
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     while any(arrived):
+        # All ranks choose before any result is handed on: an output arrives in the next step at the earliest.
         taken = [heappop(mine) for mine in arrived if mine]
         for minus_stage, microbatch in taken:
             stage = -minus_stage

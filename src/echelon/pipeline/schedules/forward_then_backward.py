@@ -16,9 +16,9 @@ from echelon.pipeline.schedules.forward_only import forward_only
 
 
 def forward_then_backward(placement: Sequence[int], num_microbatches: int) -> Schedule:
-    """Makes a schedule between whose forwards and backwards a program can do what it likes with the outputs.
+    """Returns a schedule that leaves a gap between forwards and backwards, in which a program can use the outputs.
 
-    The backwards are the forwards of the stages in reverse, so every stage does its microbatches in order.
+    The backwards are the forwards of the stages in reverse, so every stage runs its microbatches in order.
     """
     last = len(placement) - 1
     forwards = forward_only(placement, num_microbatches)

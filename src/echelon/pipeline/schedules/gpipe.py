@@ -14,7 +14,7 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the GPipe schedule. Every rank holds all microbatches at once."""
+    """Returns the GPipe schedule. Every rank holds all microbatches at once."""
     return Schedule(
         name="gpipe",
         num_microbatches=num_microbatches,

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks a rank, taken in turns (Narayanan et al., 2021, section 2.2).
+"""Interleaved 1F1B: several chunks per rank, which take turns (Narayanan et al., 2021, section 2.2).
 
 2 ranks, 2 chunks, 4 microbatches:
 
@@ -16,24 +16,24 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None = None) -> Schedule:
-    """Makes the interleaved 1F1B schedule, with any number of microbatches.
+    """Returns the interleaved 1F1B schedule for any number of microbatches.
 
-    Rank r holds at most 2 (num_ranks - r - 1) + (num_chunks - 1) group_size + 1 chunks' activations.
+    Rank r holds the activations of at most 2 (num_ranks - r - 1) + (num_chunks - 1) group_size + 1 chunks.
 
     Args:
-        num_ranks: How many ranks take part.
-        num_microbatches: How many microbatches a step has.
+        num_ranks: Number of ranks.
+        num_microbatches: Number of microbatches of a step.
         num_chunks: Stages per rank.
-        group_size: How many microbatches a chunk takes before it is the next chunk's turn, at least num_ranks. None:
-            num_ranks, or as little more as makes the groups even, which is the fastest. If given, the last group has
-            what is left.
+        group_size: Number of microbatches that a chunk runs before the next chunk's turn, at least num_ranks. None:
+            num_ranks, or the least more that makes the groups even, which is the fastest. If given, the last group has
+            the remaining microbatches.
 
     Raises:
         ScheduleError: a group that is too small.
     """
     if group_size is not None and group_size < num_ranks:
         raise ScheduleError(
-            f"group_size={group_size}: with fewer than one per rank a chunk waits for data that is still on its way; "
+            f"group_size={group_size}: with fewer microbatches than ranks a chunk waits for its input; "
             f"give at least {num_ranks}"
         )
     groups = _groups(num_ranks, num_microbatches, group_size)
@@ -43,6 +43,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, gro
         num_microbatches=num_microbatches,
         placement=loop(num_ranks, num_chunks),
         orders=tuple(
+            # `groups` may be filled up beyond the last microbatch; see `_groups`.
             tuple(
                 action
                 for action in _order(rank, num_ranks, num_chunks, groups[0], turns)
@@ -60,8 +61,8 @@ def _groups(num_ranks: int, num_microbatches: int, group_size: int | None) -> li
         size, more = divmod(num_microbatches, rounds)
         return [size + 1] * more + [size] * (rounds - more)
     full, rest = divmod(num_microbatches, group_size)
-    # A last group smaller than the ranks would be a circle of waits. It is filled up; what does not exist is left out
-    # of the orders, which cannot make a wait.
+    # A last group smaller than the number of ranks would deadlock, so it is filled up. The microbatches that do not
+    # exist are left out of the orders, and leaving actions out cannot add a wait.
     last = [group_size if rest < num_ranks else rest] if rest else []
     return [group_size] * full + last
 
@@ -82,6 +83,7 @@ def _order(
     forwards = [Action(chunk * num_ranks + rank, "F", microbatch) for chunk, microbatch in turns]
     backwards = [Action((num_chunks - 1 - chunk) * num_ranks + rank, "B", microbatch) for chunk, microbatch in turns]
     hops = num_ranks - rank - 1
+    # With one chunk, this is the warm-up of 1F1B.
     warm_up = min(hops if num_chunks == 1 else 2 * hops + (num_chunks - 1) * group_size, len(turns))
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

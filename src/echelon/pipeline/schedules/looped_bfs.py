@@ -13,7 +13,7 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Makes the breadth-first schedule: GPipe over chunks. Every rank holds everything at once."""
+    """Returns the breadth-first schedule: GPipe over chunks. Every rank holds all microbatches of all chunks."""
     microbatches, chunks = range(num_microbatches), range(num_chunks)
     return Schedule(
         name="looped-bfs",

@@ -16,7 +16,7 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the 1F1B schedule. Rank r holds at most num_ranks - r microbatches."""
+    """Returns the 1F1B schedule. Rank r holds at most num_ranks - r microbatches."""
     return Schedule(
         name="1f1b",
         num_microbatches=num_microbatches,
@@ -26,6 +26,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    # One forward for each later rank: as many as fit into the time until the first gradient comes back.
     warm_up = min(num_ranks - 1 - rank, num_microbatches)
     for microbatch in range(warm_up):
         yield Action(rank, "F", microbatch)

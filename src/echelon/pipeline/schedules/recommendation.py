@@ -1,4 +1,4 @@
-"""Compares schedules for the same model: what each takes in time and memory, the fastest that fits first."""
+"""Comparison of schedules for one model by time and memory, the fastest that fits first."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from echelon.pipeline.search.engine import search as search_schedule
 from echelon.pipeline.search.problem import rank_limits
 from echelon.timeline.timeline import Time, Timeline
 
+# Stages per rank, for schedules that have a choice. The search knows placements of 1 and of 2.
 _CHUNKS = 2
-"""Stages per rank, for schedules that have a choice."""
+# Sums of floats may be a hair above the exact sum; `Schedule.check` grants the same.
 _ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Option:
-    """A schedule, and what it would cost.
+    """Schedule with its predicted time and memory.
 
     Args:
-        schedule: What to run.
-        costs: Of its stages. A schedule with v chunks has v times as many as ranks, each with 1/v of the work.
-        timeline: How it would run.
-        peak_microbatches: For each rank, how many microbatches' activations it holds at most.
-        peak_memory: For each rank, its activations and what it holds throughout, in the unit of `Costs.activation`.
-        problem: Which limit is exceeded, by which rank and how much; None if it fits.
+        schedule: The schedule.
+        costs: Costs of its stages. With v chunks there are v stages per rank, each with 1/v of the work.
+        timeline: Its simulated timeline.
+        peak_microbatches: For each rank, its peak of activations in microbatches.
+        peak_memory: For each rank, the peak of activations and parameters, in the unit of `Costs.activation`.
+        problem: The exceeded limit, with the rank and the amount. None if the schedule fits.
     """
 
     schedule: Schedule
@@ -45,11 +46,10 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """No limit is exceeded."""
+        """True if no limit is exceeded."""
         return self.problem is None
 
     def __str__(self) -> str:
-        """One line of a table."""
         memory = max(self.peak_microbatches)
         return (
             f"{self.schedule.name}: span {float(self.timeline.span):.4g}, "
@@ -68,26 +68,28 @@ def recommend(
     capacity: Time | None = None,
     search: bool = False,
 ) -> tuple[Option, ...]:
-    """Compares all schedules for training that there are for these sizes.
+    """Compares all training schedules that exist for these sizes.
 
-    Those that fit come first, among them those with the shortest span: it is what a step takes when steps follow each
-    other. Schedules that do not exist for the sizes are left out.
+    Schedules that fit come first, then the shortest span first. The span is the time of a step when steps follow each
+    other.
 
     Args:
-        costs: Of the stages of a model that is cut into one per rank. Schedules with several chunks cut each stage into
+        costs: Costs of a model that is cut into one stage per rank. Schedules with several chunks cut each stage into
             as many equal parts.
-        num_ranks: How many ranks take part.
-        num_microbatches: How many microbatches a step has.
-        memory_limit: The most that a rank may hold, in microbatches: one counts what all of its stages hold for one.
-        parameters: What a rank holds throughout (parameters, gradients, the optimizer's state), in the unit of
+        num_ranks: Number of ranks.
+        num_microbatches: Number of microbatches of a step.
+        memory_limit: Most activations of a rank, in microbatches. One microbatch is the sum over all stages of the
+            rank.
+        parameters: Memory that a rank holds throughout (parameters, gradients, the optimizer's state), in the unit of
             `costs.activation`, such as bytes. One number, or one per rank.
-        capacity: The most that a rank may hold of activations and parameters together, in the same unit.
-        search: Look for a schedule made to measure as well. This may take long.
+        capacity: Most memory of a rank for activations and parameters together, in the same unit.
+        search: Search for a schedule tailored to these costs as well. This may take long.
 
     Raises:
         InvalidArgument: `costs` is no Costs, or a limit no number.
         ScheduleError: sizes that no schedule has, or costs that are not for one stage per rank.
     """
+    # Costs for another number of stages fail here, before the search, which may take long.
     check_costs(costs).per_stage(build("1f1b", num_ranks, num_microbatches).placement)
     for name, limit in (("memory_limit", memory_limit), ("capacity", capacity)):
         if limit is not None and not isinstance(limit, Real):
@@ -102,18 +104,18 @@ def recommend(
 def search_chunks(
     costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None = None
 ) -> tuple[Option, ...]:
-    """Searches for a schedule with one chunk per rank and for one with two, of the same model; the better one first.
+    """Searches for schedules with one and with two chunks per rank, and returns them with the better one first.
 
-    Two chunks are left out where `costs.transfer` is given per boundary: it fits only one placement of two chunks.
+    Two chunks are left out if `costs.transfer` is given per boundary: it fits only one placement of two chunks.
 
     Args:
-        costs: Of the stages of a model that is cut into one per rank, as for `recommend`.
-        num_ranks: How many ranks take part.
-        num_microbatches: How many microbatches a step has.
-        memory_limit: The most that a rank may hold, in microbatches.
+        costs: Costs of a model that is cut into one stage per rank, as for `recommend`.
+        num_ranks: Number of ranks.
+        num_microbatches: Number of microbatches of a step.
+        memory_limit: Most activations of a rank, in microbatches.
 
     Raises:
-        ScheduleError: sizes or a limit that cannot be, or costs that are not for one stage per rank.
+        ScheduleError: impossible sizes or limit, or costs that are not for one stage per rank.
     """
     found = _searched(costs, num_ranks, num_microbatches, memory_limit)
     options = (_option(schedule, costs, memory_limit, (0,) * num_ranks, None) for schedule in found)
@@ -121,14 +123,13 @@ def search_chunks(
 
 
 def _rank(option: Option) -> tuple[bool, Time, Time]:
-    """Returns the key by which options are sorted, the best first."""
     return not option.fits, option.timeline.span, max(option.peak_memory)
 
 
 def table(options: Sequence[Option]) -> str:
-    """Writes options as a table, with what is wrong with those that do not fit and all ranks' peaks below each other.
+    """Returns options as a table of text, with each rank's peak, and the exceeded limit of options that do not fit.
 
-    Peaks are in microbatches, rank by rank; of more than 8 ranks, the first and the last four.
+    Peaks are in microbatches, rank by rank. Of more than 8 ranks, the first and the last four are shown.
     """
     rows = [("schedule", "chunks", "span", "bubble rate", "memory", "peaks in microbatches, by rank", "")]
     for option in options:
@@ -150,10 +151,10 @@ def table(options: Sequence[Option]) -> str:
 
 
 def cut(costs: Costs, placement: Sequence[int]) -> Costs:
-    """Makes the costs of a schedule's stages from those of one stage per rank.
+    """Returns the costs of a placement's stages, from costs of one stage per rank.
 
-    Each stage is cut into equal parts, as many as a rank has chunks. Between two ranks that are neighbours a transfer
-    takes what it took before, between others as long as the longest.
+    Each stage is cut into equal parts, one per chunk of a rank. A transfer between neighbouring ranks keeps its time.
+    Any other transfer takes as long as the longest.
     """
     num_ranks = max(placement) + 1
     chunks = len(placement) // num_ranks
@@ -179,7 +180,7 @@ def cut(costs: Costs, placement: Sequence[int]) -> Costs:
 
 
 def held_microbatches(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float, ...]:
-    """Returns for each rank its peak in microbatches: one is what all of its stages hold for one."""
+    """Returns each rank's peak in microbatches. One microbatch counts its activations on all stages of the rank."""
     units = rank_limits(costs, schedule.placement, schedule.num_microbatches, 1)
     return tuple(
         float(peak / unit) if unit else 0.0 for peak, unit in zip(timeline.peak_activations, units, strict=True)
@@ -188,6 +189,7 @@ def held_microbatches(schedule: Schedule, costs: Costs, timeline: Timeline) -> t
 
 def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
     for name in names():
+        # First with 2 chunks, then with the schedule's own number. The first that exists is taken.
         for chunks in (_CHUNKS, None):
             try:
                 schedule = build(name, num_ranks, num_microbatches, chunks)
@@ -200,7 +202,7 @@ def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
 
 def _searched(costs: Costs, num_ranks: int, num_microbatches: int, memory_limit: Time | None) -> Iterator[Schedule]:
     yield search_schedule(costs, num_ranks, num_microbatches, memory_limit, num_chunks=1)
-    # The search tries two placements of two chunks. A transfer of its own for each boundary fits only one of them.
+    # The search tries two placements of two chunks, and a transfer time per boundary fits only one of them.
     if not isinstance(costs.transfer, Sequence):
         halves = cut(costs, loop(num_ranks, _CHUNKS))
         yield search_schedule(halves, num_ranks, num_microbatches, memory_limit, num_chunks=_CHUNKS)
@@ -218,7 +220,7 @@ def _option(
 
 
 def _excess(peaks: Sequence[Time], limit: Time | None, unit: str) -> str | None:
-    """Says which rank is the furthest over a limit."""
+    """Returns a text that names the rank with the highest peak. None if it is within the limit."""
     most = max(peaks)
     if limit is None or most <= limit * _ROUNDING:
         return None
@@ -226,6 +228,7 @@ def _excess(peaks: Sequence[Time], limit: Time | None, unit: str) -> str | None:
 
 
 def _divided(amount: Time, parts: int) -> Time:
+    # int by int would become a float, and exact costs stay exact.
     return Fraction(amount, parts) if isinstance(amount, int) else amount / parts
 
 

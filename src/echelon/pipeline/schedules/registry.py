@@ -1,4 +1,4 @@
-"""The schedules by name."""
+"""Registry of schedules by name."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from echelon.pipeline.schedules.zb_v import zb_v
 
 
 class _Fixed(NamedTuple):
-    """Has a fixed number of chunks. Made from num_ranks and num_microbatches."""
+    """Schedule with a fixed number of chunks, made from num_ranks and num_microbatches."""
 
     make: Callable[[int, int], Schedule]
     num_chunks: int = 1
 
 
 class _Chunked(NamedTuple):
-    """Has any number of chunks. Made from num_ranks, num_microbatches and num_chunks."""
+    """Schedule with any number of chunks, made from num_ranks, num_microbatches and num_chunks."""
 
     make: Callable[[int, int, int], Schedule]
 
 
 class _Grouped(NamedTuple):
-    """Has any number of chunks, and takes a group size (or None) as well."""
+    """Schedule with any number of chunks that takes a group size (or None) as well."""
 
     make: Callable[[int, int, int, int | None], Schedule]
 
@@ -59,25 +59,25 @@ _SCHEDULES: dict[str, _Known] = {
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names that `build` knows."""
+    """Returns the names of all schedules that `build` can make."""
     return tuple(_SCHEDULES)
 
 
 def build(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, group_size: int | None = None
 ) -> Schedule:
-    """Makes a named schedule.
+    """Returns a named schedule.
 
     Args:
         name: One of `names()`.
-        num_ranks: How many ranks take part.
-        num_microbatches: How many microbatches a step has.
+        num_ranks: Number of ranks.
+        num_microbatches: Number of microbatches of a step.
         num_chunks: Stages per rank. None: 2 for the V-shaped schedules, which have no other number; else 1.
-        group_size: For interleaved-1f1b: how many microbatches a chunk takes before it is the next one's turn. None:
+        group_size: For interleaved-1f1b: number of microbatches that a chunk runs before the next chunk's turn. None:
             num_ranks.
 
     Raises:
-        ScheduleError: an unknown name, or sizes that the schedule does not have.
+        ScheduleError: an unknown name, or sizes that the schedule does not support.
     """
     if not isinstance(name, str) or name not in _SCHEDULES:
         raise ScheduleError(f"no schedule is called {name!r}: {choices(name, names(), 'choose from')}")
@@ -85,6 +85,7 @@ def build(
     _require_positive(name, "num_microbatches", num_microbatches)
     _require_positive(name, "num_chunks", 1 if num_chunks is None else num_chunks)
     known = _SCHEDULES[name]
+    # An argument that a schedule has no use for is refused: ignoring it would give another schedule than asked for.
     if group_size is not None:
         _require_positive(name, "group_size", group_size)
         if not isinstance(known, _Grouped):

@@ -1,4 +1,4 @@
-"""What ZB-H1 and ZB-H2 share: forwards run ahead on early ranks, backwards for the weights lag on late ones."""
+"""Common order of ZB-H1 and ZB-H2: forwards run ahead on early ranks, weight gradients lag on late ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def split_backward(name: str, num_ranks: int, num_microbatches: int, per_hop: int) -> Schedule:
-    """Makes a 1F1B schedule with the backward split into I and W.
+    """Returns a 1F1B schedule with the backward split into I and W.
 
     A rank runs `per_hop` forwards ahead for each rank after it, and its W's lag `per_hop` behind its I's for each rank
     before it. So all ranks hold per_hop (num_ranks - 1) + 1 microbatches.
@@ -22,6 +22,7 @@ def split_backward(name: str, num_ranks: int, num_microbatches: int, per_hop: in
 
 
 def _order(rank: int, num_microbatches: int, ahead: int, lag: int) -> Iterator[Action]:
+    # A W needs ahead + lag turns after its F. A few turns at the end may be empty; they add nothing.
     for turn in range(num_microbatches + max(ahead, lag) + ahead):
         if turn < num_microbatches:
             yield Action(rank, "F", turn)

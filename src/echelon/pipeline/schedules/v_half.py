@@ -20,13 +20,15 @@ _WINDOW = 4
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the V-Half schedule. A rank holds both chunks of (num_ranks + 2) // 2 microbatches.
+    """Returns the V-Half schedule. A rank holds both chunks of (num_ranks + 2) // 2 microbatches.
 
-    The building block, with warm-up and drain pulled together as far as the memory lets them, for F, I and W that take
-    equally long. Its bubble is then about 3 num_ranks of them.
+    It is the building block with warm-up and drain pulled together as far as the memory allows, for F, I and W of equal
+    time. The bubble is then about 3 num_ranks of these times.
     """
+    # The rests keep the actions of different microbatches apart on every rank; an odd number of ranks needs fewer.
     block = Block(1, 2, 1, 2, rests=(0, 0, 1) if num_ranks % 2 else (0, 3, 1))
     placement = vee(num_ranks)
+    # In chunks, of which a rank has two per microbatch.
     limits = [2 * ((num_ranks + 2) // 2)] * num_ranks
     equal = problem(Costs(1, 1, 1), placement, num_microbatches, limits)
     pulled = pull_forward(equal, skeleton_of(block.orders(num_ranks, num_microbatches)), _WINDOW)

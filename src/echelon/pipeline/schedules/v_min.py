@@ -14,11 +14,12 @@ from echelon.pipeline.schedules.building_block import Block
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the V-Min schedule. A rank holds both chunks of (num_ranks + 4) // 3 microbatches.
+    """Returns the V-Min schedule. A rank holds both chunks of (num_ranks + 4) // 3 microbatches.
 
-    Where F, I and W take equally long its bubble is 4 num_ranks - 5 of them (one more where 3 divides num_ranks).
+    If F, I and W take equally long, the bubble is 4 num_ranks - 5 of these times (one more if 3 divides num_ranks).
     """
-    # Each hop takes the one unit that it needs. Where that makes two actions meet on a rank, microbatches rest a while.
+    # Each hop takes one unit, the least possible. If 3 divides num_ranks, two actions would then fall on the same unit
+    # of a rank, and rests of 2 units keep them apart.
     rest = 0 if num_ranks % 3 else 2
     return Schedule(
         name="v-min",

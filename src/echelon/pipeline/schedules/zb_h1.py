@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward split; the weights' half fills the drain (Qi et al., 2024, section 2.2).
+"""ZB-H1: 1F1B with the backward split; weight gradients fill the drain (Qi et al., 2024, section 2.2).
 
 3 ranks, 4 microbatches:
 
@@ -14,5 +14,5 @@ from echelon.pipeline.schedules.split_backward import split_backward
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the ZB-H1 schedule. It holds as much as 1F1B's first rank, num_ranks microbatches, on every rank."""
+    """Returns the ZB-H1 schedule. Every rank holds num_ranks microbatches, as 1F1B's first rank does."""
     return split_backward("zb-h1", num_ranks, num_microbatches, per_hop=1)

@@ -14,5 +14,5 @@ from echelon.pipeline.schedules.split_backward import split_backward
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the ZB-H2 schedule. Every rank holds 2 num_ranks - 1 microbatches."""
+    """Returns the ZB-H2 schedule. Every rank holds 2 num_ranks - 1 microbatches."""
     return split_backward("zb-h2", num_ranks, num_microbatches, per_hop=2)

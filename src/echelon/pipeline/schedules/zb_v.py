@@ -1,4 +1,4 @@
-"""ZB-V: no bubble with no more memory than 1F1B, where F, I and W take equally long (Zero Bubble, Qi et al., 2024).
+"""ZB-V: no bubble, and no more memory than 1F1B, if F, I and W take equally long (Zero Bubble, Qi et al., 2024).
 
 2 ranks, 4 microbatches:
 
@@ -17,7 +17,7 @@ from echelon.pipeline.plan.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the ZB-V schedule. Every rank holds 2 num_ranks chunks, as much as num_ranks microbatches of both."""
+    """Returns the ZB-V schedule. Every rank holds 2 num_ranks chunks, as much as num_ranks microbatches of both."""
     return Schedule(
         name="zb-v",
         num_microbatches=num_microbatches,
@@ -27,7 +27,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Puts the W between the others: each right after its I, but in the drain only when both stages had their turns."""
+    """Yields the skeleton with each W right after its I. In the drain, W's start once both stages had their turns."""
     skeleton = _skeleton(rank, num_ranks, num_microbatches)
     last_forward = max(index for index, action in enumerate(skeleton) if action.kind == "F")
     after_turns = last_forward + 2 * (rank + 1)
@@ -36,7 +36,7 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]
         yield action
         if action.kind == "I":
             weights.append(action._replace(kind="W"))
-        # The first ranks wait longest for the gradients that are still to come: they have time for two W.
+        # Early ranks wait longest for the remaining gradients, so they have time for two W.
         both = index == after_turns < len(skeleton) - 1 and 2 * rank < num_ranks
         if weights and (index < last_forward or index >= after_turns):
             yield weights.popleft()
@@ -46,13 +46,14 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]
 
 
 def _skeleton(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """The forwards and the backwards for the input."""
+    """Returns the order of forwards and input gradients."""
     later, last_stage = num_ranks - 1 - rank, 2 * num_ranks - 1
     down, up = Action(rank, "F", 0), Action(last_stage - rank, "F", 0)
     down_back, up_back = down._replace(kind="I"), up._replace(kind="I")
     turns = [down] * (2 * later + 1) + [up, down] * rank + [up, up_back] * (later + 1)
     turns += [down, down_back, up, up_back] * (num_microbatches - num_ranks)
     turns += [down_back, up_back] * rank + [down_back] * num_microbatches
+    # The n-th turn of a stage is for its microbatch n. With few microbatches some turns have none and are left out.
     counts = {turn: count() for turn in set(turns)}
     actions = [turn._replace(microbatch=next(counts[turn])) for turn in turns]
     return [action for action in actions if action.microbatch < num_microbatches]

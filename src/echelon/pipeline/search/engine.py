@@ -1,4 +1,4 @@
-"""Searches for the schedule with the shortest span that fits a memory limit."""
+"""Entry point of the search for the schedule with the shortest span within a memory limit."""
 
 from __future__ import annotations
 
@@ -24,29 +24,32 @@ def search(
     memory_limit: Time | None = None,
     num_chunks: int | None = None,
 ) -> Schedule:
-    """Looks for the schedule with the shortest span (`Timeline.span`) that fits a memory limit.
+    """Searches for the schedule with the shortest span (`Timeline.span`) that fits a memory limit.
 
-    It is never longer than that of any named schedule for so many stages that fits the limit. The same input gives the
-    same schedule.
+    The span is never longer than that of any named schedule for as many stages that fits the limit. The same input
+    gives the same schedule.
 
     Args:
-        costs: Of the stages.
-        num_ranks: How many ranks take part.
-        num_microbatches: How many microbatches a step has.
-        memory_limit: The most that a rank may hold at once, in microbatches: one counts the activations of all the
-            stages that the rank holds. None: no limit.
-        num_chunks: Stages per rank. None: as many as costs given per stage say, else 1. With 2, stages are placed
-            round the ranks and on a V.
+        costs: Costs of the stages.
+        num_ranks: Number of ranks.
+        num_microbatches: Number of microbatches of a step.
+        memory_limit: Most activations of a rank at once, in microbatches. One microbatch counts its activations on all
+            stages of the rank. None: no limit.
+        num_chunks: Stages per rank. None: from the length of costs given per stage, else 1. With 2, stages are placed
+            both round the ranks and on a V.
 
     Raises:
         InvalidArgument: `costs` is no Costs.
-        ScheduleError: sizes or a limit that cannot be, or costs that are not for so many stages.
+        ScheduleError: impossible sizes or limit, or costs for another number of stages.
     """
     check_costs(costs)
+    # Limits become whole numbers, and infinity has none.
     if memory_limit == float("inf"):
         memory_limit = None
     _validate(num_ranks, num_microbatches, 1 if num_chunks is None else num_chunks, memory_limit)
     chunks = _chunks(costs, num_ranks) if num_chunks is None else num_chunks
+    # Named schedules compete, so the result is never worse than one of them. Their skeletons are starts of the search
+    # even if they do not fit the limit: W's are placed anew, and the limit decides where.
     named = _named(num_ranks, num_microbatches, chunks)
     candidates = [schedule for schedule in named if _fits(schedule, costs, memory_limit)]
     for placement in (loop(num_ranks, chunks), vee(num_ranks)) if chunks == 2 else (loop(num_ranks, chunks),):
@@ -60,12 +63,13 @@ def search(
             f"memory_limit={memory_limit} leaves no room for a backward that recomputes: raise it by what "
             f"recomputed_activation adds"
         )
+    # Named schedules come first in the list, and `min` takes the first of equals: no searched one without a gain.
     return min(candidates, key=lambda schedule: _times(schedule, costs))
 
 
 def _named(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:
-    """The named schedules that exist in this size."""
-    # schedules.search is `search`: at the top, either of the two modules would need the other one to be there first.
+    """Returns the named schedules that exist in this size."""
+    # Imported here because `echelon.pipeline.schedules` imports `search` from this module.
     from echelon.pipeline.schedules.registry import build, names
 
     built = []
@@ -81,7 +85,7 @@ def _fits(schedule: Schedule, costs: Costs, memory_limit: Time | None) -> bool:
 
 
 def _times(schedule: Schedule, costs: Costs) -> tuple[Time, Time]:
-    """The span, and the makespan to settle a draw."""
+    """Returns the span, and the makespan as tie-breaker."""
     starts, ends = play(
         schedule.orders, schedule.placement, schedule.num_microbatches, costs.per_stage(schedule.placement)
     )
@@ -90,7 +94,7 @@ def _times(schedule: Schedule, costs: Costs) -> tuple[Time, Time]:
 
 
 def _chunks(costs: Costs, num_ranks: int) -> int:
-    """Stages per rank, as the lengths of costs say that are given per stage."""
+    """Returns the number of stages per rank, from the length of costs that are given per stage."""
     return max(1, (costs.num_stages or num_ranks) // num_ranks)
 
 

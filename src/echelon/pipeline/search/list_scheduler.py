@@ -1,9 +1,9 @@
-"""Betters a skeleton: what is ready goes ahead of what is not.
+"""List scheduler that improves a skeleton: ready actions overtake actions whose input has not arrived.
 
-Each rank runs the skeleton on a clock. When its next action is still on its way and one of the following is ready, that
-one goes first, if the rank can hold what it then holds. The building blocks of the V-shaped schedules lose little by
-this and gain most of their warm-up and drain, as the authors of Pipeline Parallelism with Controllable Memory
-(Qi et al., 2024) found.
+Each rank runs the skeleton on a clock. If the input of its next action is in flight and one of the following actions is
+ready, that action goes first, if it fits the memory limit. The building blocks of the V-shaped schedules lose little by
+this and gain most of their warm-up and drain, as the authors of Pipeline Parallelism with Controllable Memory (Qi et
+al., 2024) found.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ def pull_forward(problem: Problem, skeleton: Skeleton, window: int) -> Skeleton 
     while clock:
         now, number = heappop(clock)
         rank = ranks[number]
+        # An entry that a later one has replaced: the rank has started an action meanwhile.
         if rank.free > now:
             continue
         candidates = rank.candidates(window, arrivals)
         choice = rank.choose(now, candidates)
         if choice is None:
             later = rank.wait(now, candidates)
+            # Without a time, the rank is woken by the rank that produces its input.
             if later is not None:
                 heappush(clock, (later, number))
             continue
@@ -47,7 +49,7 @@ def pull_forward(problem: Problem, skeleton: Skeleton, window: int) -> Skeleton 
 
 
 class _Rank:
-    """One rank on the clock. W runs where there is nothing else to do, or no room."""
+    """Rank on the clock. It runs a W if it has no ready action, or no room for it."""
 
     def __init__(self, problem: Problem, skeleton: Sequence[Key]) -> None:
         self._problem = problem
@@ -55,17 +57,18 @@ class _Rank:
         self.order: list[Key] = []
         self.free = 0
         self._held = 0
-        self._live = 0  # what would be held if no W was left to do
+        self._live = 0  # memory held once all pending W's have run
         self._undone: deque[int] = deque()
 
     def candidates(self, window: int, arrivals: dict[Key, int]) -> list[tuple[int, int]]:
-        """Index and arrival of the actions that may go first: an F only if that does not raise the most ever held."""
+        """Returns index and arrival of the actions that may go first. An F may if everything before it still fits."""
         problem, live = self._problem, self._live
         found, highest = [], live
         for index, key in enumerate(self.left[:window]):
             kind, stage, _ = key
             amount = problem.activation[stage]
             arrival = arrivals.get(key)
+            # An F that overtakes adds its memory to the peak of all actions that it overtakes. An I only frees memory.
             if arrival is not None and (kind == "I" or highest + amount <= problem.limits[problem.placement[stage]]):
                 found.append((index, arrival))
             live += amount if kind == "F" else -amount
@@ -73,14 +76,14 @@ class _Rank:
         return found
 
     def choose(self, now: int, candidates: list[tuple[int, int]]) -> int | None:
-        """The index of the first action that can run now, or None."""
+        """Returns the index of the first action that can run now. None if there is none, or no room for it."""
         for index, arrival in candidates:
             if arrival <= now:
                 return index if self._has_room(self.left[index]) else None
         return None
 
     def wait(self, now: int, candidates: list[tuple[int, int]]) -> int | None:
-        """Runs a W if there is one and time for it; returns when to look again, None: when something arrives."""
+        """Runs a W if there is time for it, and returns when to try again. None if only an arrival can help."""
         later, blocked = None, False
         for _, arrival in candidates:
             if arrival <= now:  # it would run if it had room
@@ -89,6 +92,7 @@ class _Rank:
             later = arrival if later is None else min(later, arrival)
         if self._undone:
             duration = self._problem.backward_weight[self._undone[0]]
+            # A W that would end after the next arrival is put off, unless its memory is needed.
             if blocked or later is None or later >= now + duration:
                 stage = self._undone.popleft()
                 self._held -= self._problem.kept[stage]
@@ -97,7 +101,7 @@ class _Rank:
         return later
 
     def run(self, index: int, now: int) -> Key:
-        """Runs one of the actions that are left."""
+        """Runs the action at an index of `left`, and returns it."""
         key = self.left.pop(index)
         kind, stage, _ = key
         problem = self._problem
@@ -121,7 +125,7 @@ class _Rank:
 
 
 def _made(problem: Problem, key: Key, end: int) -> list[tuple[Key, int]]:
-    """What an action makes, for whom, and when it is there."""
+    """Returns the actions that need the result of an action, each with the time at which the result arrives."""
     kind, stage, microbatch = key
     last = problem.num_stages - 1
     if kind == "F" and stage == last:

@@ -1,8 +1,8 @@
-"""Betters complete orders: swaps two neighbours where they delay the rank that takes longest.
+"""Local search: hill climbing on shapes of warm-up, and swaps of neighbouring steps in complete orders.
 
-From the last step of that rank, the chain of steps that each started the moment another one ended leads back to its
-first. Only swapping two steps of one rank within that chain can shorten it (as in job-shop scheduling; Van Laarhoven,
-Aarts and Lenstra, 1992).
+Strategy of `swap`. From the last step of the rank with the longest span, its critical path leads back to its first
+step: each step on it started the moment the one before it ended. Only swapping two steps of one rank within that path
+can shorten it (as in job-shop scheduling; Van Laarhoven, Aarts and Lenstra, 1992).
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from echelon.pipeline.search.problem import Problem
 from echelon.pipeline.search.warm_ups import Shape
 from echelon.pipeline.search.weight_placement import Key
 
-# Plays complete orders, W and all, in whole numbers.
-
 Orders: TypeAlias = Sequence[Sequence[Key]]
-"""For each rank all its steps, in order."""
+"""Complete orders: for each rank all of its steps, W included, in order."""
 
 
 class Replayed(NamedTuple):
-    """Complete orders on the clock."""
+    """Start and end of each step of complete orders."""
 
     starts: list[list[int]]
     ends: list[list[int]]
@@ -33,7 +31,8 @@ class Replayed(NamedTuple):
 
 
 def replay(problem: Problem, orders: Orders) -> Replayed | None:
-    """Plays complete orders; None if ranks wait for each other for ever."""
+    """Returns the times of complete orders, in whole numbers. None if they deadlock."""
+    # Works on keys and whole numbers, unlike `play` of the simulator: a search replays thousands of orders.
     starts: list[list[int]] = [[] for _ in orders]
     ends: list[list[int]] = [[] for _ in orders]
     arrivals: dict[Key, int] = {("F", 0, microbatch): 0 for microbatch in range(problem.num_microbatches)}
@@ -73,15 +72,14 @@ def replay(problem: Problem, orders: Orders) -> Replayed | None:
     return Replayed(starts, ends)
 
 
-# Betters a shape by changing a few neighbouring ranks at a time, as long as that helps.
-
-
 def climb(shape: Shape, score: Callable[[Shape], tuple[int, int] | None]) -> None:
-    """Walks from a shape to better ones: all ranks, then halves of them, down to single ranks, one more or one less.
+    """Climbs from a shape to better ones by one forward more or less on some neighbouring ranks, until none is better.
+
+    The changed ranks are all ranks, then halves, quarters and so on down to single ranks.
 
     Args:
-        shape: Where to start.
-        score: Says how good a shape is, lower is better; None says stop.
+        shape: The start.
+        score: Returns the score of a shape, lower is better. None ends the climb.
     """
     best = score(shape)
     improved = True
@@ -113,23 +111,24 @@ def _changed(shape: Shape, row: int, window: range, change: int) -> Shape:
 
 
 class Place(NamedTuple):
-    """A step of a rank."""
+    """Place of a step: its rank and its index in the rank's order."""
 
     rank: int
     position: int
 
 
 def swap(problem: Problem, orders: Orders, tries: int) -> tuple[tuple[Key, ...], ...]:
-    """Returns orders that are no worse.
+    """Swaps neighbouring steps as long as that helps, and returns orders that are no worse.
 
     Args:
-        problem: What they are for. They fit its limits.
-        orders: What to begin with.
-        tries: How many swaps to try at most.
+        problem: The problem that the orders solve. They fit its limits.
+        orders: Complete orders to begin with.
+        tries: Most swaps to try.
     """
     current = [list(order) for order in orders]
     played = replay(problem, current)
     assert played is not None
+    # All spans, the longest first: with several ranks of the longest span, a swap that shortens one of them counts.
     best = sorted(played.spans, reverse=True)
     found = True
     while found:
@@ -139,10 +138,12 @@ def swap(problem: Problem, orders: Orders, tries: int) -> tuple[tuple[Key, ...],
                 break
             order = current[rank]
             order[index], order[index + 1] = order[index + 1], order[index]
+            # The cheap test first: a swap that breaks a rule needs no replay, and does not count as a try.
             if _is_allowed(problem, rank, order, index):
                 tries -= 1
                 new = replay(problem, current)
                 if new is not None and sorted(new.spans, reverse=True) < best:
+                    # The swap moved the critical path, so its pairs are found anew.
                     played, best, found = new, sorted(new.spans, reverse=True), True
                     break
             order[index], order[index + 1] = order[index + 1], order[index]
@@ -150,13 +151,14 @@ def swap(problem: Problem, orders: Orders, tries: int) -> tuple[tuple[Key, ...],
 
 
 def _pairs(problem: Problem, orders: Orders, played: Replayed) -> Iterator[Place]:
-    """The first of each two neighbours in the chain, from the end of the longest rank's span back to its start."""
+    """Yields the first of each two neighbours on the critical path of the longest span, from its end to its start."""
     spans = played.spans
     rank = spans.index(max(spans))
     began, index = played.starts[rank][0], len(orders[rank]) - 1
     makers = _Makers(problem, orders)
     while played.starts[rank][index] > began or index:
         start = played.starts[rank][index]
+        # Whole numbers, so equality tells reliably whether the step waited for the one before it.
         if index and played.ends[rank][index - 1] == start:
             index -= 1
             yield Place(rank, index)
@@ -168,7 +170,7 @@ def _pairs(problem: Problem, orders: Orders, played: Replayed) -> Iterator[Place
 
 
 class _Makers:
-    """Finds the step that makes what another one needs."""
+    """Index from a step to the step that produces its input."""
 
     def __init__(self, problem: Problem, orders: Orders) -> None:
         self._last = problem.num_stages - 1
@@ -186,8 +188,9 @@ class _Makers:
 
 
 def _is_allowed(problem: Problem, rank: int, order: Sequence[Key], index: int) -> bool:
-    """Whether the two steps at index, just swapped, do not need each other, and the rank still fits its limit."""
+    """Whether the two steps at `index`, just swapped, are independent and the rank still fits its limit."""
     first, second = order[index], order[index + 1]
+    # F, I and W of one stage and microbatch have a fixed order.
     if first[1:] == second[1:]:
         return False
     held = 0

@@ -1,7 +1,7 @@
-"""What is to be scheduled, in whole numbers.
+"""Problem of the search: costs and limits as whole numbers, and a lower bound of the span.
 
-The search compares sums of costs millions of times, and whether a W fits a gap exactly must not hang on the rounding of
-floats. So all times become multiples of one small unit, and all amounts of memory of another.
+The search compares sums of costs millions of times, and whether a W exactly fits a gap must not depend on the rounding
+of floats. So all times become multiples of one small unit, and all amounts of memory multiples of another.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from fractions import Fraction
 from echelon.pipeline.plan.cost import Costs
 from echelon.timeline.timeline import Time
 
-# The span that no schedule of a problem can beat.
-
 
 def lower_bound(problem: Problem) -> int:
-    """Returns a time that the longest span of any rank cannot be below.
+    """Returns a lower bound of the longest span of any rank.
 
-    Three reasons, the first for any placement, the others for one stage per rank:
+    It is the largest of three bounds. The first holds for any placement, the others for one stage per rank:
 
     1. A rank needs the time of its own work.
-    2. Between the first F and the last W of a rank lie the way down to a later rank, that one's F and I of every
-       microbatch and the W that its memory asks for before its last F, and the way back.
-    3. Before its first I a rank waits for the way down and back, and all it can do meanwhile is as many F as it may
-       hold.
+    2. Between the first F and the last W of a rank lie the way down to a later rank, the later rank's F and I of every
+       microbatch and the W that its memory requires before its last F, and the way back.
+    3. Before its first I a rank waits for the way down and back. Meanwhile it can only run as many F as it may hold.
     """
     best = max(problem.work)
+    # With several stages per rank, a rank can do other work on the way, and the other two bounds do not hold.
     if problem.num_stages > problem.num_ranks:
         return best
     for stage in range(problem.num_stages):
@@ -49,13 +47,13 @@ def _through(problem: Problem, stage: int, to: int) -> int:
 
 
 def _early_weights(problem: Problem, stage: int) -> int:
-    """How many W must come before the last F: all I but one may have been done, and the last F must find room."""
+    """Returns the number of W that must precede the last F so that it has room, even after all other I."""
     activation, kept = problem.activation[stage], problem.kept[stage]
     limit = problem.limits[problem.placement[stage]]
     if not 0 < kept <= activation:
-        return 0
+        return 0  # a W frees no memory then
     over = activation + kept * (problem.num_microbatches - 1) - limit
-    return max(0, -(-over // kept))
+    return max(0, -(-over // kept))  # rounded up
 
 
 def _warm_up(problem: Problem, stage: int) -> int:
@@ -67,27 +65,28 @@ def _warm_up(problem: Problem, stage: int) -> int:
     return round_trip + problem.num_microbatches * rest + (problem.num_microbatches - most) * problem.forward[stage]
 
 
-# Numbers that are whole multiples of a unit this fine stay exact (18.522 is 18522 thousandths); others are rounded.
+# The unit is at least 1e-12 of the largest number. Multiples of it stay exact (18.522 is 18522 thousandths), and other
+# numbers are rounded.
 _FINEST = 10**12
-# Sums of floats may be a hair above what they should be. `Schedule.check` grants twice as much.
+# Sums of floats may be a hair above the exact sum. `Schedule.check` grants twice as much.
 _TOLERANCE = Fraction(1, 2 * 10**9)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Costs per stage (transfer: per boundary), and what each rank may hold, in whole numbers.
+    """Costs per stage (transfer: per boundary) and memory limits per rank, in whole numbers.
 
     Args:
-        num_microbatches: How many each stage runs.
+        num_microbatches: Number of microbatches that each stage runs.
         placement: The rank of each stage.
         forward: Time of F.
         backward_input: Time of I.
         backward_weight: Time of W.
         transfer: Time between stages s and s + 1; 0 on one rank.
         activation: Memory held from F on.
-        kept: What of it is held after I, until W.
-        recomputed: Memory that I needs on top while it runs.
-        limits: The most that each rank may hold.
+        kept: Part of `activation` held after I, until W.
+        recomputed: Additional memory of I while it runs.
+        limits: Most memory that each rank may hold.
     """
 
     num_microbatches: int
@@ -103,21 +102,21 @@ class Problem:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks take part."""
+        """Number of ranks."""
         return len(self.limits)
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.placement)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in the model's order."""
+        """Returns the stages of a rank, in the model's order."""
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
     @property
     def work(self) -> tuple[int, ...]:
-        """For each rank, the time of all it has to do."""
+        """For each rank, the time of all of its actions."""
         work = [0] * self.num_ranks
         for stage, rank in enumerate(self.placement):
             each = self.forward[stage] + self.backward_input[stage] + self.backward_weight[stage]
@@ -128,14 +127,14 @@ class Problem:
 def rank_limits(
     costs: Costs, placement: Sequence[int], num_microbatches: int, memory_limit: Time | None
 ) -> tuple[Time, ...]:
-    """What each rank may hold, in units of `Costs.activation`.
+    """Returns the memory limit of each rank, in units of `Costs.activation`.
 
     Args:
-        costs: Of the stages.
+        costs: Costs of the stages.
         placement: The rank of each stage.
-        num_microbatches: How many there are.
-        memory_limit: In microbatches: one counts the activations of all the stages that the rank holds. None: all of
-            the microbatches at once.
+        num_microbatches: Number of microbatches.
+        memory_limit: Limit in microbatches. One microbatch counts its activations on all stages of the rank. None: all
+            microbatches at once.
     """
     per_stage = costs.per_stage(placement)
     limits: list[Time] = []
@@ -152,10 +151,10 @@ def rank_limits(
 
 
 def problem(costs: Costs, placement: Sequence[int], num_microbatches: int, limits: Sequence[Time]) -> Problem:
-    """Makes the problem of costs and limits.
+    """Returns the problem for costs and limits.
 
     Raises:
-        ScheduleError: costs that are not for so many stages.
+        ScheduleError: costs for another number of stages.
     """
     per_stage = costs.per_stage(placement)
     forward, backward_input, backward_weight, transfer = _whole(
@@ -183,7 +182,7 @@ def problem(costs: Costs, placement: Sequence[int], num_microbatches: int, limit
 
 
 def _exact(number: Time) -> Fraction:
-    # Of floats, what they print: 0.1 is a tenth, as whoever wrote it meant.
+    # A float is taken as it prints: 0.1 is a tenth, as its author meant, not the nearest binary fraction.
     return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
 
 

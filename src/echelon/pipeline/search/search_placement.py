@@ -1,4 +1,4 @@
-"""Searches one placement: tries one thing after another, and stops at the bound."""
+"""Search for the best orders of one placement: several methods in turn, until one reaches the lower bound."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from echelon.pipeline.search.slots import fill_slots
 from echelon.pipeline.search.warm_ups import Shape, WarmUps, warm_ups
 from echelon.pipeline.search.weight_placement import Filled, Key, Skeleton, fill
 
-# Betters a schedule by deciding where W go as if costs were a little different.
-#
-# The filler looks one gap ahead. When W seem shorter, or transfers free, it waits less or does more of them early, and
-# that is sometimes better in the end. What comes out is played with the true costs.
-
-# What W and transfers are taken to cost, as parts of what they do: the most helpful first.
+# Factors of the costs of W and of transfers, the most helpful first. `Filler` looks only one gap ahead. With shorter W
+# or free transfers it waits less, or runs more W early, and that is sometimes better in the end. The orders that it
+# finds are then played with the true costs.
 _COST_PERTURBATIONS = (
     ("4/5", "1"),
     ("9/10", "1/2"),
@@ -39,7 +36,7 @@ _COST_PERTURBATIONS = (
 
 
 def pretences(problem: Problem) -> Iterator[Problem]:
-    """Yields the problem with other times for W and transfers."""
+    """Yields the problem with perturbed times of W and transfers."""
     for weight, transfer in _COST_PERTURBATIONS:
         yield replace(
             problem,
@@ -52,8 +49,8 @@ def _scaled(times: tuple[int, ...], part: Fraction) -> tuple[int, ...]:
     return tuple(int(time * part) for time in times)
 
 
-# How many actions all tries of a kind may put together. It keeps the largest search in seconds, and being a count and
-# not a time, it gives the same schedule on every machine.
+# Budget of one method, as the number of actions that all of its tries place. It keeps the largest search in seconds. A
+# count, unlike a time limit, gives the same schedule on every machine.
 _ACTIONS = 2_500_000
 _FEWEST_TRIES, _MOST_TRIES = 80, 3_000
 _CLIMB_STARTS = 3
@@ -63,14 +60,14 @@ _FINALISTS = 6
 
 
 class Found(NamedTuple):
-    """Complete orders that fit the limits, and how long they take: lower is better."""
+    """Complete orders that fit the limits, and their score (longest span, sum of waits). Lower is better."""
 
     score: tuple[int, int]
     orders: tuple[tuple[Key, ...], ...]
 
     @property
     def span(self) -> int:
-        """The longest span of any rank."""
+        """Longest span of any rank."""
         return self.score[0]
 
     @property
@@ -80,13 +77,14 @@ class Found(NamedTuple):
 
 
 def find(problem: Problem, known: Sequence[Skeleton]) -> Found | None:
-    """Returns the best orders for a problem, or None if nothing fits.
+    """Returns the best orders for a problem. None if nothing fits.
 
     Args:
-        problem: What to schedule.
-        known: Skeletons to begin with, of schedules that have a name.
+        problem: The problem to solve.
+        known: Skeletons of the named schedules, as further starts.
     """
     search = _Search(problem, known)
+    # The methods after `known` improve the finalists of the ones before them.
     for step in (search.slots, search.known, search.pretend, search.pull, search.wait_more, search.swap):
         step()
         if search.done:
@@ -100,26 +98,28 @@ class _Search:
         self._known = [*known, _one_by_one(problem)]
         self._bound = lower_bound(problem)
         self._finalists: list[Found] = []
+        # Actions per try: F, I and W of each stage and microbatch.
         size = 3 * problem.num_stages * problem.num_microbatches
         self._tries = max(_FEWEST_TRIES, min(_MOST_TRIES, _ACTIONS // size))
 
     @property
     def best(self) -> Found | None:
-        """The best so far; of equals, the first."""
+        """Best result so far. The first of equals."""
         return self._finalists[0] if self._finalists else None
 
     @property
     def done(self) -> bool:
-        """Whether nothing better is possible."""
+        """Whether the best result has reached the lower bound."""
         return self.best is not None and self.best.span <= self._bound
 
     def slots(self) -> None:
-        """Tries warm-ups, and climbs from the best of them."""
+        """Tries warm-ups, and climbs from the best 3."""
         style = warm_ups(self._problem)
         if style is None:
             return
         scores: dict[tuple[Shape, bool], tuple[int, int]] = {}
         score = partial(self._score_slots, style, scores)
+        # `backward_first` is for one stage per rank only.
         ways = (False, True) if self._problem.num_stages == self._problem.num_ranks else (False,)
         starts = [(shape, way) for way in ways for shape in style.starts()]
         ranked = sorted((score(way, shape) or self._never, shape, way) for shape, way in starts)
@@ -132,7 +132,8 @@ class _Search:
             self._consider(fill(self._problem, skeleton))
 
     def pretend(self) -> None:
-        """Decides where W go as if costs were others."""
+        """Places W with perturbed costs, and plays the orders with the true costs."""
+        # The best skeleton first: a large problem has tries for few skeletons.
         skeletons = [found.skeleton for found in self._finalists[:1]] + self._known
         for skeleton in skeletons[: self._tries // 40]:
             for pretence in islice(pretences(self._problem), self._tries // 10):
@@ -141,7 +142,7 @@ class _Search:
                     self._consider_orders(filled.orders)
 
     def pull(self) -> None:
-        """Lets what is ready go first."""
+        """Improves skeletons by the list scheduler, with several windows."""
         skeletons = [found.skeleton for found in self._finalists[:1]] + self._known
         for skeleton in skeletons[: self._tries // 40]:
             for window in _WINDOWS[-(1 + self._tries // 100) :]:
@@ -152,7 +153,7 @@ class _Search:
                         self._consider(fill(self._problem, current))
 
     def wait_more(self) -> None:
-        """Plays the best skeleton with other measures of how long a rank may wait."""
+        """Plays the best skeleton with several values of `patience`, up to the idle time of the best result."""
         if self.best is None:
             return
         skeleton, idle = self.best.skeleton, self.best.span - max(self._problem.work)
@@ -161,18 +162,20 @@ class _Search:
                 self._consider(fill(self._problem, skeleton, patience=idle * step // _PATIENCE_STEPS))
 
     def swap(self) -> None:
-        """Swaps steps in the best few."""
+        """Swaps neighbouring steps in the finalists."""
         for found in list(self._finalists):
             if not self.done:
                 self._consider_orders(swap(self._problem, found.orders, self._tries // _FINALISTS))
 
     @property
     def _never(self) -> tuple[int, int]:
+        # Score of a warm-up that cannot run: worse than any span, and still comparable.
         return sum(self._problem.work) * self._problem.num_ranks * 10 + 1, 0
 
     def _score_slots(
         self, style: WarmUps, scores: dict[tuple[Shape, bool], tuple[int, int]], backward_first: bool, shape: Shape
     ) -> tuple[int, int] | None:
+        # Many shapes repair to the same one, which is then played once.
         attempt = style.repaired(shape), backward_first
         if attempt not in scores:
             if len(scores) >= self._tries or self.done:
@@ -182,7 +185,7 @@ class _Search:
         return scores[attempt]
 
     def _consider(self, filled: Filled | None) -> tuple[int, int] | None:
-        """Keeps it if it is among the best; returns its score."""
+        """Keeps a result if it is among the best, and returns its score. None if there is no result."""
         if filled is None:
             return None
         found = Found((filled.span, sum(filled.waits)), filled.orders)
@@ -196,12 +199,13 @@ class _Search:
         self._keep(Found((max(played.spans), waits), tuple(map(tuple, orders))))
 
     def _keep(self, found: Found) -> None:
+        # One finalist per score, so that one order found by several methods does not fill the list.
         if all(found.score != other.score for other in self._finalists):
             self._finalists = sorted([*self._finalists, found], key=lambda other: other.score)[:_FINALISTS]
 
 
 def _one_by_one(problem: Problem) -> Skeleton:
-    """One microbatch after another: it fits if anything does."""
+    """Returns the skeleton of one microbatch after another, which fits if any does."""
     skeleton: list[list[Key]] = []
     for rank in range(problem.num_ranks):
         stages, own = problem.stages_of(rank), []

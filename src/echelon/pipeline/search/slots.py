@@ -1,8 +1,9 @@
-"""Grows a skeleton: warm-up forwards, then in each slot one backward and one forward on every rank.
+"""Slot scheduler: warm-up forwards, then in each slot one backward and one forward on every rank.
 
-Of its stages a rank takes the one nearest to the end of the journey whose input is on its way: the last for a forward,
-the first for a backward. That frees memory soonest. A rank without room for a forward lets the slot pass. Where
-backwards go first, so does a rank whose next neighbour has forwards enough, if a gradient would have to wait for it.
+A rank with several stages takes the stage nearest to the end of the microbatch's way whose input is known: the last
+stage for a forward, the first for a backward. That frees memory soonest. A rank without room for a forward skips the
+slot. With `backward_first`, a rank also skips it if the next rank has enough forwards and a gradient would have to wait
+for this one.
 """
 
 from __future__ import annotations
@@ -17,16 +18,13 @@ from echelon.pipeline.search.weight_placement import Filled, Filler
 def fill_slots(
     problem: Problem, warm_ups: Sequence[Sequence[int]], patience: int = 0, backward_first: bool = False
 ) -> Filled | None:
-    """Makes a schedule that starts with the warm-ups.
+    """Returns a schedule that starts with the warm-ups. None if they do not fit the limits, or ranks deadlock.
 
     Args:
-        problem: What to schedule.
-        warm_ups: For each rank, the stages of the forwards that it starts with.
+        problem: The problem to solve.
+        warm_ups: For each rank, the stages of its first forwards.
         patience: See `Filler`.
         backward_first: Forwards give way to gradients. For one stage per rank.
-
-    Returns:
-        None if the warm-ups do not fit the limits, or ranks wait for ever.
     """
     slots = _Slots(problem, patience)
     if not slots.warm_up(warm_ups):
@@ -35,6 +33,7 @@ def fill_slots(
     while left:
         done = slots.backwards()
         done += slots.giving_way() if backward_first else slots.forwards()
+        # If every rank gives way nothing happens, so forwards run after all.
         if not done and not (done := slots.forwards()):
             return None
         left -= done
@@ -51,7 +50,7 @@ class _Slots:
         self._next: dict[Kind, list[int]] = {kind: [0] * problem.num_stages for kind in ("F", "I")}
 
     def warm_up(self, warm_ups: Sequence[Sequence[int]]) -> bool:
-        """Puts the forwards that ranks start with. Returns whether all of them could be put."""
+        """Places the warm-up forwards. False if they do not fit or wait for ever."""
         position, left = [0] * self._num_ranks, sum(map(len, warm_ups))
         while left:
             before = left
@@ -66,17 +65,17 @@ class _Slots:
         return True
 
     def forwards(self) -> int:
-        """Puts one forward on each rank, from the first rank on. Returns how many there were."""
+        """Places one forward on each rank that has one, from the first rank on. Returns their number."""
         return sum(self._put_first("F", reversed(stages)) for stages in self._stages)
 
     def giving_way(self) -> int:
-        """As `forwards`, but not on ranks that give way, nor on those before them."""
+        """Places forwards as `forwards` does, except on ranks that give way and on the ranks before them."""
         last = self._num_ranks - 1
         first = next((rank + 1 for rank in reversed(range(last)) if self._gives_way(rank)), 0)
         return sum(self._put_first("F", [stage]) for stage in range(first, last + 1))
 
     def _gives_way(self, rank: int) -> bool:
-        """Whether the next rank has forwards waiting, and this one's next gradient would come before its F ended."""
+        """Whether the next rank has pending forwards, and an F here would end after the next gradient arrives."""
         problem, filler = self._problem, self.filler
         done = self._next["F"]
         if done[rank] >= self._num_microbatches or done[rank] < done[rank + 1] + 2:
@@ -87,10 +86,10 @@ class _Slots:
         return start + problem.forward[rank] > gradient and filler.may_wait(rank, gradient)
 
     def backwards(self) -> int:
-        """Puts one backward on each rank. Returns how many there were.
+        """Places one backward on each rank that has one, and returns their number.
 
-        First come the ranks whose gradient was on its way when the slot began. The others may use what these make, but
-        only in the stage that comes last on the way back, so as not to break the order of the others.
+        Ranks whose gradient was known when the slot began come first. The other ranks may use gradients of this slot,
+        but only in their unfinished stage that is last in the model, so as not to break the order of their stages.
         """
         put, rest = 0, []
         picks = [next((stage for stage in own if self._on_its_way("I", stage)), None) for own in self._stages]
@@ -99,6 +98,7 @@ class _Slots:
                 rest.append(rank)
             else:
                 put += self._put("I", stage)
+        # Gradients travel both ways over the ranks of a V, so both directions are tried.
         for again in (rest, rest[::-1]):
             for rank in again:
                 unfinished = [s for s in self._stages[rank] if self._next["I"][s] < self._num_microbatches]

@@ -1,7 +1,7 @@
-"""The shapes of warm-up to try: how many forwards each rank starts with.
+"""Shapes of warm-up: the number of forwards that each rank starts with.
 
-With one stage per rank a shape is one row of numbers: the forwards of each rank. On a V there are two rows: forwards of
-the first stage of a rank, then pairs of its second and first stage; one more forward of the second stage ends the
+With one stage per rank, a shape is one row of numbers: the forwards of each rank. On a V it has two rows: forwards of a
+rank's first stage, then pairs of forwards of its second and first stage. One more forward of the second stage ends the
 warm-up.
 """
 
@@ -16,28 +16,29 @@ from echelon.pipeline.search.problem import Problem
 Shape: TypeAlias = tuple[tuple[int, ...], ...]
 """Rows of numbers, one column per rank."""
 
+# Forwards per later rank: 1 is the warm-up of 1F1B and ZB-H1, 2 that of ZB-H2.
 _SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 _DROPS = (0, 1, 2, 3)
 
 
 class WarmUps(ABC):
-    """The warm-ups of one kind of placement."""
+    """Warm-ups of one kind of placement."""
 
     @abstractmethod
     def starts(self) -> list[Shape]:
-        """Shapes to begin with."""
+        """Returns the shapes to begin with."""
 
     @abstractmethod
     def repaired(self, shape: Shape) -> Shape:
-        """The nearest shape that can run."""
+        """Returns the nearest shape that can run."""
 
     @abstractmethod
     def forwards(self, shape: Shape) -> list[list[int]]:
-        """For each rank, the stages of the forwards that it starts with."""
+        """Returns for each rank the stages of its first forwards, in order."""
 
 
 def warm_ups(problem: Problem) -> WarmUps | None:
-    """Returns what there is for the problem's placement, or None."""
+    """Returns the warm-ups for the problem's placement. None if it is neither one stage per rank nor a V."""
     if problem.placement == loop(problem.num_ranks):
         return _Line(problem)
     if problem.placement == vee(problem.num_ranks):
@@ -46,18 +47,18 @@ def warm_ups(problem: Problem) -> WarmUps | None:
 
 
 class _Line(WarmUps):
-    """One stage per rank."""
+    """Warm-ups for one stage per rank."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
 
     def starts(self) -> list[Shape]:
-        """As many as fill the time until the first gradient, steps of a constant height, and as many as fit.
+        """Returns shapes that fill the time until the first gradient, constant slopes, and as many forwards as fit.
 
-        Each also with a number that drops from rank to rank at least so fast: where two neighbours hold as many, each
-        microbatch pays for the way to and fro.
+        Each shape also comes in variants whose numbers drop from rank to rank by at least 0, 1, 2 or 3.
         """
+        # If two neighbours hold equally many forwards, each microbatch pays for the way to and fro. So drops are tried.
         ranks = self._problem.num_ranks
         bases = [self._until_gradient(early=False), self._until_gradient(early=True), list(self._most)]
         bases += [[int(slope * (ranks - 1 - rank)) + 1 for rank in range(ranks)] for slope in _SLOPES]
@@ -65,11 +66,11 @@ class _Line(WarmUps):
         return list(dict.fromkeys(shapes))
 
     def repaired(self, shape: Shape) -> Shape:
-        """Not above what fits, not below 1, and never more than the rank before."""
+        """Clamps to at least 1 forward, the memory limit, and the number of the rank before."""
         return self._dropping(list(shape[0]), 0)
 
     def forwards(self, shape: Shape) -> list[list[int]]:
-        """All of the one stage."""
+        """Returns forwards of the rank's one stage."""
         return [[rank] * count for rank, count in enumerate(shape[0])]
 
     def _dropping(self, counts: list[int], drop: int) -> Shape:
@@ -80,7 +81,7 @@ class _Line(WarmUps):
         return (tuple(dropped),)
 
     def _until_gradient(self, early: bool) -> list[int]:
-        """As many as end before the first gradient arrives, or the first to end after it unless early."""
+        """Returns the number of forwards until the first gradient arrives, rounded up, or down if `early`."""
         problem = self._problem
         forward, transfer, last = problem.forward, problem.transfer, problem.num_ranks - 1
         starts = [0]
@@ -88,6 +89,7 @@ class _Line(WarmUps):
             starts.append(starts[-1] + forward[rank] + transfer[rank])
         counts = [1] * problem.num_ranks
         gradient = starts[last] + forward[last] + problem.backward_input[last]
+        # Back from the last rank, whose gradient leaves after one F and one I.
         for rank in reversed(range(last)):
             gradient += transfer[rank]
             time = gradient - starts[rank]
@@ -100,14 +102,14 @@ class _Line(WarmUps):
 
 
 class _Vee(WarmUps):
-    """Two stages per rank: down the ranks and back up."""
+    """Warm-ups for two stages per rank, down the ranks and back up."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
 
     def starts(self) -> list[Shape]:
-        """That of ZB-V, scaled to what fits."""
+        """Returns the warm-up of ZB-V, scaled by factors from 1.0 to 0.3 for smaller memory limits."""
         ranks = self._problem.num_ranks
         shapes = []
         for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
@@ -117,7 +119,7 @@ class _Vee(WarmUps):
         return list(dict.fromkeys(shapes))
 
     def repaired(self, shape: Shape) -> Shape:
-        """At least one forward of the first stage, none of a microbatch that is not there, and not above what fits."""
+        """Clamps to at least one forward of the first stage, the existing microbatches, and the memory limit."""
         count = self._problem.num_microbatches
         first, pairs = [], []
         for rank, (one, two) in enumerate(zip(*shape, strict=True)):
@@ -128,7 +130,7 @@ class _Vee(WarmUps):
         return tuple(first), tuple(pairs)
 
     def forwards(self, shape: Shape) -> list[list[int]]:
-        """Of the first stage, then pairs, then one of the second."""
+        """Returns forwards of the first stage, then pairs, then one of the second stage."""
         last = self._problem.num_stages - 1
         return [
             [rank] * one + [last - rank, rank] * two + [last - rank]
@@ -137,6 +139,6 @@ class _Vee(WarmUps):
 
 
 def _capacity(problem: Problem, rank: int) -> int:
-    """How many microbatches a rank has room for."""
+    """Returns the number of microbatches that a rank has room for, at least 1."""
     each = sum(problem.activation[stage] for stage in problem.stages_of(rank))
     return max(1, min(problem.num_microbatches, problem.limits[rank] // each if each else problem.num_microbatches))

@@ -1,8 +1,8 @@
-"""Plays a skeleton (the order of F and I on each rank) and puts each W where it costs least.
+"""Placement of W in a skeleton (the order of F and I on each rank), where each costs least.
 
-A rank that would wait for its next F or I does as many W as fit the gap. One more W would make it late: then it waits,
-as long as it has not waited longer, in all, than the rank that has waited most; the longest span is what counts, and
-that rank decides it. A rank without room for its next F does W until there is room.
+A rank that would wait for its next F or I runs as many W as fit the gap. If one more W would make it late, it waits
+instead, as long as it has not waited longer, in total, than the rank that has waited most. That rank decides the
+longest span, so the wait is free. A rank without room for its next F runs W until there is room.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from echelon.pipeline.plan.action import Action, Kind, Step, actions_of
 from echelon.pipeline.search.problem import Problem
 
 Key: TypeAlias = tuple[Kind, int, int]
-"""A kind, a stage and a microbatch: an action, but cheaper to make."""
+"""Kind, stage and microbatch. A plain tuple is cheaper to create than an `Action`."""
 
 Skeleton: TypeAlias = Sequence[Sequence[Key]]
-"""For each rank its F and I, in order."""
+"""Order of F and I on each rank, without W."""
 
 
 class Filled(NamedTuple):
-    """A complete schedule in whole numbers."""
+    """Complete orders with their longest span, in whole numbers."""
 
     span: int
     orders: tuple[tuple[Key, ...], ...]
     waits: tuple[int, ...]
-    """For each rank, how long it waits between its first start and its last end."""
+    """Idle time of each rank between its first start and its last end."""
 
 
 def to_actions(orders: Sequence[Sequence[Key]]) -> tuple[tuple[Action, ...], ...]:
-    """Makes the steps of a schedule."""
+    """Converts complete orders to the actions of a schedule."""
     return tuple(tuple(Action(stage, kind, microbatch) for kind, stage, microbatch in order) for order in orders)
 
 
 def skeleton_of(orders: Sequence[Sequence[Step]]) -> Skeleton:
-    """Takes the W out of the orders of a schedule, and those in fused backwards too."""
+    """Returns the orders of a schedule without W. A fused backward becomes an I."""
     return [
         [
             ("F" if kind == "F" else "I", stage, microbatch)
@@ -49,11 +49,11 @@ def skeleton_of(orders: Sequence[Sequence[Step]]) -> Skeleton:
 
 
 class Filler:
-    """The state of all ranks while actions are put one after another.
+    """State of all ranks while actions are appended to their orders one by one.
 
     Args:
-        problem: What to schedule.
-        patience: How long any rank may wait from the start, before the longest waiting rank sets the measure.
+        problem: The problem to solve.
+        patience: Total wait that is free for every rank. It grows to the longest wait of any rank.
     """
 
     def __init__(self, problem: Problem, patience: int = 0) -> None:
@@ -67,20 +67,21 @@ class Filler:
         self._orders: list[list[Key]] = [[] for _ in range(count)]
         self._undone: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         self._next_weight = [0] * count
-        # When the output of stage s (at s + 1), or the gradient for it (at s), is there for its neighbour to use.
+        # Arrival of the output of stage s at s + 1, and of the input gradient of stage s at s. None: not known yet.
         blank: list[int | None] = [None] * problem.num_microbatches
         self._inputs = [list(blank) for _ in range(problem.num_stages + 1)]
         self._inputs[0] = [0] * problem.num_microbatches
         self._gradients = [list(blank) for _ in range(problem.num_stages + 1)]
+        # Padded with 0: the last stage's backward uses its own output, and nothing uses the first stage's gradient.
         self._to_next = (*problem.transfer, 0)
         self._to_previous = (0, *problem.transfer)
 
     def free_at(self, rank: int) -> int:
-        """When the rank is done with all that was put."""
+        """Returns the end of the rank's last action."""
         return self._free[rank]
 
     def time_to_room(self, rank: int, amount: int) -> int:
-        """The time of the W that must run before the rank can hold so much more."""
+        """Returns the time of the W that must run before the rank has room for `amount` more."""
         problem, time = self._problem, 0
         over = self._held[rank] + amount - problem.limits[rank]
         for stage, _ in self._undone[rank][self._next_weight[rank] :]:
@@ -91,11 +92,11 @@ class Filler:
         return time
 
     def may_wait(self, rank: int, until: int) -> bool:
-        """Whether the rank may wait so long, by the measure of the rank that has waited most."""
+        """Whether the rank's total wait, if it waits until `until`, stays within the longest wait of any rank."""
         return self._waits[rank] + until - self._free[rank] <= self._longest_wait
 
     def arrival(self, kind: Kind, stage: int, microbatch: int) -> int | None:
-        """When what an F or I needs is there; None if what makes it was not put yet."""
+        """Returns the arrival of an F's or I's input. None if its producer is not placed yet."""
         if kind == "F":
             return self._inputs[stage][microbatch]
         if stage == self._problem.num_stages - 1:
@@ -103,9 +104,9 @@ class Filler:
         return self._gradients[stage + 1][microbatch]
 
     def put(self, kind: Kind, stage: int, microbatch: int, arrival: int) -> bool:
-        """Puts an F or I at the end of its rank's order, after the W that go before it.
+        """Appends an F or I to its rank's order, after the W that go before it. False if there is no room for it.
 
-        Returns whether there was room; if not, nothing but W was put.
+        W that were appended to make room stay in both cases.
         """
         problem = self._problem
         rank = problem.placement[stage]
@@ -116,12 +117,14 @@ class Filler:
             duration, change = problem.backward_input[stage], problem.kept[stage] - problem.activation[stage]
             need = problem.recomputed[stage]
         limit = problem.limits[rank]
+        # Only a W can make room: all other memory is freed by actions that come later in the order.
         while self._held[rank] + need > limit:
             if not self._put_weight(rank):
                 return False
         self._fill_gap(rank, arrival)
         start = self._free[rank]
         if start < arrival:
+            # Time before the first action is not idle: a span counts from the rank's own first start.
             if self._first[rank] is not None:
                 self._waits[rank] += arrival - start
                 self._longest_wait = max(self._longest_wait, self._waits[rank])
@@ -139,7 +142,7 @@ class Filler:
         return True
 
     def finish(self) -> Filled:
-        """Puts the W that are left."""
+        """Appends the remaining W and returns the complete orders."""
         spans = []
         for rank, first in enumerate(self._first):
             while self._put_weight(rank):
@@ -151,6 +154,7 @@ class Filler:
         undone, weight = self._undone[rank], self._problem.backward_weight
         while (gap := arrival - self._free[rank]) > 0 and self._next_weight[rank] < len(undone):
             stage, _ = undone[self._next_weight[rank]]
+            # A W that does not fit the gap is put off while waiting is free.
             if weight[stage] > gap and self._waits[rank] + gap <= self._longest_wait:
                 return
             self._put_weight(rank)
@@ -168,12 +172,13 @@ class Filler:
 
 
 def fill(problem: Problem, skeleton: Skeleton, patience: int = 0) -> Filled | None:
-    """Plays a skeleton, its earliest action first. None if it does not fit the limits, or waits for itself."""
+    """Plays a skeleton and places its W. None if it does not fit the limits, or deadlocks."""
     filler = Filler(problem, patience)
     position = [0] * problem.num_ranks
     waiting: dict[Key, int] = {}
     ready: list[tuple[int, int, int]] = []
     left = sum(map(len, skeleton))
+    # The earliest action goes first, since `Filler` compares a rank's wait with the waits of all ranks so far.
 
     def enqueue(rank: int) -> None:
         if position[rank] < len(skeleton[rank]):

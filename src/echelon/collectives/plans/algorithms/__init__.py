@@ -1,7 +1,7 @@
-"""The algorithms of the collectives, each a pure function from a number of ranks, or their hosts, to a plan.
+"""Algorithms of collectives: pure functions from a number of ranks, or their hosts, to a plan.
 
-p is the number of ranks and n the bytes of the whole tensor: what every rank combines, broadcasts or splits, or what an
-all-gather or gather brings together.
+p is the number of ranks. n is the number of bytes of the whole tensor: the tensor that every rank combines, broadcasts
+or splits, or the result of an all-gather or gather.
 """
 
 from echelon.collectives.plans.algorithms.hosts import Hosts, numbered

@@ -1,4 +1,7 @@
-"""Binomial trees: whole tensors from one rank to all, and from all to one."""
+"""Binomial trees: tensors, or parts of a tensor, from one rank to all and from all to one.
+
+In trees for parts (scatter, gather), messages halve from round to round.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,14 @@ from echelon.collectives.plans.algorithms.compose import joined, mirrored
 from echelon.collectives.plans.algorithms.ring import ring_all_gather
 from echelon.collectives.plans.plan import Plan, Recv, Round, Send
 
-# Binomial trees whose messages halve: parts of a tensor from one rank to all, and from all to one.
-
 
 @lru_cache(maxsize=256)
 def binomial_scatter(num_ranks: int, src: int) -> Plan:
     """Brings chunk r of rank `src` to every rank r: ceil(log2 p) rounds, n (p - 1) / p bytes sent by `src`.
 
-    Each rank that has several chunks hands the farther half on, with what its receiver is to hand on.
+    In each round, a rank with several chunks sends the farther half of them to the first rank of that half.
     """
+    # Ranks are counted from `src`: relative rank 0 is the root. `half` rounds p up to a power of two.
     rounds: list[list[Round]] = [[] for _ in range(num_ranks)]
     half = 1 << (num_ranks - 1).bit_length()
     while half > 1:
@@ -36,7 +38,7 @@ def binomial_scatter(num_ranks: int, src: int) -> Plan:
 def binomial_gather(num_ranks: int, dst: int) -> Plan:
     """Brings chunk r of every rank r to rank `dst`: ceil(log2 p) rounds, n (p - 1) / p bytes received by `dst`.
 
-    The scatter's tree, walked from the leaves to the root.
+    It is the tree of the scatter from the leaves to the root.
     """
     return mirrored("binomial gather", binomial_scatter(num_ranks, dst))
 
@@ -45,8 +47,8 @@ def binomial_gather(num_ranks: int, dst: int) -> Plan:
 def scatter_all_gather_broadcast(num_ranks: int, src: int) -> Plan:
     """Brings all chunks of rank `src` to all ranks: ceil(log2 p) + p - 1 rounds, about 2 n bytes sent by `src`.
 
-    A binomial scatter, then a ring all-gather (Barnett and others, 1994): for large tensors, as no rank sends the whole
-    of it log2 p times.
+    A binomial scatter, then a ring all-gather (Barnett and others, 1994). For large tensors: no rank sends the whole
+    tensor log2 p times.
     """
     return joined("scatter + all-gather broadcast", binomial_scatter(num_ranks, src), ring_all_gather(num_ranks))
 
@@ -58,7 +60,7 @@ _ALL = (0,)
 def binomial_broadcast(num_ranks: int, src: int) -> Plan:
     """Brings the one chunk of rank `src` to all ranks: ceil(log2 p) rounds, n (p - 1) bytes in all.
 
-    In every round each rank that has it sends it to one that has not (Thakur, Rabenseifner and Gropp, 2005).
+    In every round each rank that has the chunk sends it to a rank that does not (Thakur, Rabenseifner and Gropp, 2005).
     """
     rounds: list[list[Round]] = [[] for _ in range(num_ranks)]
     reached = 1
@@ -79,6 +81,6 @@ def binomial_broadcast(num_ranks: int, src: int) -> Plan:
 def binomial_reduce(num_ranks: int, dst: int) -> Plan:
     """Combines the one chunk of all ranks on rank `dst`: ceil(log2 p) rounds, n (p - 1) bytes in all.
 
-    The broadcast's tree, walked from the leaves to the root.
+    It is the tree of the broadcast from the leaves to the root.
     """
     return mirrored("binomial reduce", binomial_broadcast(num_ranks, dst), reduces=True)

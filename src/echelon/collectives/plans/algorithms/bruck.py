@@ -1,4 +1,4 @@
-"""All-to-all by Bruck: parts travel in steps of powers of two. The fewest rounds, more bytes. For small parts."""
+"""Bruck's all-to-all: parts travel in hops of powers of two. The fewest rounds, more bytes. For small parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from echelon.collectives.plans.plan import Copy, Plan, Program, Recv, Round, Sen
 def bruck_all_to_all(num_ranks: int) -> Plan:
     """Brings chunk s of rank r to rank s as its chunk p + r: ceil(log2 p) rounds.
 
-    A part for the rank j after its own travels in hops of the powers of two that j is the sum of, so in round k each
-    rank sends those parts whose j has bit k: about n / 2 bytes per round (Bruck and others, 1997). On its way a part
-    with j ahead of it stands where the part from the rank j behind will stand in the end.
+    A part for the j-th rank after its own travels in hops of the powers of two that add up to j. So in round k each
+    rank sends the parts whose j has bit k: about n / 2 bytes per round (Bruck and others, 1997). On its way, a part
+    with j ranks to go is stored in the slot in which the part from the j-th rank before will end.
     """
 
     def place(rank: int, ahead: int) -> int:
         return num_ranks + (rank - ahead) % num_ranks
 
     def program(rank: int) -> Program:
+        # The inputs are copied to the slots of the results, so the rounds never overwrite an input.
         rounds: list[Round] = [tuple(Copy((rank + j) % num_ranks, place(rank, j)) for j in range(num_ranks))]
         distance = 1
         while distance < num_ranks:

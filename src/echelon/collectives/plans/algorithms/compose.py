@@ -1,4 +1,4 @@
-"""Plans made of plans: one after the other, backwards in time, and on some of the ranks."""
+"""Composition of plans: in sequence, reversed, and on a subset of the ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from echelon.collectives.plans.plan import Copy, Numbers, Plan, Program, Recv, R
 
 
 def joined(name: str, *plans: Plan) -> Plan:
-    """Makes the plan that runs others of as many ranks one after the other."""
+    """Returns the plan that runs plans of equally many ranks one after the other."""
     num_chunks = max(plan.num_chunks for plan in plans)
     programs = zip(*(plan.rounds for plan in plans), strict=True)
     return Plan(name, num_chunks, tuple(sum(parts, ()) for parts in programs))
 
 
 def mirrored(name: str, plan: Plan, reduces: bool = False) -> Plan:
-    """Makes the plan that takes every message back, the last first.
+    """Returns the plan that sends every message back, the last first.
 
-    So a scatter becomes a gather, a reduce-scatter an all-gather and, if what comes back `reduces`, a broadcast a
-    reduce.
+    A scatter becomes a gather, a reduce-scatter an all-gather. With `reduces`, the messages are combined, and a
+    broadcast becomes a reduce.
     """
     rounds = (
         tuple(tuple(_returned(step, reduces) for step in reversed(steps)) for steps in reversed(program))
@@ -36,16 +36,16 @@ def _returned(step: Step, reduces: bool) -> Step:
 
 
 class Part(NamedTuple):
-    """A plan that some of the ranks run, each of its chunks as several of a larger plan."""
+    """Plan for some ranks of a larger plan. Each of its chunks is several chunks of the larger plan."""
 
     plan: Plan
     ranks: Numbers
-    """Of the larger plan, by those of this one."""
+    """For each rank of `plan`, its rank in the larger plan."""
     chunks: Sequence[Numbers]
-    """Of the larger plan, by those of this one."""
+    """For each chunk of `plan`, its chunks in the larger plan."""
 
     def programs(self) -> Iterator[tuple[int, Program]]:
-        """Returns the rounds of each rank of the larger plan that has any."""
+        """Yields each rank of the larger plan that takes part, with its rounds."""
         for rank, program in zip(self.ranks, self.plan.rounds, strict=True):
             yield rank, tuple(tuple(map(self._placed, steps)) for steps in program)
 
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 def assembled(name: str, num_ranks: int, num_chunks: int, parts: Iterable[Part]) -> Plan:
-    """Makes the plan in which every rank runs those parts that it is in, one after the other."""
+    """Returns the plan in which every rank runs its parts one after the other."""
     programs: list[Program] = [()] * num_ranks
     for part in parts:
         for rank, program in part.programs():

@@ -1,4 +1,4 @@
-"""A barrier by dissemination: every rank hears of all others in the fewest rounds."""
+"""Dissemination barrier: every rank hears of all others in the fewest rounds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from echelon.collectives.plans.plan import Plan, Recv, Round, Send
 
 @lru_cache(maxsize=64)
 def dissemination_barrier(num_ranks: int) -> Plan:
-    """Lets no rank go on before all have come: ceil(log2 p) rounds of empty messages (Hensgen, Finkel, Manber, 1988).
+    """Blocks every rank until all have come: ceil(log2 p) rounds of empty messages (Hensgen, Finkel, Manber, 1988).
 
-    In round k each rank signals the one 2^k after it, which then knows of twice as many ranks as before.
+    In round k each rank signals the rank 2^k after it, which then knows of twice as many ranks as before.
     """
     rounds: list[list[Round]] = [[] for _ in range(num_ranks)]
     distance = 1

@@ -1,7 +1,7 @@
-"""All-reduce and barrier over several hosts: inside each host first, so that little goes over the network.
+"""Hierarchical algorithms for several hosts: most bytes stay inside a host, few cross the network.
 
-h is the number of hosts and k that of the ranks of each. Where hosts have different numbers of ranks, the first rank of
-each speaks for it, and k is that of the largest.
+h is the number of hosts and k the number of ranks of each host. If hosts have different numbers of ranks, one rank per
+host communicates for it over the network, and k is that of the largest host.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ from echelon.collectives.plans.algorithms.recursive_halving import (
 )
 from echelon.collectives.plans.plan import Numbers, Plan
 
-# All-gather and reduce-scatter over several hosts, in as many messages over the network as there are hosts to tell.
-#
-# h is the number of hosts and k that of the ranks of each. Where hosts have different numbers of ranks, the first rank
-# of each speaks for it, and k is that of the largest.
-
 
 @lru_cache(maxsize=64)
 def hierarchical_all_gather(hosts: Hosts) -> Plan:
@@ -41,6 +36,7 @@ def hierarchical_all_gather(hosts: Hosts) -> Plan:
     """
     members = members_of(hosts)
     between = recursive_doubling_all_gather(len(members))
+    # A column is the i-th ranks of all hosts.
     if is_even(members):
         columns = tuple(zip(*members, strict=True))
         parts = [Part(between, column, _single(column)) for column in columns]
@@ -76,13 +72,9 @@ def hierarchical_reduce_scatter(hosts: Hosts) -> Plan:
 
 
 def _single(ranks: Numbers) -> list[Numbers]:
-    """Returns the chunks of ranks that have one each."""
+    # Chunk r belongs to rank r.
     return [(rank,) for rank in ranks]
 
-
-# Broadcast and reduce over several hosts: each host's bytes cross the network once.
-#
-# h is the number of hosts and k that of the ranks of the largest.
 
 _ALL = ((0,),)
 
@@ -91,10 +83,10 @@ _ALL = ((0,),)
 def hierarchical_broadcast(hosts: Hosts, src: int) -> Plan:
     """Brings the one chunk of rank `src` to all ranks: ceil(log2 h) + ceil(log2 k) rounds.
 
-    n (h - 1) bytes over the network: a binomial broadcast between one rank of each host, of its own host `src` itself,
-    then one inside each host.
+    n (h - 1) bytes over the network: a binomial broadcast between one rank of each host, then one inside each host.
     """
     members = members_of(hosts)
+    # The root speaks for its own host: another rank would have to get the tensor first.
     speakers = tuple(src if src in ranks else ranks[0] for ranks in members)
     parts = [Part(binomial_broadcast(len(members), hosts[src]), speakers, _ALL)]
     for ranks, speaker in zip(members, speakers, strict=True):
@@ -106,7 +98,7 @@ def hierarchical_broadcast(hosts: Hosts, src: int) -> Plan:
 def hierarchical_reduce(hosts: Hosts, dst: int) -> Plan:
     """Combines the one chunk of all ranks on rank `dst`: ceil(log2 k) + ceil(log2 h) rounds.
 
-    n (h - 1) bytes over the network: the broadcast's trees, walked from the leaves to the root.
+    n (h - 1) bytes over the network: the trees of the broadcast from the leaves to the root.
     """
     return mirrored("hierarchical reduce", hierarchical_broadcast(hosts, dst), reduces=True)
 
@@ -162,7 +154,7 @@ def hierarchical_doubling_all_reduce(hosts: Hosts) -> Plan:
 
 @lru_cache(maxsize=64)
 def hierarchical_barrier(hosts: Hosts) -> Plan:
-    """Lets no rank go on before all have come: ceil(log2 k) + ceil(log2 h) rounds of empty messages.
+    """Blocks every rank until all have come: ceil(log2 k) + ceil(log2 h) rounds of empty messages.
 
     Dissemination inside each host, then between the i-th ranks of all hosts. With hosts of different sizes: a binomial
     gather, dissemination between the first ranks, a binomial broadcast.

@@ -1,4 +1,4 @@
-"""Which ranks share a host, as data."""
+"""Hosts of ranks as data."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TypeAlias
 from echelon.collectives.plans.plan import Numbers
 
 Hosts: TypeAlias = tuple[int, ...]
-"""The host of each rank, by number: 0 is that of rank 0, and so on in the order of the ranks."""
+"""Number of each rank's host. Hosts are numbered from 0 in the order of their first ranks."""
 
 
 def numbered(hosts: Sequence[object]) -> Hosts:
-    """Returns the hosts by number, whatever they were called by."""
+    """Returns the hosts by number, from any names."""
     return _numbered(tuple(hosts))
 
 
-@lru_cache(maxsize=64)  # simulated ranks all ask for the same
+@lru_cache(maxsize=64)  # all simulated ranks ask for the same hosts
 def _numbered(hosts: tuple[object, ...]) -> Hosts:
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
@@ -29,10 +29,10 @@ def members_of(hosts: Hosts) -> tuple[Numbers, ...]:
 
 
 def is_nested(hosts: Hosts) -> bool:
-    """Says whether there are several hosts, and several ranks on one of them."""
+    """Whether there are several hosts, at least one of them with several ranks."""
     return 1 < max(hosts) + 1 < len(hosts)
 
 
 def is_even(members: Sequence[Numbers]) -> bool:
-    """Says whether all hosts have as many ranks."""
+    """Whether all hosts have equally many ranks."""
     return len(set(map(len, members))) == 1

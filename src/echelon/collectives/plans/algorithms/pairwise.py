@@ -1,4 +1,4 @@
-"""All-to-all in pairs: each part goes straight to its rank. The least bytes, the most rounds."""
+"""Pairwise all-to-all: each part goes straight to its rank. The least bytes, the most rounds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from echelon.collectives.plans.plan import Copy, Plan, Program, Recv, Send
 def pairwise_all_to_all(num_ranks: int) -> Plan:
     """Brings chunk s of rank r to rank s as its chunk p + r: p - 1 rounds, n (p - 1) / p bytes sent by each rank.
 
-    In round k every rank sends to the k-th after it and receives from the k-th before it, so nobody is flooded
-    (Thakur, Rabenseifner and Gropp, 2005, section 4.5).
+    In round k every rank sends to the k-th rank after it and receives from the k-th before it. So no rank receives from
+    two ranks at once (Thakur, Rabenseifner and Gropp, 2005, section 4.5).
     """
 
     def program(rank: int) -> Program:

@@ -1,4 +1,4 @@
-"""All-reduce by recursive doubling: the fewest rounds, all bytes in each. For small tensors."""
+"""Recursive doubling all-reduce: the fewest rounds, all bytes in each. For small tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ALL = (0,)
 def recursive_doubling_all_reduce(num_ranks: int) -> Plan:
     """Leaves the one chunk combined on all ranks: floor(log2 p) rounds, n bytes sent by each rank in each.
 
-    In round k partners 2^k apart exchange all they have (Thakur, Rabenseifner and Gropp, 2005, section 4.3). Both
+    In round k partners 2^k apart exchange their values (Thakur, Rabenseifner and Gropp, 2005, section 4.3). Both
     combine the lower rank's value with the higher rank's, in this order, so the results are bit-identical.
 
-    If p is no power of two, 2 more rounds: of the first 2 (p - 2^floor(log2 p)) ranks every even one adds what it has
-    to its neighbour first, and gets the result from it last.
+    If p is no power of two, there are 2 more rounds: of the first 2 (p - 2^floor(log2 p)) ranks, every even rank sends
+    its value to the next rank in the first round, and gets the result from it in the last.
     """
     num_active = 1 << num_ranks.bit_length() - 1
     num_folded = num_ranks - num_active
@@ -25,6 +25,7 @@ def recursive_doubling_all_reduce(num_ranks: int) -> Plan:
     exchanges = {rank: _exchanges(index, active) for index, rank in enumerate(active)}
     programs = []
     for rank in range(num_ranks):
+        # Folded ranks have empty rounds during the exchanges, so the last round has one number on all ranks.
         rounds: Program = exchanges.get(rank, ((),) * (num_active.bit_length() - 1))
         if num_folded:
             before, after = _fold(rank) if rank < 2 * num_folded else ((), ())
@@ -42,7 +43,7 @@ def _exchanges(index: int, active: list[int]) -> Program:
 
 
 def _fold(rank: int) -> tuple[Round, Round]:
-    """The first and the last round of a rank that has another to speak for it, or speaks for another."""
+    """Returns the first and the last round of a rank of a folded pair: an even rank, or the rank that replaces it."""
     if rank % 2 == 0:
         return (Send(rank + 1, _ALL),), (Recv(rank + 1, _ALL),)
     return (Reduce(rank - 1, _ALL, received_first=True),), (Send(rank - 1, _ALL),)

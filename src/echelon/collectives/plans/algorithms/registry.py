@@ -1,4 +1,4 @@
-"""The algorithms by operation and name, with what they cost."""
+"""Registry of algorithms by operation and name, with their costs as formulas."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ OPERATIONS = (
 
 
 class Algorithm(NamedTuple):
-    """One way to do an operation, and its cost as formulas that Python can evaluate.
+    """Algorithm of an operation, with its cost as formulas that Python can evaluate.
 
-    In them p is the number of ranks, n the bytes, lg(p) the rounded up and floor_lg(p) the rounded down logarithm to
-    base 2, odd(p) 1 if p is no power of two and else 0, and bits(p) the number of ones in 0, 1, ..., p - 1 in binary.
-    A message of b bytes takes alpha + b beta, combining b bytes takes b gamma. Where the hosts count, there are h of k
-    ranks each, and a message inside a host takes local_alpha + b local_beta.
+    In the formulas p is the number of ranks and n the number of bytes. lg(p) is the logarithm to base 2 rounded up,
+    floor_lg(p) rounded down. odd(p) is 1 if p is no power of two, else 0. bits(p) is the number of ones in 0, 1, ...,
+    p - 1 in binary. A message of b bytes takes alpha + b beta, combining b bytes takes b gamma. In algorithms that go
+    by the hosts there are h hosts of k ranks each, and a message inside a host takes local_alpha + b local_beta.
     """
 
     operation: str
     name: str
     make: Callable[[Hosts, int], Plan]
-    """Of the host of each rank and the root; the root counts where the operation has one."""
+    """Makes the plan from the host of each rank and the root. Operations without a root ignore it."""
     rounds: str
     cost: str
     goes_by_hosts: bool = False
@@ -199,7 +199,7 @@ _BY_NAME = {(algorithm.operation, algorithm.name): algorithm for algorithm in _A
 
 
 def algorithms_of(operation: str) -> tuple[Algorithm, ...]:
-    """Returns the algorithms that a group can run an operation with.
+    """Returns the algorithms of an operation.
 
     Raises:
         PlanError: there is no such operation.
@@ -213,7 +213,7 @@ def find(operation: str, name: str) -> Algorithm:
     """Returns an algorithm by name.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: there is no algorithm of that name.
     """
     found = _BY_NAME.get((operation, name))
     if found is None:
@@ -223,25 +223,25 @@ def find(operation: str, name: str) -> Algorithm:
 
 
 def build(operation: str, name: str, num_ranks: int, root: int = 0, hosts: Sequence[object] | None = None) -> Plan:
-    """Makes the plan of a named algorithm.
+    """Returns the plan of a named algorithm.
 
     Args:
-        operation: one of `OPERATIONS`.
-        name: one of `algorithms_of(operation)`.
-        num_ranks: how many ranks take part.
-        root: the rank that a broadcast or scatter comes from, or that a reduce or gather goes to.
-        hosts: the host of each rank, by any name. Only an algorithm that goes by the hosts looks at them, and needs
-            them.
+        operation: One of `OPERATIONS`.
+        name: One of `algorithms_of(operation)`.
+        num_ranks: Number of ranks.
+        root: Source rank of a broadcast or scatter, destination rank of a reduce or gather.
+        hosts: The host of each rank, by any name. Needed by algorithms that go by the hosts, ignored by others.
 
     Raises:
         PlanError: an unknown name, or hosts that are missing or not one for each rank.
-        InvalidWorldSize, InvalidRank: there can be no such ranks.
+        InvalidWorldSize, InvalidRank: fewer than 1 rank, or a root outside of them.
     """
     if num_ranks < 1:
         raise InvalidWorldSize(f"num_ranks={num_ranks}: a plan has at least 1 rank: give 1 or more")
     if not 0 <= root < num_ranks:
         raise InvalidRank(root, num_ranks, "root")
     algorithm = find(operation, name)
+    # Any hosts do for an algorithm that ignores them.
     if hosts is None and not algorithm.goes_by_hosts:
         return algorithm.make((0,) * num_ranks, root)
     if hosts is None or len(hosts) != num_ranks:
@@ -251,7 +251,8 @@ def build(operation: str, name: str, num_ranks: int, root: int = 0, hosts: Seque
 
 
 def chunk_bytes(operation: str, plan: Plan, num_bytes: int) -> Fraction:
-    """Returns the size of one chunk of a plan, when the whole tensor has `num_bytes` and its chunks are equal."""
+    """Returns the size of one chunk of a plan, if the whole tensor has `num_bytes` and all chunks are equal."""
     if operation == "barrier":
         return Fraction(0)
+    # Plans of all_to_all have p chunks to send and p to receive, but n counts a rank's tensor once.
     return Fraction(num_bytes, plan.num_ranks if operation == "all_to_all" else plan.num_chunks)
