@@ -16,10 +16,11 @@ from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from echelon.backends.base import Backend
 from echelon.backends.memory import is_ordinary
-from echelon.backends.modes import announce_change, announce_changes, outside_autograd
+from echelon.backends.modes import announce_changes
 from echelon.backends.native import Call
 from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
@@ -91,13 +92,12 @@ class CollectiveRunner:
         native = self._native
         if native is None or not isinstance(op, str) or not is_ordinary(tensor):
             return False
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.all_reduce_known(outside_autograd(tensor), op, timeout)
+        if torch.is_inference_mode_enabled() or tensor.is_inference():
+            return False
         known = self._known.get((op, tensor.shape, tensor.dtype))
         if known is None:
             return False
-        announce_change(tensor)
+        increment_version(tensor)
         flight = self._begin(known.note, known.num_bytes)
         # It runs at once in the caller's thread, so one look at the clock is enough for both times.
         flight.begun = flight.started
