@@ -128,7 +128,7 @@ class GlooSubject(Subject):
 
     def __init__(self, group: ProcessGroup) -> None:
         if max(group.hosts) == 0:
-            # One host: else Gloo looks up the host's name, which need not resolve.
+            # All ranks are on one host: messages stay on the loopback interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_first = group.rank == 0
