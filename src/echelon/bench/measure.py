@@ -130,6 +130,7 @@ def measure_case(
     numbers = [_num_calls(group, call, iterations, seconds) for call in calls]
     times: list[list[float]] = [[] for _ in subjects]
     for _ in range(turns):
+        # Every subject in each turn: other load of the machine hits all of them alike.
         for call, number, mine in zip(calls, numbers, times, strict=True):
             mine.append(_turn(group, call, number))
     legs = 2 if case.operation == "send_recv" else 1
@@ -160,7 +161,7 @@ def _num_calls(group: ProcessGroup, call: Call, iterations: int | None, seconds:
 
 def _turn(group: ProcessGroup, call: Call, number: int) -> float:
     """Returns the seconds per call of the slowest rank."""
-    group.barrier()
+    group.barrier()  # ranks start together, so that no rank's time contains the lateness of another
     begin = group.backend.now()
     for _ in range(number):
         call()

@@ -47,7 +47,7 @@ class MpiSubject(Subject):
             num_out = case.num_elements * case.num_ranks
         result = torch.empty(num_out or (0 if tensor is None else tensor.numel()), dtype=getattr(torch, case.dtype))
         out = result.numpy()
-        if tensor is None:
+        if tensor is None:  # a scatter on a rank that is not the root
             return lambda: after(world.Scatter(None, out, case.root), result)
         return self._calls(case, tensor, result, out)
 

@@ -120,7 +120,7 @@ class Request:
             return name
         if name == "shm":
             raise LaunchError(
-                f"--algorithm {self.algorithm}: an algorithm is one of messages, not of shared memory; leave out "
+                f"--algorithm {self.algorithm}: algorithms are for messages, not for shared memory; leave out "
                 "--backend shm"
             )
         return "tcp"

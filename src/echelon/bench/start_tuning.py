@@ -43,7 +43,7 @@ class Tuning(NamedTuple):
             raise LaunchError(f"--turns {self.turns}: nothing would be measured; give 1 or more")
         for variable in map(variable_of, OPERATIONS):
             if os.environ.get(variable):
-                raise LaunchError(f"{variable} overrules what is to be measured: unset it")
+                raise LaunchError(f"{variable} is set and would override the measured algorithms: unset it")
         folder = next(parent for parent in self.path.absolute().parents if parent.exists())
         if self.path.is_dir() or not os.access(folder, os.W_OK):
             raise LaunchError(
@@ -82,7 +82,7 @@ def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
         return
     print("\n" + "\n".join(_sentences(found.table)))
     reads = "" if tuning.output is None else f" where {VARIABLE}={tuning.path} is set"
-    print(f"\nwrote {tuning.path}: new jobs whose rank 0 is on this host go by it{reads}", flush=True)
+    print(f"\nwrote {tuning.path}: new jobs whose rank 0 is on this host use it{reads}", flush=True)
 
 
 def _write(path: Path, text: str) -> None:

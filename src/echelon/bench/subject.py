@@ -82,7 +82,7 @@ class EchelonSubject(Subject):
         # Allocated before the timing starts, as peers do. The kernel takes longer to map a new result than to move it:
         # a 64 MiB all-gather took five times as long as Open MPI's.
         out = torch.empty(_out_length(case, group.rank), dtype=getattr(torch, case.dtype))
-        if tensor is None:
+        if tensor is None:  # a scatter on a rank that is not the root
             return lambda: group.scatter(None, case.root, out)
         calls: dict[str, Call] = {
             "all_reduce": lambda: group.all_reduce(tensor, case.op),
@@ -146,7 +146,7 @@ class GlooSubject(Subject):
             return self._barrier
         dtype = getattr(torch, case.dtype)
         out = torch.empty(case.num_elements if case.operation in ("scatter", "reduce_scatter") else 0, dtype=dtype)
-        if tensor is None:
+        if tensor is None:  # a scatter on a rank that is not the root
             return lambda: after(dist.scatter(out, None, case.root), out)
         return self._calls(case, tensor, out)
 

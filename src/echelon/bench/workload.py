@@ -16,7 +16,7 @@ from torch import Tensor
 from echelon.backends.operators import operator
 from echelon.bench.figures import REDUCTIONS, Case
 
-_PERIOD = 100_003
+_PERIOD = 100_003  # a prime
 _PIECE = 1 << 22
 """Elements compared at a time, which bounds the memory of the comparison."""
 
@@ -86,9 +86,9 @@ class Workload:
         )
 
     def _count_wrong_in(self, got: Tensor, piece: Segment) -> int:
-        if self.case.operation not in REDUCTIONS:
+        if self.case.operation not in REDUCTIONS:  # only moved: exact
             return int((got != self._values(piece.ranks[0], piece.first, piece.length)).sum())
-        wide = _wide(self.dtype)
+        wide = _wide(self.dtype)  # the expected value must round less than the result that it judges
         reduction = operator(self.case.op, wide)
         want = self._values(piece.ranks[0], piece.first, piece.length).to(wide)
         for rank in piece.ranks[1:]:
@@ -117,6 +117,7 @@ def _pieces(segments: tuple[Segment, ...]) -> Iterator[tuple[int, Segment]]:
         place += segment.length
 
 
+# Cached: every rank needs the values of all ranks, for each case.
 @lru_cache(maxsize=128)
 def _block(rank: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(rank + 1)

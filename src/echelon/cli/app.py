@@ -61,7 +61,7 @@ def tune(
 
     tuning = Tuning(size_ladder(8, read_size("--max", largest), 8), turns, output, as_json)
     if backend not in ("tcp", "simulated"):
-        raise LaunchError(f"--backend {backend}: algorithms are of messages; give tcp or simulated")
+        raise LaunchError(f"--backend {backend}: algorithms are for messages; give tcp or simulated")
     for option, value in (("--network", network), ("--hosts", hosts)):
         if value is not None and backend != "simulated":
             raise LaunchError(f"{option} {value}: only simulated ranks have that; add --backend simulated")

@@ -16,6 +16,7 @@ _IPV4, _IPV6 = "127.0.0.1", "::1"
 
 def check_loopback(problems: Mapping[str, str]) -> Finding:
     """Checks the loopback. `problems`: by address, why a connection to itself failed, "" if it did not."""
+    # A host with IPv6 alone is usable, so a problem with one family is not an error.
     if problems[_IPV4] and not problems[_IPV6]:
         return ok("loopback", f"{_IPV6}; no IPv4 ({problems[_IPV4]})")
     if problems[_IPV4]:
@@ -46,7 +47,9 @@ def check_interfaces(found: Sequence[Interface], environ: Mapping[str, str], way
     for variable in TORCH_VARIABLES:
         if environ.get(variable):
             fix = f"set {VARIABLE}, too, to choose it for Echelon's connections"
-            return warning("interfaces", f"{listed}. {variable}={environ[variable]} is for torch's alone", fix)
+            return warning(
+                "interfaces", f"{listed}. {variable}={environ[variable]} applies to torch's connections only", fix
+            )
     if not usable:
         return warning("interfaces", "only loopback", "for runs on several hosts, connect this one to their network")
     if not ways:

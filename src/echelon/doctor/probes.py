@@ -42,6 +42,7 @@ def listening_problem(address: str, port: int) -> str:
         with socket.create_server((address, port), family=family_of(address), backlog=1):
             return ""
     except OSError as error:
+        # EADDRNOTAVAIL: no interface of this host has the address.
         return "" if error.errno == errno.EADDRNOTAVAIL else reason(error)
 
 

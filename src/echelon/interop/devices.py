@@ -79,6 +79,7 @@ class ByDevice(_TorchGroup):  # type: ignore[misc]
         Raises:
             UnsupportedOp: the user named no backend for the device type.
         """
+        # Made on first use, since a group written in Python has only one backend when torch makes it.
         found = self._elsewhere.get(device.type)
         if found is None:
             name = self._backends().get(device.type)
@@ -91,7 +92,7 @@ class ByDevice(_TorchGroup):  # type: ignore[misc]
                 dist.get_process_group_ranks(self),
                 timedelta(seconds=self.group.timeout),
                 name,
-                use_local_synchronization=True,
+                use_local_synchronization=True,  # only members of this group call
             )
         return found
 

@@ -29,6 +29,7 @@ class EchelonProcessGroup(Collectives):
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
         """Starts a receive of one tensor from a group rank."""
         tensor = only(writable(tensors, "recv"), "recv")
+        # Other tensors, such as strided ones, get a copy of the message at the end.
         in_place = is_plain(tensor)
         work = self.group.irecv(src, tag, flat(tensor) if in_place else None)
 

@@ -454,7 +454,7 @@ def _lanes_run_beside(run_ranks: RunRanks) -> None:
             backend.send(torch.tensor([tag]), other, tag, timeout=SECONDS)
             return int(backend.recv(other, tag, timeout=SECONDS).item())
 
-        order = (0, 1) if backend.rank == 0 else (1, 0)  # in one lane this would wait for ever
+        order = (0, 1) if backend.rank == 0 else (1, 0)  # a deadlock if both were in one lane
         works = {lane: backend.start(partial(exchange, lane), f"lane {lane}", lane) for lane in order}
         for lane, work in works.items():
             expect(work.wait(SECONDS) == lane, f"lane {lane} returned {work.result()}")

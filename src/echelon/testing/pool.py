@@ -61,7 +61,7 @@ class RankPool:
         name = environment.read_backend(os.environ, backend)
         call = pickle_call(fn, args)
         workers = self._take(world_size)
-        fresh = any(worker.is_fresh for worker in workers)
+        fresh = any(worker.is_fresh for worker in workers)  # the import of torch does not count as time of `fn`
         try:
             return run_job(workers, call, backend=name, timeout=timeout, deadline=timeout + fresh * _STARTUP)
         finally:
@@ -74,7 +74,7 @@ class RankPool:
         """
         self._closed = True
         atexit.unregister(self.close)
-        if os.getpid() != self._process:
+        if os.getpid() != self._process:  # a forked child
             return
         workers, self._workers = self._workers, []
         for worker in workers:  # all first, so that they exit at the same time
@@ -87,7 +87,7 @@ class RankPool:
         if self._closed:
             raise LaunchError("this RankPool is closed: make a new one")
         idle, self._workers = self._workers, []
-        self._give_back(idle)  # without those that have died since
+        self._give_back(idle)  # ends the ones that have died since
         while len(self._workers) < count:
             self._workers.append(Worker())
         taken = self._workers[:count]

@@ -42,8 +42,10 @@ def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks
                 backend.close()
             except BaseException as error:
                 errors.append(error)
+                # Peers that wait for this rank fail at once instead of at their timeouts.
                 backend.abort(f"{type(error).__name__}: {error}")
 
+        # Daemons, so that a hanging rank does not keep the process from its end.
         threads = [threading.Thread(target=run_rank, args=item, daemon=True) for item in enumerate(world)]
         for thread in threads:
             thread.start()
@@ -59,7 +61,7 @@ def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks
 
 
 def simulated_ranks(seed: int = 0, network: NetworkLike = None) -> RunRanks:
-    """Returns a runner on simulated ranks, one at a time. `seed` and `network` are those of `simulate`."""
+    """Returns a runner on simulated ranks, one at a time. `seed` and `network` as for `simulate`."""
 
     def run(world_size: int, act: Act) -> list[object]:
         def run_rank(group: ProcessGroup) -> object:
