@@ -55,7 +55,7 @@ def test_processes_tune_and_new_ones_go_by_it(pool, capsys, monkeypatch, tmp_pat
     [
         ("-n 1", "-n 1: give 2 to 1024 ranks"),
         ("-n 1000000", "-n 1000000: give 2 to 1024 ranks"),
-        ("--backend shm", "--backend shm: algorithms are of messages; give tcp or simulated"),
+        ("--backend shm", "--backend shm: algorithms are for messages; give tcp or simulated"),
         (
             "--backend simulated",
             "--backend simulated is not this system: name a file of its own, as --output tuned.json",
