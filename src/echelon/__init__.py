@@ -1,7 +1,7 @@
 """Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.
 
-The names below are the public ones. Those that need torch are imported when they are first used: torch takes seconds to
-import, and neither `echelon --help` nor a pipeline schedule needs it.
+The names below are the public ones. Names that need torch are imported on first use: torch takes seconds to import, and
+neither `echelon --help` nor a pipeline schedule needs it.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _torch_versions.require()
+    _torch_versions.require()  # before a module fails on a name that this torch lacks
     value: object = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
+    globals()[name] = value  # cached: Python calls __getattr__ only for missing names
     return value
 
 

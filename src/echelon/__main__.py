@@ -1,4 +1,4 @@
-"""`python -m echelon` is the command line."""
+"""Command line as `python -m echelon`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Everything that Echelon uses of torch without torch promising to keep it, with the reason.
+"""Private interfaces of torch that Echelon uses, each with the reason.
 
-Each private name stands in `_torch_versions.PRIVATE_NAMES` too, by which versions of torch that lack one are refused.
+Each private name is also in `_torch_versions.PRIVATE_NAMES`: a version of torch that lacks one is refused.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ __all__ = [
     "wraps_new_tensors",
     "writes_in_place",
 ]
-# DistributedBackendOptions: what torch.distributed hands to the function that makes a group of a registered backend.
-# resolve_process_group, register_work: functional collectives are given the name of a group, and have their Work found
-# again by the tensor that it writes.
-# tree_...: what torch.export takes inputs and outputs apart with. Libraries register their own containers there.
+# DistributedBackendOptions: argument of the function that makes a group of a registered backend.
+# resolve_process_group, register_work: functional collectives get the name of a group, and torch finds their Work by
+# the tensor that it writes.
+# tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What sees every operation of a thread, in backward too, if a subclass has `__torch_dispatch__`.
+    """Base of modes whose `__torch_dispatch__` sees every operation of a thread, in backward too.
 
-    Documented, but in a module whose name says that it is private. As it is, its first operation imports torch.compile,
-    so that nothing of the mode is compiled; that takes more than a second, in the first step of whoever uses a mode.
+    Documented, but in a private module. torch's own class imports torch.compile at the first operation, to keep the
+    mode out of compiled code; that takes more than a second in the first step.
     """
 
     @classmethod
@@ -84,15 +84,13 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_faking() -> bool:
-    """Says whether FakeTensorMode is active in this thread: every new tensor is a fake one then.
-
-    Nothing public tells. The depth of the stack of modes is asked for first, since it takes a third of the time.
-    """
+    """Whether FakeTensorMode is active in this thread, so that every new tensor is fake. torch has no public way."""
+    # The depth of the stack first: it takes a third of the time.
     return _len_torch_dispatch_stack() > 0 and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
 def wraps_new_tensors() -> bool:
-    """Whether new tensors of this thread can be without memory: FakeTensorMode or a transform of torch.func is active.
+    """Whether new tensors of this thread can be without memory, in FakeTensorMode or a transform of torch.func.
 
     Inside of `torch.func.grad`, `jvp` and `functionalize` even `torch.empty` returns a wrapper.
     """
@@ -100,7 +98,8 @@ def wraps_new_tensors() -> bool:
 
 
 def is_dual(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a tangent of forward-mode AD. The public `unpack_dual` takes 10 times as long to say no."""
+    """Whether a tensor has a tangent of forward-mode AD."""
+    # Fast path: without an active level there are no tangents. The public `unpack_dual` takes 10 times as long.
     return forward_ad._current_level >= 0 and _tangent(tensor) is not None
 
 
@@ -110,14 +109,14 @@ def _tangent(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
-    """Calls `finish` when the backward pass that is running has computed everything, or `abandon` if it fails.
+    """Calls `finish` at the end of the current backward pass, or `abandon` if the pass fails.
 
-    To be called from a hook that runs in a backward pass, or from a `finish`, which then is followed by the others that
-    were asked for before, and by this one. What `finish` raises comes out of `backward()`.
+    Call it from a hook of a backward pass, or from a `finish`: the new callback then runs after all earlier ones.
+    Exceptions of `finish` propagate out of `backward()`.
 
-    torch has no public way: hooks see one tensor each and cannot know which is the last, because a parameter that was
-    not used has none; `register_multi_grad_hook` runs before the last gradient is accumulated, and for
-    `torch.autograd.grad` as well. The engine owns the callback; that it is dropped uncalled tells of a failure.
+    torch has no public way. A hook sees one tensor and cannot know which is the last, since an unused parameter has
+    none. `register_multi_grad_hook` runs before the last gradient is accumulated, and for `torch.autograd.grad` too.
+    Autograd's engine owns the callback; it drops the callback uncalled if the pass fails.
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(_End(finish, abandon))
@@ -134,7 +133,7 @@ class _End:
         self._finish()
 
     def __del__(self) -> None:
-        if not self._called:
+        if not self._called:  # dropped by the engine: the backward pass has failed
             self._abandon()
 
 
@@ -145,16 +144,16 @@ def run_backward(
     into_leaves: bool = False,
     keep_graph: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Runs a graph from `roots`, each with its gradient.
+    """Runs backward from `roots` and returns the gradients of `inputs`, None for unreachable ones.
 
-    What `torch.autograd.grad` and `.backward` do after they have looked at their arguments, which takes them longer
-    than the backward of a small layer.
+    Skips the argument checks of `torch.autograd.grad` and `.backward`, which take longer than the backward of a small
+    layer.
 
     Args:
-        roots: where to start.
-        inputs: where to stop; none: at all leaves, then `into_leaves` must be set.
-        into_leaves: add what arrives at leaves into their .grad, and return nothing.
-        keep_graph: the graph, or a part of it, will be run again.
+        roots: edges to start from, each with its gradient.
+        inputs: edges to stop at; empty: at all leaves, which needs `into_leaves`.
+        into_leaves: accumulate the gradients of leaves into their .grad, and return an empty list.
+        keep_graph: keep the graph for another run.
     """
     edges = tuple(edge for edge, _ in roots)
     gradients = tuple(gradient for _, gradient in roots)
@@ -165,36 +164,35 @@ def run_backward(
 
 
 def is_in_backward() -> bool:
-    """Returns whether this thread is computing a backward. torch tells only its own reducers."""
+    """Whether this thread is computing a backward. torch has no public way."""
     return torch._C._current_graph_task_id() != -1
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """Returns how many tensors, and other owners, share the memory of a tensor, this one included.
+    """Returns the number of owners of a tensor's memory: tensors, this one included, and others.
 
-    torch has no public way: views of views, and what autograd saved, own the memory without the tensor that it was made
-    for.
+    torch has no public way: views of views and tensors saved by autograd own the memory without the original tensor.
     """
     storage = tensor.untyped_storage()  # counts itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def hooks_after_gradient(parameter: torch.nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
-    """Returns what `register_post_accumulate_grad_hook` was given; torch has no public way to ask for it."""
+    """Returns the hooks registered by `register_post_accumulate_grad_hook`. torch has no public way."""
     hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
     return list((hooks or {}).values())
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor, or one that shares its memory, was changed in place.
+    """Returns the version counter: in-place changes of a tensor and of its views.
 
-    torch compares it for what it saves for backward by itself, but not for what goes through `saved_tensors_hooks`.
+    torch compares it for tensors that it saves for backward, but not for those in `saved_tensors_hooks`.
     """
     return tensor._version
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Returns a context in which new tensors have a shape, a dtype and a device, and no data.
+    """Returns a context in which new tensors have a shape, a dtype and a device, but no data.
 
     The meta device is no substitute: its tensors do not mix with those of the device that a model will run on.
     """
@@ -202,33 +200,32 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:
-    """Returns what, called with the inputs (flat), raises AssertionError unless they take the path that was exported.
+    """Returns the guards of an exported program, to be called with the flat inputs. None if it has none.
 
-    torch puts it into the module that an exported program becomes, under a private name; alone it cannot be had.
+    They raise AssertionError unless the inputs take the exported path. torch makes them only as a child of the unlifted
+    module, under a private name.
     """
     return dict(exported.module().named_children()).get("_guards_fn")
 
 
 def writes_in_place(operation: object) -> bool:
-    """Whether one of torch's operators changes its arguments. Only its schema says so, and that has no public name."""
+    """Whether one of torch's operators changes its arguments. Only its schema knows, which has no public name."""
     return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
 
 
 def draws_random_numbers(operation: object) -> bool:
-    """Whether one of torch's operators draws from the generator of its device."""
+    """Whether one of torch's operators draws random numbers from its device's generator."""
     return isinstance(operation, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operation.tags
 
 
 def all_gather_into(group: dist.ProcessGroup, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
-    """Has a group gather the tensors of all ranks into `out`, and returns what to wait for.
-
-    By the name that it has in every torch that Echelon supports; the public one came with 2.13.
-    """
+    """Starts an all-gather of `tensor` into `out` and returns its Work."""
+    # The name in every supported torch; the public one came with 2.13.
     return group._allgather_base(out, tensor)
 
 
 def resolve_process_group(group: str | dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns the group of a name. torch 2.15 may give a functional collective the group itself."""
+    """Returns the group of a name. torch 2.15 may pass a functional collective the group itself."""
     return _resolve_process_group(GroupName(group)) if isinstance(group, str) else group
 
 
@@ -242,15 +239,15 @@ def backend_config(group: dist.ProcessGroup) -> str:
 
 
 def operators_of(namespace: str) -> tuple[str, ...]:
-    """Returns the names of all operators of a namespace, sorted; `dir(torch.ops...)` has those that were used."""
+    """Returns the names of all operators of a namespace, sorted. `dir(torch.ops...)` lists only used ones."""
     known = [each.partition("::") for each in torch._C._dispatch_get_all_op_names()]
     return tuple(sorted(name for space, _, name in known if space == namespace))
 
 
 def fail_when_unwrapped(future: torch.futures.Future[T], error: Exception) -> None:
-    """Has a future that is not done yet raise an error to whoever asks for its value in Python.
+    """Makes an unfinished future raise `error` when Python asks for its value.
 
-    `set_exception` makes the exception itself the value as well, which torch's C++ then takes for one.
+    `set_exception` would store the exception as the value, which torch's C++ takes for a result.
     """
 
     def fail(_: object) -> None:
@@ -262,18 +259,18 @@ def fail_when_unwrapped(future: torch.futures.Future[T], error: Exception) -> No
 def make_process_group(
     engines: Mapping[str, str], store: Store, rank: int, size: int, timeout: timedelta, host: str
 ) -> dist.ProcessGroup:
-    """Makes a process group for some ranks of a world, by these alone.
+    """Makes a torch process group. Called by its members only; blocks until they connect.
 
     torch's public `new_group` must be called by all ranks of the world, members or not. With its
-    `use_local_synchronization` only members need to, but then its name is made of the number of groups that a process
-    has, and ranks with different numbers of groups never meet.
+    `use_local_synchronization` only members call it, but the group's name then contains the number of groups of the
+    process: ranks with different numbers of groups never meet.
 
     Args:
-        engines: for each device type, "gloo", "nccl", "mpi" or "ucc".
-        store: reached by all members, and used by nobody else.
-        rank, size: among the members, and how many they are.
-        timeout: for the members to connect.
-        host: the address at which Gloo is to listen; empty: the one that torch chooses.
+        engines: c10d backend for each device type: "gloo", "nccl", "mpi" or "ucc".
+        store: reached by all members, used for nothing else.
+        rank, size: this rank among the members, and their number.
+        timeout: time for the members to connect.
+        host: address at which Gloo listens; empty: torch's choice.
     """
     group = dist.ProcessGroup(store, rank, size)
     for number, (device, engine) in enumerate(engines.items()):

@@ -1,7 +1,7 @@
 """Versions of torch that Echelon works with, and the private names of torch that it needs.
 
-A version that is too old, or that lacks a private name, is refused when Echelon first needs torch. A version newer than
-those that were tried is not refused if it has all the names.
+A version that is too old, or that lacks a private name, is refused when Echelon first needs torch. A newer version than
+the tested ones is accepted if it has all names.
 
 Pure.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 
 OLDEST = (2, 11)
-"""The oldest version; pyproject.toml asks for it too."""
+"""Oldest supported version, as in pyproject.toml."""
 TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""The versions on which tests were run, as by `make compat TORCH=2.15.0`; CONTRIBUTING.md says which tests."""
+"""Tested versions, as by `make compat TORCH=2.15.0`; CONTRIBUTING.md lists the tests."""
 
 PRIVATE_NAMES = (
     "torch.Tensor._post_accumulate_grad_hooks",
@@ -48,21 +48,22 @@ PRIVATE_NAMES = (
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_unflatten",
 )
-"""What `_torch_private.py` uses; a name of an instance stands here with its class, or with one instance."""
+"""Private names that `_torch_private.py` uses. A name of instances is listed under its class, or one instance."""
 
 GLOO_NAMES = (
     "torch.distributed.ProcessGroupGloo._Options._devices",
     "torch.distributed.ProcessGroupGloo._Options._timeout",
 )
-"""The same, of builds of torch that have Gloo."""
+"""Further private names, present only in builds of torch with Gloo."""
 
 
 class UnsupportedTorch(ImportError):
-    """A version of torch that Echelon does not work with."""
+    """Unsupported version of torch."""
 
 
 def lacking() -> tuple[str, ...]:
-    """Returns the private names that Echelon needs and the installed torch lacks. Imports torch."""
+    """Returns the needed private names that the installed torch lacks. Imports torch."""
+    # The module itself stays pure, so that `echelon plan` starts without torch.
     import torch.distributed
 
     has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
@@ -80,7 +81,7 @@ def problem(version: str, lacking: tuple[str, ...]) -> str:
 
 
 def fix() -> str:
-    """Returns what to do about a version that cannot be used."""
+    """Returns advice for an unsupported version: the command that installs a supported one."""
     major, minor = release(TRIED[-1])
     oldest = ".".join(map(str, OLDEST))
     return (
@@ -90,13 +91,13 @@ def fix() -> str:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Returns the first two numbers of a version."""
+    """Returns major and minor number of a version."""
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
 
 
 def require() -> None:
-    """Imports torch, and refuses a version that Echelon does not work with.
+    """Imports torch and refuses an unsupported version.
 
     Raises:
         UnsupportedTorch: torch is too old, or lacks a private name.
@@ -108,7 +109,7 @@ def require() -> None:
 
 
 def _exists(name: str) -> bool:
-    """Whether a module, or an attribute of one, is there under its full name."""
+    """Whether a dotted name is a module or an attribute of one."""
     package, *parts = name.split(".")
     found: object = importlib.import_module(package)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Checks of arguments that many calls share: timeouts, and names out of a list. Pure."""
+"""Checks of arguments that many calls share: numbers, world sizes, timeouts, names from a list. Pure."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from numbers import Real
 
 from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize
 
-# What numbers a simulation can be given.
-
 
 def is_amount(value: object) -> bool:
-    """Says whether a value is a number, at least 0 and finite: seconds, say."""
+    """Whether a value is a finite number of at least 0, such as seconds."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
 
 
 def is_factor(value: object) -> bool:
-    """Says whether a value is a number above 0, and finite."""
+    """Whether a value is a finite number above 0."""
     return is_amount(value) and value != 0
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Says whether a value is a whole number, at least `least`."""
+    """Whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-# The limits on how many ranks a world and a host may have. A number above them is a slip, or a wrong variable.
-
+# A number above these limits is a slip, or comes from a wrong variable.
 MAX_WORLD_SIZE = 65_536
 """Ranks of one world."""
 MAX_LOCAL_WORLD_SIZE = 4_096
@@ -36,7 +33,7 @@ MAX_LOCAL_WORLD_SIZE = 4_096
 
 
 def check_world_size(world_size: int, name: str = "world_size", maximum: int = MAX_WORLD_SIZE) -> None:
-    """Raises InvalidWorldSize unless `world_size`, which was given as `name`, is a number of ranks up to `maximum`."""
+    """Raises InvalidWorldSize unless `world_size`, given as `name`, is a number of ranks from 1 to `maximum`."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise InvalidWorldSize(f"{name}={world_size!r}: a world has at least 1 rank: give 1 or more")
     if world_size > maximum:
@@ -50,7 +47,7 @@ def check_seconds(timeout: object) -> float:
     """Returns the timeout of one call.
 
     Raises:
-        InvalidArgument: it is not a number of seconds of at least 0.
+        InvalidArgument: `timeout` is not a number of seconds of at least 0.
     """
     # Exact types first: an isinstance of numbers.Real takes ten times as long. nan fails the comparison.
     if (type(timeout) is float or type(timeout) is int) and timeout >= 0:
@@ -61,27 +58,27 @@ def check_seconds(timeout: object) -> float:
 
 
 def check_default_timeout(timeout: object, error: type[EchelonError]) -> float:
-    """Returns the timeout that holds for all calls of a group; raises `error` unless it is a number above 0."""
+    """Returns the default timeout of a group's calls. Raises `error` unless it is a number above 0."""
     if isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) > 0:
         return float(timeout)
     raise error(f"timeout={shown(timeout)}: use a number of seconds above 0")
 
 
 def check_bucket_mb(size: object) -> float:
-    """Returns the size of a bucket; raises InvalidArgument unless it is a number of mebibytes above 0."""
+    """Returns the size of a bucket in mebibytes. Raises InvalidArgument unless it is a number above 0."""
     if isinstance(size, Real) and not isinstance(size, bool) and float(size) > 0:
         return float(size)
     raise InvalidArgument(f"bucket_mb={shown(size)}: use a size in mebibytes above 0, such as 25")
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a wrong value. Objects whose repr may have many lines, such as tensors, by their type."""
+    """Returns the repr of a wrong value. Only its type if the repr is long or has several lines, as for tensors."""
     text = repr(value)
     return text if len(text) <= 100 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def named(value: object) -> str:
-    """Returns a wrong argument in few words and one line: "None", "2 (int)", "the class Linear", "of type Tensor"."""
+    """Describes a wrong argument in a few words: "None", "2 (int)", "the class Linear", "of type Tensor"."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -91,12 +88,12 @@ def named(value: object) -> str:
 
 
 def choices(name: object, names: Iterable[str], otherwise: str = "use one of") -> str:
-    """Returns the end of an error about an unknown name: the nearest name, if one is near, then all of them.
+    """Returns the end of an error about an unknown name: the closest known name, if any, then all names.
 
     Args:
-        name: the unknown one; may be of any type.
-        names: all that there are.
-        otherwise: begins the list if no name is near.
+        name: the unknown name, of any type.
+        names: all known names.
+        otherwise: begins the list if no name is close.
     """
     by_lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []

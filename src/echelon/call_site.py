@@ -1,4 +1,4 @@
-"""Where in the user's program something was called: file and line of the user's own code, not of a library's."""
+"""Call sites: file and line of the user's own code, not of a library's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import TypeAlias
 
 Place: TypeAlias = tuple[CodeType, int]
-"""A code object and the number of an instruction in it: what a line is found from when somebody asks for it."""
+"""Code object and index of an instruction in it. The line is computed on demand, since that is slower."""
 
 _FOREIGN = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
@@ -19,26 +19,26 @@ _FOREIGN = (
     sysconfig.get_path("purelib") + os.sep,
     "<",
 )
-"""Where a line is not the user's own: this package, the standard library, installed packages, frozen modules."""
+"""Path prefixes of foreign code: this package, the standard library, installed packages, frozen modules."""
 
 
 @functools.cache
 def is_own(path: str) -> bool:
-    """Says whether a source file is this package's."""
+    """Whether a source file belongs to this package."""
     return path.startswith(_FOREIGN[0])
 
 
 @functools.cache
 def is_foreign(path: str) -> bool:
-    """Says whether a source file is this package's, the standard library's or an installed one, not the user's own."""
+    """Whether a source file belongs to this package, the standard library or an installed package."""
     return path.startswith(_FOREIGN)
 
 
 def calling_place(depth: int = 1) -> Place | None:
-    """Returns the innermost place in the user's own code that led here; None if there is none.
+    """Returns the innermost call site in the user's code that led here. None if there is none.
 
     Args:
-        depth: how many calls up to begin; what is passed over is known to be no user's.
+        depth: number of frames to skip, all known to be this package's.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -50,7 +50,7 @@ def calling_place(depth: int = 1) -> Place | None:
 
 
 def place_of_thread(ident: int | None) -> Place | None:
-    """Returns the innermost place in the user's own code that a thread is in; None if there is none."""
+    """Returns the innermost call site in the user's code of a running thread. None if there is none."""
     frame = None if ident is None else sys._current_frames().get(ident)
     while frame is not None and is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
@@ -58,7 +58,7 @@ def place_of_thread(ident: int | None) -> Place | None:
 
 
 def line_of(place: Place | None) -> str:
-    """Returns "file:line" of a place, the file as the program names it; empty for None."""
+    """Returns "file:line" of a call site, the file as the program names it. Empty for None."""
     if place is None:
         return ""
     code, instruction = place
@@ -67,7 +67,7 @@ def line_of(place: Place | None) -> str:
 
 
 def source_of(place: Place | None) -> str:
-    """Returns "file:line: the text of that line"; empty for None."""
+    """Returns "file:line: source text". Empty for None."""
     where = line_of(place)
     path, _, number = where.rpartition(":")
     text = linecache.getline(path, int(number)).strip() if where else ""

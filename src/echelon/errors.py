@@ -1,4 +1,4 @@
-"""The exceptions that Echelon raises.
+"""Exceptions of Echelon.
 
 The type says who is to blame, the fields say where, the message says what happened and what to do:
 
@@ -24,7 +24,7 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── ProtocolError        (ConnectionError)     the world: a peer that speaks something else
     └── Timeout              (TimeoutError)        the world or you: it took too long
 
-Each is also the nearest builtin, so `except TimeoutError` and `except ValueError` work.
+Each also derives from the closest builtin, so `except TimeoutError` and `except ValueError` work.
 
 Pure.
 """
@@ -35,10 +35,10 @@ from typing import TypeAlias
 
 
 class EchelonError(Exception):
-    """The base of every exception that Echelon raises on purpose."""
+    """Base of all exceptions of Echelon."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default would call the class again with the finished message alone.
+        # Pickling's default calls the class with the finished message alone, which most __init__ here do not take.
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -50,11 +50,11 @@ def _rebuild(cls: type[EchelonError], args: tuple[object, ...], state: dict[str,
 
 
 class InvalidArgument(EchelonError, TypeError, ValueError):
-    """An argument of another type than the call takes, or a value that it cannot have."""
+    """Argument of a wrong type or value."""
 
 
 class InvalidRank(EchelonError, ValueError):
-    """A rank that is not in the group."""
+    """Rank outside the group."""
 
     def __init__(self, rank: object, world_size: int, what: str = "rank") -> None:
         self.rank = rank
@@ -66,11 +66,11 @@ class InvalidRank(EchelonError, ValueError):
 
 
 class InvalidWorldSize(EchelonError, ValueError):
-    """A number of ranks that cannot be, or that does not match the layout asked for."""
+    """Impossible number of ranks, or one that does not match the requested layout."""
 
 
 class SelfSend(EchelonError, ValueError):
-    """A message that a rank addressed to itself."""
+    """Message that a rank addressed to itself."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -78,7 +78,7 @@ class SelfSend(EchelonError, ValueError):
 
 
 class SizeMismatch(EchelonError, ValueError):
-    """A tensor that does not fit the place it is meant for. The connection stays usable."""
+    """Tensor that does not fit its destination. The connection stays usable."""
 
     def __init__(
         self,
@@ -94,12 +94,16 @@ class SizeMismatch(EchelonError, ValueError):
 
 
 class CollectiveMismatch(EchelonError, RuntimeError):
-    """Ranks that called different collectives, the same one with different arguments, or not as many."""
+    """Disagreement of ranks: different collectives, different arguments, or different numbers of calls."""
 
     def __init__(self, message: str, rank: int | None = None, theirs: str = "", *, departed: int | None = None) -> None:
-        """Says that `rank` of the world, if it is known which, is in `theirs`, where this rank is in something else.
+        """Records the disagreement.
 
-        A rank that `departed` has closed its group instead of making the call.
+        Args:
+            message: the text of the exception.
+            rank: the world's rank that differs; None: unknown.
+            theirs: operation of that rank.
+            departed: rank that has closed its group instead of making the call.
         """
         self.rank = rank
         self.theirs = theirs
@@ -107,57 +111,61 @@ class CollectiveMismatch(EchelonError, RuntimeError):
         super().__init__(message)
 
     def noticed_by(self, operation: str) -> CollectiveMismatch:  # noqa: ARG002
-        """Returns it as an operation raises it: anew."""
+        """Returns a copy for an operation to raise, without the traceback of earlier raises."""
         return CollectiveMismatch(str(self), self.rank, self.theirs, departed=self.departed)
 
     def told_by(self, rank: int) -> CollectiveMismatch:  # noqa: ARG002
-        """Returns it as other ranks hear it from `rank`: unchanged."""
+        """Returns the error that other ranks raise when `rank` reports it: the same."""
         return self
 
 
 class Closed(EchelonError, RuntimeError):
-    """A group or backend that this rank has closed or aborted, or a pipeline that ended with a failure."""
+    """Use of a group or backend that this rank has closed or aborted, or of a pipeline that has failed."""
 
 
 class UnsupportedOp(EchelonError, NotImplementedError):
-    """An operation that this backend cannot do with this dtype or device."""
+    """Operation that the backend does not support for this dtype or device."""
 
 
 class ScheduleError(EchelonError, ValueError):
-    """A pipeline schedule that cannot run. Lists every problem found."""
+    """Pipeline schedule that cannot run. The message lists every problem."""
 
 
 class PlanError(EchelonError, ValueError):
-    """A collective's plan or algorithm that cannot run. Lists every problem found."""
+    """Collective plan or algorithm that cannot run. The message lists every problem."""
 
 
 class PartitionError(EchelonError, ValueError):
-    """A model that cannot be cut into the stages asked for."""
+    """Model that cannot be cut into the requested stages."""
 
 
 class NotFinite(EchelonError, ArithmeticError):
-    """A loss that is infinite or not a number."""
+    """Loss that is infinite or not a number."""
 
 
 class LaunchError(EchelonError, ValueError):
-    """A job that cannot be started as asked: environment variables, a script, a function or a backend's name."""
+    """Job that cannot be started: wrong environment variables, script, function or backend name."""
 
 
 class FileError(EchelonError, OSError):
-    """A file that cannot be written or read, with its path and the folder that is missing."""
+    """File that cannot be written or read. The message has its path and a missing folder."""
 
 
 class DeadlockError(EchelonError, RuntimeError):
-    """Every rank waits for another one."""
+    """Deadlock: every rank waits for another one."""
 
 
 class PeerFailed(EchelonError, ConnectionError):
-    """Another rank died, closed its connections or left with an exception."""
+    """Failure of another rank: it died, closed its connections or left with an exception."""
 
     def __init__(self, rank: int, reason: str, operation: str = "", *, has_closed: bool = False) -> None:
-        """Says which rank of the world failed, why, and during which operation of this rank it was noticed.
+        """Records the failure.
 
-        A rank that `has_closed` its group has not failed: it has made fewer calls than this one.
+        Args:
+            rank: the world's rank that failed.
+            reason: the cause, as the end of a sentence about it.
+            operation: this rank's operation during which it was noticed.
+            has_closed: the rank has not failed: it closed its group after fewer calls than this rank.
         """
         self.rank = rank
         self.reason = reason
@@ -166,43 +174,44 @@ class PeerFailed(EchelonError, ConnectionError):
         super().__init__(f"rank {rank} failed: {reason}" + (f" (noticed by {operation})" if operation else ""))
 
     def noticed_by(self, operation: str) -> PeerFailed:
-        """Returns it as an operation of this rank raises it."""
+        """Returns a copy for an operation of this rank to raise."""
         return PeerFailed(self.rank, self.reason, operation)
 
     def told_by(self, rank: int) -> PeerFailed:
-        """Returns it as other ranks hear it from `rank`."""
-        return self if rank == self.rank else PeerFailed(self.rank, f"{self.reason} (told by rank {rank})")
+        """Returns the error that other ranks raise when `rank` reports it."""
+        return self if rank == self.rank else PeerFailed(self.rank, f"{self.reason} (reported by rank {rank})")
 
 
 class ConnectError(EchelonError, ConnectionError):
-    """The ranks did not all find each other in time."""
+    """Rendezvous that not all ranks reached in time."""
 
 
 class AuthenticationError(EchelonError, ConnectionError):
-    """A peer that could not prove that it knows the secret of this job."""
+    """Peer that could not prove that it knows the secret of this job."""
 
 
 class ProtocolError(EchelonError, ConnectionError):
-    """A peer that sent what Echelon does not send: another version, or something else altogether."""
+    """Peer that violates the protocol: another version of Echelon, or another program."""
 
 
 class Timeout(EchelonError, TimeoutError):
-    """An operation that did not finish in the time it was given."""
+    """Operation that did not finish within its timeout."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        """Says that these ranks of the world were waited for: they are late, or do not answer. Empty: not known."""
+        """Records the world's ranks that were waited for, which are late or do not answer. Empty: unknown."""
         self.ranks = ranks
         super().__init__(message)
 
 
 Failure: TypeAlias = PeerFailed | CollectiveMismatch
-"""What ends the collectives of a group on all its ranks."""
+"""Errors that revoke a group: its collectives fail on all ranks."""
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Removes the traceback of a failure, which is kept and raised at each later call; returns the same error.
+    """Removes the traceback of a failure and returns the same error. Other errors stay as they are.
 
-    The traceback would grow by the frames of each call, and keep their tensors alive. Other errors stay as they are.
+    A failure is kept and raised at each later call. Its traceback would grow by the frames of each call, and keep their
+    tensors alive.
     """
     if isinstance(error, PeerFailed | CollectiveMismatch):
         error.__traceback__ = None
@@ -210,9 +219,9 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def failure_of(error: BaseException, rank: int) -> PeerFailed:
-    """Returns an error of a rank as the other ranks are to hear it.
+    """Returns the error that other ranks raise when `rank` fails with `error`.
 
-    A rank whose time is up has not failed. If it has waited for one rank only, that rank is the cause.
+    A rank that timed out has not failed. If it waited for one rank only, that rank is the cause.
     """
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, Timeout) and len(error.ranks) == 1:

@@ -1,4 +1,4 @@
-"""Exit statuses: how a SystemExit ends its process, and how the other ranks hear of it. Pure."""
+"""Exit statuses of SystemExit, and the reasons that peers are given when a rank leaves. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def status_of(code: object) -> int:
 
 
 def fails(error: BaseException | None) -> bool:
-    """Whether a rank that leaves with this exception has failed. One that leaves with `sys.exit(0)` has not."""
+    """Whether a rank that leaves with this exception has failed. False for `sys.exit(0)` and for None."""
     if isinstance(error, SystemExit):
         return status_of(error.code) != 0
     return error is not None
@@ -24,7 +24,7 @@ def describe_exit_of(code: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns why a rank left with an exception, in one line, as its peers are told."""
+    """Returns in one line why a rank left with an exception, as its peers report it."""
     return f"it {describe_exit_of(error.code)}" if isinstance(error, SystemExit) else summarize(error)
 
 

@@ -1,4 +1,4 @@
-"""Files that a user names: errors of opening them become one line that says what to do. Pure."""
+"""Files named by the user: checks of paths, and errors of opening them as one line with advice. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.errors import FileError, InvalidArgument
 
 
 def check_path(path: object) -> str:
-    """Returns a path as text; raises InvalidArgument if it is none."""
+    """Returns a path as text. Raises InvalidArgument if it is not a path."""
     if not isinstance(path, str | os.PathLike):
         raise InvalidArgument(f"path is {named(path)}: give the name of a file, such as 'plan.svg'")
     name = os.fsdecode(path)
@@ -22,7 +22,7 @@ def check_path(path: object) -> str:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Checks a path to be written to, and maps the errors of writing it inside the with block.
+    """Checks an output path, and maps errors of writing it inside the with block to FileError.
 
     Raises:
         InvalidArgument: `path` is not a path.
@@ -40,7 +40,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Maps the errors of reading a file inside the with block.
+    """Maps errors of reading a file inside the with block to FileError.
 
     Raises:
         InvalidArgument: `path` is not a path.

@@ -1,8 +1,8 @@
-"""Collectives that return new tensors and that autograd goes through.
+"""Differentiable collectives and messages, which return new tensors.
 
-The gradient of each is that of the sum of all ranks' losses. Backward is itself made of these functions, so it can be
-differentiated again. Every rank must run the backward of every call: on ranks that get no result (of `reduce`, `gather`
-and `send`) the tensor returned has no elements, and belongs into the loss there, for example by adding its sum.
+The gradient of each is that of the sum of all ranks' losses. Backward consists of these functions too, so it can be
+differentiated again. Every rank must run the backward of every call. A rank that gets no result (of `reduce`, `gather`
+or `send`) gets a tensor without elements, which must be part of its loss, for example by adding its sum.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
 ]
 
 _GRADIENTS = 3 << 62
-"""The sequence number of gradients of messages: no collective gets so far, and no transfer between stages."""
-_LINEAR = ("sum", "mean")
+"""Sequence number of messages that carry gradients, out of reach of collectives and of transfers between stages."""
+_LINEAR = ("sum", "mean")  # reductions with a gradient that needs no values of the forward
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """Returns `tensor` combined over all ranks.
+    """Returns `tensor` reduced over all ranks.
 
     Args:
         tensor: same shape and dtype on every rank.
         group: the ranks.
-        op: sum, mean, product, min or max. Where ranks tie for min or max, they share the gradient. The gradients of
-            product, min and max cannot be differentiated again.
+        op: sum, mean, product, min or max. Ranks that tie for min or max share the gradient. The gradients of product,
+            min and max cannot be differentiated again.
 
     Raises:
         UnsupportedOp: another op.
@@ -69,13 +69,13 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
 
 
 def reduce(tensor: Tensor, dst: int, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """Returns `tensor` combined over all ranks on rank `dst`, and a tensor without elements on the others.
+    """Returns `tensor` reduced over all ranks on rank `dst`. A tensor without elements on other ranks.
 
     Args:
         tensor: same shape and dtype on every rank.
         dst: the rank that gets the result.
         group: the ranks.
-        op: as in `all_reduce`; for other than sum and mean every rank does as much as there.
+        op: as in `all_reduce`. Ops other than sum and mean cost as much as an all-reduce.
 
     Raises:
         UnsupportedOp: another op.
@@ -114,7 +114,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather(tensor: Tensor, dst: int, group: ProcessGroup) -> Tensor:
-    """Returns what `all_gather` does on rank `dst`, and a tensor without rows on the others.
+    """Returns the tensors of all ranks on rank `dst`, concatenated along dim 0. A tensor without rows on other ranks.
 
     Raises:
         InvalidRank: `dst` is not a rank of the group.
@@ -132,7 +132,7 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
     """Returns this rank's part of the tensor of rank `src`, split along dim 0 as torch.tensor_split does.
 
     Args:
-        tensor: on rank `src`, what to split; on others any tensor of the same dtype and the same dims but the first.
+        tensor: on rank `src` the tensor to split; on others any of the same dtype and the same dims but the first.
         src: the rank whose tensor it is.
         group: the ranks.
 
@@ -152,12 +152,12 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """Returns this rank's part of `tensor` combined over all ranks, split along dim 0 as torch.tensor_split does.
+    """Returns this rank's part of `tensor` reduced over all ranks, split along dim 0 as torch.tensor_split does.
 
     Args:
         tensor: same shape and dtype on every rank, at least one dim.
         group: the ranks.
-        op: as in `all_reduce`; for other than sum and mean every rank does as much as there.
+        op: as in `all_reduce`. Ops other than sum and mean cost as much as an all-reduce.
 
     Raises:
         UnsupportedOp: another op.
@@ -178,16 +178,16 @@ def all_to_all(
     in_splits: Sequence[int] | None = None,
     out_splits: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sends part r of `tensor` to every rank r and returns the parts that came, concatenated along dim 0.
+    """Sends part r of `tensor` to every rank r and returns the received parts, concatenated along dim 0.
 
     Args:
         tensor: same dtype and same dims but the first on every rank; a zero-dim tensor counts as one row.
         group: the ranks.
         in_splits: rows for each rank; None: split as torch.tensor_split does.
-        out_splits: rows from each rank; None: asked of them, in a small collective before.
+        out_splits: rows from each rank; None: exchanged in a small collective first.
 
     Raises:
-        InvalidArgument: splits that are no list of whole numbers.
+        InvalidArgument: splits that are not a list of whole numbers.
         SizeMismatch: splits that do not add up.
     """
     _check(tensor, group, "all_to_all")
@@ -201,18 +201,18 @@ def all_to_all(
 
 
 def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
-    """Sends a tensor to rank `dst`, which takes it by `recv`; its gradient comes back in the backward.
+    """Sends a tensor to rank `dst`, which receives it by `recv`. Backward receives its gradient.
 
-    Backward goes through messages in the opposite order. Where two ranks send to each other, use `sendrecv`.
+    Backward runs messages in the opposite order. Use `sendrecv` if two ranks send to each other.
 
     Args:
-        tensor: one that requires a gradient.
+        tensor: requires a gradient.
         dst: the receiver.
         group: the ranks.
         tag: as in `ProcessGroup.send`.
 
     Returns:
-        A tensor without elements that belongs into the loss.
+        A tensor without elements, which must be part of the loss.
 
     Raises:
         UnsupportedOp: the tensor requires no gradient.
@@ -223,9 +223,9 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup, tag: int = 0) -> Tensor:
 
 
 def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
-    """Returns the next tensor that rank `src` sends by `send`; its gradient goes back in the backward.
+    """Returns the next tensor that rank `src` sends by `send`. Backward sends its gradient back.
 
-    That of `Tensor.backward()`: torch.autograd.grad leaves out what does not come from its inputs, as this.
+    Only `Tensor.backward()` does: torch.autograd.grad skips functions that its inputs do not reach, such as this one.
 
     Args:
         src: the sender.
@@ -238,13 +238,13 @@ def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
 
 
 def sendrecv(tensor: Tensor, dst: int, src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
-    """Sends a tensor to rank `dst` and returns the next one of rank `src`; gradients go the other way, both at once.
+    """Sends a tensor to rank `dst` and returns the next one of rank `src`. Backward exchanges gradients the other way.
 
     Args:
-        tensor: one that requires a gradient.
+        tensor: requires a gradient.
         dst, src: as in `ProcessGroup.sendrecv`.
         group: the ranks.
-        tag: of both.
+        tag: tag of both messages.
 
     Raises:
         UnsupportedOp: the tensor requires no gradient.
@@ -269,6 +269,7 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         everyone = group.all_gather(tensor.detach()[None])
+        # The gradient is the product of the other ranks' values: not total / own, which fails at zero.
         others = torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]])
         ctx.group = group
         ctx.save_for_backward(others.prod(0).conj())
@@ -304,7 +305,7 @@ class _Reduce(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # The sum of no elements: zero, but part of the graph, since every rank takes part in a second backward too.
+        # The sum of no elements is zero, but part of the graph: every rank takes part in a second backward too.
         mine = gradient if ctx.group.rank == ctx.dst else gradient.new_zeros(ctx.shape) + gradient.sum()
         return _apply(_Broadcast, mine, ctx.group, ctx.dst), None, None
 
@@ -341,6 +342,7 @@ class _AllGather(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         group, sizes = ctx.group, ctx.sizes
+        # reduce_scatter splits evenly. For other sizes each rank gets all gradients of its rows, and adds them up.
         if sizes == _even(sum(sizes), group.world_size):
             return _apply(_ReduceScatter, gradient, group), None, None
         mine = sizes[group.rank]
@@ -384,7 +386,7 @@ class _Recv(Function):
         tag: int,
         is_gradient: bool,
     ) -> Tensor:
-        """Takes a tensor without elements, so that there is something which requires a gradient."""
+        """Takes a token without elements: autograd runs backward only for functions with an input that requires it."""
         ctx.group, ctx.src, ctx.tag = group, src, tag
         if is_gradient:
             return group.backend.recv(group.ranks[src], _gradient_tag(group, tag), timeout=group.timeout)
@@ -404,6 +406,7 @@ class _SendRecv(Function):
         if not is_gradient:
             return group.sendrecv(tensor, dst, src, tag)
         backend, place = group.backend, _gradient_tag(group, tag)
+        # Both at once, so that two ranks which exchange do not wait for each other.
         with backend.will_wait():
             sent = backend.isend(plain(tensor), group.ranks[dst], place)
             came = backend.recv(group.ranks[src], place, timeout=group.timeout)
@@ -446,7 +449,7 @@ def _check_dims(tensor: Tensor, what: str) -> None:
 
 
 def _check_root(rank: object, group: ProcessGroup, what: str) -> None:
-    """Raises InvalidRank before the ranks exchange their sizes, which a wrong root would index."""
+    """Raises InvalidRank, before the ranks exchange sizes that a wrong root would index."""
     if not isinstance(rank, int) or not 0 <= rank < group.world_size:
         raise InvalidRank(rank, group.world_size, what)
 
@@ -463,7 +466,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _all_sizes(tensor: Tensor, group: ProcessGroup) -> list[int]:
-    """Returns the number of rows that each rank has."""
+    """Returns the number of rows of each rank, from a small all-gather."""
     return [int(size) for size in group.all_gather(torch.tensor([len(tensor)], device="cpu")).tolist()]
 
 

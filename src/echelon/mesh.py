@@ -1,4 +1,4 @@
-"""A group's ranks as a grid with named axes, such as dp x pp."""
+"""Mesh: a group's ranks as a grid with named axes, such as dp x pp."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from echelon.group.group import ProcessGroup, check_group
 
 
 class Mesh:
-    """Arranges the ranks of a group in a grid; `mesh["pp"]` is the group of the ranks along one axis.
+    """Grid of a group's ranks; `mesh["pp"]` is the group of the ranks along one axis.
 
     The last axis varies fastest: with dp=2, pp=2 the "pp" groups are ranks (0, 1) and (2, 3), the "dp" groups (0, 2)
     and (1, 3). Every rank of the group must make the same mesh.
     """
 
     def __init__(self, group: ProcessGroup, **axes: int) -> None:
-        """Makes the groups of all axes.
+        """Makes the groups of all axes. Collective: every rank of `group` calls it.
 
         Args:
-            group: whose ranks to arrange.
+            group: the ranks to arrange.
             axes: name and size of each axis, the slowest first.
 
         Raises:
-            InvalidArgument: a size is no whole number.
-            InvalidWorldSize: the product of the sizes is not the group's number of ranks.
+            InvalidArgument: a size is not a whole number.
+            InvalidWorldSize: the product of the sizes is not the world size of the group.
         """
         check_group(group)
         for name, size in axes.items():
@@ -45,7 +45,7 @@ class Mesh:
         self.group = group
         self.shape = dict(axes)
         self.coordinates = dict(zip(axes, _coordinates(group.rank, list(axes.values())), strict=True))
-        """This rank's place along each axis."""
+        """This rank's index along each axis."""
         self._groups = {name: self._along(name) for name in axes}
 
     def __getitem__(self, axis: str) -> ProcessGroup:
@@ -59,8 +59,9 @@ class Mesh:
         return f"<Mesh {axes}>"
 
     def _along(self, axis: str) -> ProcessGroup:
-        """Makes all groups along an axis, in the same order on every rank, and returns this rank's."""
+        """Makes all groups along an axis and returns this rank's."""
         mine = None
+        # Every rank makes every group, in the same order, since `subgroup` is collective.
         for ranks in _lines(list(self.shape.values()), list(self.shape).index(axis)):
             mine = self.group.subgroup(ranks, axis) or mine
         assert mine is not None

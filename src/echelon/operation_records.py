@@ -1,8 +1,7 @@
-"""The last operations of one rank, as data: what it called, where, when, and how that ended.
+"""Flight recorder: the last operations of one rank, with name, line, time and outcome.
 
-Strategy. An operation is one small object in a ring of the last thousand. What costs time, such as the line of the
-program, is worked out when somebody asks. No lock: a thread writes only to its own operations, and the ring's own
-methods are atomic.
+Strategy. An operation is one small object in a ring of the last 1000. Slow facts, such as the line of the program, are
+computed on demand. No lock: a thread writes only to its own operations, and the methods of deque are atomic.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Literal
 from echelon.call_site import Place, calling_place, line_of, place_of_thread
 
 CAPACITY = 1000
-"""How many operations are remembered."""
+"""Number of operations that the ring holds."""
 VARIABLE = "ECHELON_FLIGHT_RECORDER"
 """Names a folder: a rank that fails writes its records there."""
 
 TUNED_TABLE = "tuned table"
 """The group over which `echelon.init` agrees on a table of algorithms, before the user's first group exists."""
 _INTERNAL_GROUPS = frozenset({TUNED_TABLE})
-"""Groups of which users know nothing: their operations are part of `echelon.init`."""
+"""Groups that users do not see: their operations are part of `echelon.init`."""
 
 _OWN_CALLS = 4
 """Frames from `calling_place` up to the group's method: itself, a helper, `begin`, `OperationRecord`."""
@@ -37,25 +36,25 @@ State = Literal["under way", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """One operation of this rank."""
+    """Operation of this rank, as a value."""
 
     group: str
-    """The name of the group."""
+    """Name of the group."""
     sequence: int
-    """Its number among the collectives of the group; 0 for messages between two ranks."""
+    """Number of the collective in its group; 0 for point-to-point messages."""
     operation: str
-    """What was called, on which shape and dtype: "all_reduce(sum) of float32[10]"."""
+    """Name, dtype and shape: "all_reduce(sum) of float32[10]"."""
     num_bytes: int
-    """Of this rank's tensor; 0 where it has none, or nothing has come yet."""
+    """Bytes of this rank's tensor; 0 if it has none, or nothing has arrived yet."""
     place: str
-    """The user's line, as "file:line"; empty if there is none."""
+    """Call site in the user's code, as "file:line"; empty if there is none."""
     started: float
-    """When it was called, in seconds of `time.monotonic`; of a simulated rank, virtual ones."""
+    """Time of the call, in seconds of `time.monotonic`; virtual seconds on a simulated rank."""
     ended: float | None
-    """None: under way."""
+    """Time of the end; None: in flight."""
     state: State
     error: str
-    """Of an operation that failed: type and text."""
+    """Type and text of the exception, if the operation failed."""
 
     def __str__(self) -> str:
         number = f", #{self.sequence}" if self.sequence else ""
@@ -65,7 +64,7 @@ class FlightRecord:
 
 
 class OperationRecord:
-    """One operation while it may still change."""
+    """Entry of the flight recorder, updated while its operation is in flight."""
 
     __slots__ = (
         "_clock",
@@ -100,37 +99,37 @@ class OperationRecord:
         self.context = context
         self.sequence = sequence
         self.signature = signature
-        """Of a collective: equal on two ranks if they have made the same calls up to here."""
+        """Checksum of a collective and all calls before it: equal on ranks that made the same calls."""
         self.operation = operation
         self.num_bytes = num_bytes
         self.marks = marks
-        """What was called since the collective before without saying anything to the other ranks."""
+        """Calls since the previous collective that sent nothing to other ranks."""
         self.place: Place | None = calling_place(_OWN_CALLS)
         self.thread = get_ident()
         self.started = clock()
         self.begun: float | None = None
-        """When it began to run, of a collective that may have to wait for its turn first; None: it has not begun."""
+        """Time when a queued collective began to run; None: it has not begun."""
         self.ended: float | None = None
         self.error = ""
 
     @property
     def is_internal(self) -> bool:
-        """Whether the user did not call it: it is part of `echelon.init`."""
+        """Whether the operation is part of `echelon.init`, not a call of the user."""
         return self.group in _INTERNAL_GROUPS
 
     def got(self, what: str, num_bytes: int) -> None:
-        """Says which shape and dtype came, and how many bytes."""
+        """Adds dtype, shape and bytes of a received message."""
         self.operation += f" of {what}"
         self.num_bytes = num_bytes
 
     def end(self, error: BaseException | None = None) -> None:
-        """Says that the operation is over."""
+        """Marks the operation as ended, failed if `error` is given."""
         if error is not None:
             self.error = f"{type(error).__name__}: {error}"
-        self.ended = self._clock()
+        self.ended = self._clock()  # last: a reader in another thread that sees the end sees the error too
 
     def record(self) -> FlightRecord:
-        """Returns the operation as it is now."""
+        """Returns a snapshot of the operation."""
         ended, error = self.ended, self.error
         return FlightRecord(
             group=self.group,
@@ -145,7 +144,7 @@ class OperationRecord:
         )
 
     def with_marks(self) -> str:
-        """Returns it as text, with all that two ranks compare."""
+        """Returns the operation as text, with everything that two ranks compare."""
         return f"{self} after {', '.join(self.marks)}" if self.marks else str(self)
 
     def __str__(self) -> str:
@@ -157,7 +156,7 @@ class OperationRecord:
 
 
 class FlightRecorder:
-    """Remembers the last operations of one rank."""
+    """Ring of the last operations of one rank."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -174,15 +173,15 @@ class FlightRecorder:
         num_bytes: int = 0,
         marks: tuple[str, ...] = (),
     ) -> OperationRecord:
-        """Adds an operation that the calling thread begins now; whoever ends it says so.
+        """Adds an operation that the calling thread begins now. The caller ends it with `OperationRecord.end`.
 
         Args:
             group: name of the group.
-            context: of the group.
+            context: context of the group.
             sequence: number of the collective; 0 for a message.
-            signature: of the collective, see `OperationRecord`.
-            operation: what ranks compare, with shape and dtype.
-            num_bytes: of this rank's tensor.
+            signature: checksum of the collective, see `OperationRecord`.
+            operation: the text that ranks compare, with shape and dtype.
+            num_bytes: bytes of this rank's tensor.
             marks: see `OperationRecord`.
         """
         flight = OperationRecord(self._clock, group, context, sequence, signature, operation, num_bytes, marks)
@@ -192,24 +191,25 @@ class FlightRecorder:
         return flight
 
     def records(self) -> tuple[FlightRecord, ...]:
-        """Returns what is remembered of the user's operations, the oldest first."""
+        """Returns the recorded operations of the user, the oldest first."""
+        # A copy: iterating a deque fails while another thread appends.
         return tuple(flight.record() for flight in self._flights.copy() if not flight.is_internal)
 
     def latest(self, context: int) -> OperationRecord | None:
-        """Returns the collective of a group that was called last."""
+        """Returns the last collective called on a group. None if there was none."""
         return self._latest.get(context)
 
     def find(self, context: int, sequence: int) -> OperationRecord | None:
-        """Returns a collective; None if it was not called yet, or is forgotten."""
+        """Returns a collective by its number. None if it was not called yet, or has left the ring."""
         flights = reversed(self._flights.copy())
         return next((flight for flight in flights if flight.context == context and flight.sequence == sequence), None)
 
     def under_way(self) -> list[OperationRecord]:
-        """Returns the operations that have not ended, the oldest first."""
+        """Returns the operations in flight, the oldest first."""
         return [flight for flight in self._flights.copy() if flight.ended is None]
 
     def activity(self) -> str:
-        """Says what this rank is doing now, as the end of a sentence about it."""
+        """Describes the current activity of this rank, as the end of a sentence about it."""
         if under_way := self.under_way():
             return f"in {' and '.join(map(str, under_way[-2:]))}"
         if not self._flights:
@@ -221,8 +221,9 @@ class FlightRecorder:
 
 
 def write_records(recorder: FlightRecorder, rank: int) -> None:
-    """Writes the records of a rank that fails, one JSON object a line, to rank-<rank>.jsonl in the folder that
-    ECHELON_FLIGHT_RECORDER names, if it does. Overwrites what is there. Never raises: the failure itself matters more.
+    """Writes the records of a failing rank to rank-<rank>.jsonl, if ECHELON_FLIGHT_RECORDER names a folder.
+
+    One JSON object a line; overwrites the file. Never raises, since the failure itself matters more.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:

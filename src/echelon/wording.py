@@ -1,4 +1,4 @@
-"""How numbers of things are put into words. Pure."""
+"""Wording of counts and of ranks in messages. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def counted(number: int, what: str) -> str:
 
 
 _MOST_LISTED = 8
-"""How many ranges of ranks are written out."""
+"""Most ranges of ranks that are written out."""
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -25,7 +25,7 @@ def listed(ranks: Iterable[int]) -> str:
         end = begin
         while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
             end += 1
-        if end - begin < 2:  # a range of two is longer than the two
+        if end - begin < 2:  # "3, 4" is as clear as "3-4"
             end = begin
         ranges.append(f"{ordered[begin]}-{ordered[end]}" if end > begin else f"{ordered[begin]}")
         begin = number = end + 1

@@ -174,7 +174,7 @@ def test_what_is_missing_for_mpi_is_named(capsys, monkeypatch):
         ("all_reduce --backend simulated --vs gloo", "--vs gloo needs processes: leave out --backend simulated"),
         (
             "all_reduce --backend shm --algorithm ring",
-            "--algorithm ring: an algorithm is one of messages, not of shared memory; leave out --backend shm",
+            "--algorithm ring: algorithms are for messages, not for shared memory; leave out --backend shm",
         ),
         ("all_reduce --backend simulated --op sum --dtype bool", "op='sum' has no meaning for torch.bool: convert "),
     ],

@@ -22,7 +22,7 @@ def test_it_says_what_it_found_and_where_it_is(capsys, tmp_path):
     assert "all_reduce, 4 ranks or more, several hosts: hierarchical_doubling" in lines
     assert "all_reduce, 2 ranks or more, one host: recursive_doubling" in lines
     last = (
-        "wrote new/tuned.json: new jobs whose rank 0 is on this host go by it where ECHELON_TUNED=new/tuned.json is set"
+        "wrote new/tuned.json: new jobs whose rank 0 is on this host use it where ECHELON_TUNED=new/tuned.json is set"
     )
     assert lines[-1] == last
     assert from_text((tmp_path / "new" / "tuned.json").read_text(), "it")["barrier"][0].algorithm == "hierarchical"
@@ -45,7 +45,7 @@ def test_processes_tune_and_new_ones_go_by_it(pool, capsys, monkeypatch, tmp_pat
     monkeypatch.delenv("ECHELON_TUNED")
     assert main(["tune", "-n", "2", "--max", "8", "--turns", "1"]) == 0
     path = tmp_path / "echelon" / "tuned.json"
-    assert f"wrote {path}: new jobs whose rank 0 is on this host go by it\n" in capsys.readouterr().out
+    assert f"wrote {path}: new jobs whose rank 0 is on this host use it\n" in capsys.readouterr().out
     assert json.loads(path.read_text())["measured"]["backend"] == "tcp"
     assert echelon.init().table == from_text(path.read_text(), "it")
 
@@ -55,7 +55,7 @@ def test_processes_tune_and_new_ones_go_by_it(pool, capsys, monkeypatch, tmp_pat
     [
         ("-n 1", "-n 1: give 2 to 1024 ranks"),
         ("-n 1000000", "-n 1000000: give 2 to 1024 ranks"),
-        ("--backend shm", "--backend shm: algorithms are of messages; give tcp or simulated"),
+        ("--backend shm", "--backend shm: algorithms are for messages; give tcp or simulated"),
         (
             "--backend simulated",
             "--backend simulated is not this system: name a file of its own, as --output tuned.json",
@@ -74,4 +74,4 @@ def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message
 def test_what_overrules_the_measurement_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("ECHELON_BARRIER", "dissemination")
     assert main(["tune", "--output", "t.json"]) == 2
-    assert "ECHELON_BARRIER overrules what is to be measured: unset it" in capsys.readouterr().err
+    assert "ECHELON_BARRIER is set and would override the measured algorithms: unset it" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""How fast collectives are here, measured as nccl-tests does, beside others; and which algorithms are the best."""
+"""Benchmarks of collectives with the columns of nccl-tests, against Gloo and MPI; tuning of algorithms."""

@@ -1,9 +1,10 @@
-"""What is measured, and the figures that come of a time, as nccl-tests defines them.
+"""Cases, timings and bandwidths of benchmarks as nccl-tests defines them, and the table that `echelon bench` prints.
 
-The size S is that of the whole array: what every rank combines or broadcasts, what an all-gather or gather brings
-together, what a reduce-scatter, scatter or all-to-all splits. algbw is S / time. busbw is algbw times what of S crosses
-the busiest link at least, so that it compares with the speed of the hardware whatever the operation and the ranks:
-2 (n - 1) / n for an all-reduce, (n - 1) / n for the operations on parts, 1 for broadcast, reduce and messages.
+The size S is that of the whole array: the array that every rank reduces or broadcasts, the result of an all-gather or
+gather, the array that a reduce-scatter, scatter or all-to-all splits. algbw is S / time. busbw is algbw times the
+fraction of S that must cross the busiest link, so that it compares with the hardware's peak for every operation and
+number of ranks: 2 (n - 1) / n for an all-reduce, (n - 1) / n for the operations on parts, 1 for broadcast, reduce and
+messages.
 
 Pure.
 """
@@ -17,15 +18,14 @@ from typing import Any, NamedTuple
 
 from echelon.collectives.plans.algorithms import OPERATIONS as COLLECTIVES
 
-# The table that `echelon bench` prints: the columns of nccl-tests, once for each subject.
-
+# Columns of nccl-tests, once for each subject.
 _OURS = ("time", "algbw", "busbw", "wrong")
 _WIDTHS = (9, 8, 8, 6)
 _CASE_WIDTHS = (11, 11, 11, 8, 5)
 
 
 def titles(subjects: Sequence[str]) -> str:
-    """Returns the three lines above the rows."""
+    """Returns the three header lines of the table."""
     case = ("size", "count", "type", "op", "root")
     units = ("(B)", "(elements)", "", "", "")
     lines = [_cells(("", "", "", "", ""), _CASE_WIDTHS), _cells(case, _CASE_WIDTHS), _cells(units, _CASE_WIDTHS)]
@@ -39,7 +39,7 @@ def titles(subjects: Sequence[str]) -> str:
 
 
 def line(row: Row) -> str:
-    """Returns the line of a row."""
+    """Returns the table's line for a row."""
     case = row.case
     op, root = _op(case), str(case.root) if case.operation in ROOTED else "-"
     text = " " + _cells((str(case.size), str(case.num_elements), case.dtype, op, root), _CASE_WIDTHS)
@@ -50,7 +50,7 @@ def line(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Returns what is said below the rows: how much was wrong, and the mean bus bandwidth of ours."""
+    """Returns the lines below the table: wrong values, and Echelon's mean bus bandwidth."""
     wrong = wrong_values(rows)
     mean = sum(row.bus_bandwidth(row.measured[0]) for row in rows) / max(1, len(rows))
     lines = [f"# wrong values: {wrong}, {'FAILED' if wrong else 'OK'}", f"# mean bus bandwidth: {mean:.3f} GB/s"]
@@ -60,7 +60,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def wrong_values(rows: Sequence[Row]) -> int:
-    """Returns how many elements were not right, of all rows and subjects."""
+    """Returns the number of wrong elements in all rows, of all subjects."""
     return sum(measured.wrong for row in rows for measured in row.measured)
 
 
@@ -86,7 +86,7 @@ def as_values(row: Row) -> dict[str, Any]:
 
 
 def to_json(head: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Writes everything as one JSON object."""
+    """Returns the whole measurement as one JSON object."""
     return json.dumps({**head, "rows": [as_values(row) for row in rows]}, indent=2)
 
 
@@ -108,11 +108,11 @@ def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 OPERATIONS = (*COLLECTIVES, "send_recv")
-"""A send_recv is a message from rank 0 to the last and one back; its time is half of that."""
+"""A send_recv is a ping-pong between rank 0 and the last rank; its time is half a round trip."""
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 OF_PARTS = frozenset({"all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"})
-"""The operations on one part per rank; the count is that of a part."""
+"""Operations on one part per rank; their count is that of a part."""
 
 _FACTORS: dict[str, Callable[[int], Fraction]] = {
     "all_reduce": lambda n: Fraction(2 * (n - 1), n),
@@ -123,7 +123,7 @@ _FACTORS: dict[str, Callable[[int], Fraction]] = {
 
 
 def bus_factor(operation: str, num_ranks: int) -> Fraction:
-    """Returns what busbw is of algbw."""
+    """Returns the ratio of busbw to algbw."""
     return _FACTORS[operation](num_ranks)
 
 
@@ -133,7 +133,7 @@ class Case(NamedTuple):
     operation: str
     num_ranks: int
     num_elements: int
-    """Elements: of the whole array, or of the part of one rank for the operations on parts."""
+    """Elements of the whole array; for operations on parts, of one rank's part."""
     dtype: str
     itemsize: int
     op: str
@@ -141,28 +141,28 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, num_ranks: int, size: int, dtype: str, itemsize: int, op: str, root: int) -> Case:
-        """Returns the case whose array is as near to `size` bytes as whole elements can come from below, but one."""
+        """Returns the case with the largest array of at most `size` bytes, and at least one element per part."""
         parts = num_ranks if operation in OF_PARTS else 1
         num_elements = 0 if operation == "barrier" else max(1, size // (itemsize * parts))
         return cls(operation, num_ranks, num_elements, dtype, itemsize, op, root)
 
     @property
     def size(self) -> int:
-        """The bytes of the whole array."""
+        """Bytes of the whole array."""
         return self.num_elements * self.itemsize * (self.num_ranks if self.operation in OF_PARTS else 1)
 
 
 class Measured(NamedTuple):
-    """What one subject took for a case."""
+    """Time and wrong elements of one subject for a case."""
 
     subject: str
     seconds: float
     wrong: int
-    """Elements of the results of all ranks that were not right."""
+    """Wrong elements in the results of all ranks."""
 
 
 class Row(NamedTuple):
-    """A case, and what each subject took for it; ours is the first."""
+    """Case with the measurement of each subject, Echelon's first."""
 
     case: Case
     measured: tuple[Measured, ...]
@@ -177,5 +177,5 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times as long as ours the last subject took."""
+        """Time of the last subject divided by Echelon's: above 1, Echelon is faster."""
         return self.measured[-1].seconds / self.measured[0].seconds if self.measured[0].seconds > 0 else 0.0

@@ -1,8 +1,8 @@
-"""Measures on one rank, together with all others.
+"""Measurement of collectives, run by all ranks together.
 
-Subjects take turns, so that what else the machine does hits all of them alike. A turn is several calls in a row after a
+Subjects take turns, so that other load of the machine hits all of them alike. A turn is several calls in a row after a
 barrier; its time is that of the slowest rank, divided by the calls. The median of the turns counts. On simulated ranks
-one call says it all.
+one call is enough.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from echelon.collectives.plans.select import STATIC
 from echelon.group.group import ProcessGroup
 from echelon.wording import counted
 
-# What every rank does in `echelon bench`: measures, and prints if it is the first.
-
 
 def measure_and_print(
     group: ProcessGroup, request: Request, peer: Callable[[ProcessGroup], Subject] | None = None
 ) -> int:
-    """Measures what is asked for; the first rank prints it. Returns the wrong values.
+    """Measures a request on all ranks and prints the table on rank 0. Returns the number of wrong values.
 
     Args:
         group: all ranks.
-        request: what to measure.
-        peer: makes what is measured as well.
+        request: the operation, sizes and turns.
+        peer: makes a second subject to measure against; None: only Echelon.
     """
     subjects: list[Subject] = [EchelonSubject(group, "ours" if group.backend.name == request.vs else None)]
     if peer is not None:
@@ -84,20 +82,20 @@ def _values(group: ProcessGroup, request: Request) -> dict[str, Any]:
 
 
 _SECONDS = 0.05
-"""How long a turn is to last."""
+"""Target length of a turn."""
 _WARM_UPS = 2
 
 
 def measure(
     group: ProcessGroup, request: Request, subjects: Sequence[Subject], report: Callable[[Row], None]
 ) -> list[Row]:
-    """Returns a row for each size, on every rank the same, and reports each as soon as it is known.
+    """Measures each size and returns a row for it, the same on every rank.
 
     Args:
-        group: all ranks that measure; what they agree by, also where others are measured.
-        request: what to measure.
-        subjects: what takes turns.
-        report: called on every rank.
+        group: all ranks; they agree on times over it, also on those of other subjects.
+        request: the operation, sizes and turns.
+        subjects: take turns.
+        report: called with each row when it is measured, on every rank.
     """
     rows = []
     for case in request.cases(group.world_size):
@@ -114,24 +112,25 @@ def measure_case(
     iterations: int | None = None,
     seconds: float = _SECONDS,
 ) -> Row:
-    """Returns what each subject takes for one case, after having counted what it gets wrong.
+    """Measures one case: counts wrong elements of each subject, then times it.
 
     Args:
-        group: the ranks that measure; what they agree by.
-        case: what to measure.
-        subjects: what takes turns.
-        turns: how often; the median counts.
+        group: the ranks that measure; they agree on times over it.
+        case: the call to measure.
+        subjects: take turns.
+        turns: turns of each subject; their median counts.
         iterations: calls in a turn; None: as many as take `seconds`.
-        seconds: how long a turn is to last.
+        seconds: target length of a turn.
     """
     workload = Workload(case, group.rank)
     if group.backend.name == "simulated":
-        turns, iterations = 1, 1
+        turns, iterations = 1, 1  # virtual time has no noise
     wrong = [_count_wrong(group, workload, subject) for subject in subjects]
     calls = [subject.call(case, workload.input()) for subject in subjects]
     numbers = [_num_calls(group, call, iterations, seconds) for call in calls]
     times: list[list[float]] = [[] for _ in subjects]
     for _ in range(turns):
+        # Every subject in each turn: other load of the machine hits all of them alike.
         for call, number, mine in zip(calls, numbers, times, strict=True):
             mine.append(_turn(group, call, number))
     legs = 2 if case.operation == "send_recv" else 1
@@ -143,17 +142,18 @@ def measure_case(
 
 
 def _count_wrong(group: ProcessGroup, workload: Workload, subject: Subject) -> int:
-    """Does the operation once and counts what is wrong in the results of all ranks."""
+    """Runs the operation once and returns the number of wrong elements on all ranks."""
     result = subject.call(workload.case, workload.input())()
     mine = torch.tensor([workload.count_wrong(result)])
     return int(group.all_reduce(mine).item())
 
 
 def _num_calls(group: ProcessGroup, call: Call, iterations: int | None, seconds: float) -> int:
-    """Warms up, and returns how many calls a turn has: on all ranks the same."""
+    """Warms up and returns the number of calls per turn, the same on all ranks."""
     if iterations is not None:
         call()
         return iterations
+    # The last warm-up sets the number. It is a maximum over all ranks, so every rank computes the same one.
     for _ in range(_WARM_UPS):
         one = _turn(group, call, 1)
     return max(1, min(MOST_ITERATIONS, int(seconds / max(one, 1e-9))))
@@ -161,7 +161,7 @@ def _num_calls(group: ProcessGroup, call: Call, iterations: int | None, seconds:
 
 def _turn(group: ProcessGroup, call: Call, number: int) -> float:
     """Returns the seconds per call of the slowest rank."""
-    group.barrier()
+    group.barrier()  # ranks start together, so that no rank's time contains the lateness of another
     begin = group.backend.now()
     for _ in range(number):
         call()

@@ -1,4 +1,4 @@
-"""MPI, through mpi4py, as something to measure."""
+"""MPI through mpi4py as a subject of benchmarks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OPS = {
     "bxor": "BXOR",
 }
 _NO_NUMPY = ("bfloat16", "float16")
-"""The dtypes for which MPI has no type of its own, or numpy none."""
+"""Dtypes without a type in MPI or in numpy."""
 
 
 class MpiSubject(Subject):
-    """The world of an MPI program, of which this process is a rank; `world` is mpi4py's COMM_WORLD."""
+    """All ranks of an MPI program. `world` is mpi4py's COMM_WORLD."""
 
     name = "mpi"
 
@@ -47,7 +47,7 @@ class MpiSubject(Subject):
             num_out = case.num_elements * case.num_ranks
         result = torch.empty(num_out or (0 if tensor is None else tensor.numel()), dtype=getattr(torch, case.dtype))
         out = result.numpy()
-        if tensor is None:
+        if tensor is None:  # a scatter on a rank that is not the root
             return lambda: after(world.Scatter(None, out, case.root), result)
         return self._calls(case, tensor, result, out)
 
@@ -76,4 +76,4 @@ class MpiSubject(Subject):
         self._world.Barrier()
 
     def close(self) -> None:
-        """Does nothing: MPI ends with the process."""
+        """Does nothing, since MPI is finalized at the end of the process."""

@@ -1,4 +1,4 @@
-"""One rank of `echelon bench --vs mpi`, started by mpirun: python -m echelon.bench.mpi_rank BACKEND REQUEST."""
+"""Rank of `echelon bench --vs mpi`, started by mpirun: python -m echelon.bench.mpi_rank BACKEND REQUEST."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from echelon.launch.variables import ReservedPort
 
 
 def join(world: Any, backend: str) -> ProcessGroup:
-    """Returns the group of all ranks of an MPI program; `world` is mpi4py's COMM_WORLD."""
+    """Connects all ranks of an MPI program and returns their group. `world` is mpi4py's COMM_WORLD."""
     with ReservedPort() as port:
-        number = world.bcast(port.port, 0)
+        number = world.bcast(port.port, 0)  # rank 0's port; the others reserve one too, and drop it
         where = {"RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_ADDR": port.host, "MASTER_PORT": number}
         os.environ.update({name: str(value) for name, value in where.items()})
         return init(backend)
 
 
 def main(backend: str, text: str) -> int:
-    """Measures what `text`, a request as JSON, asks for; returns 1 if anything was wrong."""
+    """Measures a request, given as JSON in `text`. Returns 1 if a value was wrong, else 0."""
     values = json.loads(text)
     request = Request(**{**values, "sizes": tuple(values["sizes"])})
     with join(MPI.COMM_WORLD, backend) as group:
@@ -41,4 +41,4 @@ if __name__ == "__main__":
         sys.exit(main(*sys.argv[1:]))
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Abort(2)
+        MPI.COMM_WORLD.Abort(2)  # ends the other ranks too

@@ -1,4 +1,4 @@
-"""What a user asks to be measured. Pure."""
+"""Requests of `echelon bench` and `echelon tune`: sizes, dtypes, operations and their checks. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from echelon.bench.figures import OPERATIONS, ROOTED, Case
 from echelon.collectives.plans.algorithms import find
 from echelon.errors import InvalidRank, LaunchError
 
-# Numbers of bytes as people write them.
-
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_LARGEST = 1 << 42
+_LARGEST = 1 << 42  # 4 TiB
 _MOST_SIZES = 1000
 
 
 def read_size(option: str, text: str) -> int:
-    """Reads a number of bytes, such as "8", "64K" or "1MiB"; the units are powers of 1024.
+    """Returns the number of bytes in a text such as "8", "64K" or "1MiB". Units are powers of 1024.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: `text` is not a number of bytes, or more than 4T.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
@@ -37,7 +35,7 @@ def size_ladder(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
     """Returns the sizes from `smallest` to `largest`, each `factor` times the one before.
 
     Raises:
-        LaunchError: there are none, or no end of them.
+        LaunchError: there are no such sizes, or `factor` is below 2.
     """
     if not 1 <= smallest <= largest:
         raise LaunchError(f"--min {smallest} --max {largest}: give bytes from 1 on, the smallest first")
@@ -56,7 +54,7 @@ DTYPES = {
     **dict.fromkeys(("int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""By name, their bytes."""
+"""Bytes of an element by dtype."""
 OPERATORS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 PEERS = ("gloo", "mpi")
 MOST_ITERATIONS = 1000
@@ -64,11 +62,11 @@ MOST_ITERATIONS = 1000
 
 @dataclass(frozen=True)
 class Request:
-    """What is measured: one operation with arrays of many sizes.
+    """Measurement of one operation on arrays of many sizes.
 
-    turns: how often each subject takes its turn; the median of them counts. iterations: calls in a turn; None: as many
-    as take 50 ms, at most `MOST_ITERATIONS`. algorithm: by name, of this operation; None: what the group would take.
-    vs: what is measured as well, one of `PEERS`. network: between simulated ranks, in words.
+    turns: turns of each subject, whose median counts. iterations: calls in a turn; None: as many as take 50 ms, at most
+    `MOST_ITERATIONS`. algorithm: name of one of this operation's; None: the group's choice. vs: a second subject, one
+    of `PEERS`. network: description of the simulated network.
     """
 
     operation: str
@@ -84,11 +82,11 @@ class Request:
     network: str = ""
 
     def check(self, num_ranks: int) -> None:
-        """Finds what cannot be measured, before anything starts.
+        """Checks the request, before any rank is started.
 
         Raises:
             LaunchError: an unknown operation, dtype, op or peer, or a number that is too small.
-            InvalidRank: a root that is no rank.
+            InvalidRank: the root is not a rank.
             PlanError: an unknown algorithm.
         """
         for what, value, known in (
@@ -113,24 +111,24 @@ class Request:
             find(self.operation, self.algorithm)
 
     def backend(self, name: str) -> str:
-        """Returns the backend to take where `name` is asked for: an algorithm is one of messages.
+        """Returns the backend to use when `name` is given. An algorithm needs messages, so auto becomes tcp.
 
         Raises:
-            LaunchError: an algorithm for ranks that share memory.
+            LaunchError: an algorithm together with shared memory.
         """
         if self.algorithm is None or name not in ("auto", "shm"):
             return name
         if name == "shm":
             raise LaunchError(
-                f"--algorithm {self.algorithm}: an algorithm is one of messages, not of shared memory; leave out "
+                f"--algorithm {self.algorithm}: algorithms are for messages, not for shared memory; leave out "
                 "--backend shm"
             )
         return "tcp"
 
     def cases(self, num_ranks: int) -> tuple[Case, ...]:
-        """Returns what to measure on so many ranks, each size once."""
+        """Returns the cases to measure on `num_ranks` ranks, each size once."""
         size_of = DTYPES[self.dtype]
         cases = (
             Case.of(self.operation, num_ranks, size, self.dtype, size_of, self.op, self.root) for size in self.sizes
         )
-        return tuple(dict.fromkeys(cases))
+        return tuple(dict.fromkeys(cases))  # sizes below one element per part round up to the same case

@@ -1,4 +1,4 @@
-"""Starts the ranks that measure: as processes, as simulated ranks, by mpirun; or is one of them already."""
+"""Start of the ranks of `echelon bench`: as processes, as simulated ranks, by mpirun or by another launcher."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from echelon.launch.spawn import spawn
 from echelon.launch.variables import threads_per_rank
 from echelon.simulation import Network, simulate
 
-# Networks between simulated ranks, from the names of presets and hosts.
-
 
 def network_of(between: str, inside: str, hosts: Sequence[str] | None) -> Network:
-    """Returns the network of a preset's name, with hosts whose ranks are joined by that of another.
+    """Returns a simulated network: preset `between` between hosts, preset `inside` within each.
+
+    Args:
+        between, inside: names of presets.
+        hosts: host of each rank; None: no hosts, `between` everywhere.
 
     Raises:
-        LaunchError: an unknown name, or ranks of a host that do not stand together.
+        LaunchError: an unknown name, or a host whose ranks are not consecutive.
     """
     network = Network.named(between)
     if hosts is None:
@@ -47,16 +49,16 @@ def network_of(between: str, inside: str, hosts: Sequence[str] | None) -> Networ
 
 
 def run(request: Request, num_ranks: int, backend: str, network: Network | None) -> int:
-    """Measures on `num_ranks` new ranks, prints, and returns how many values were wrong.
+    """Measures on `num_ranks` new ranks and prints the table. Returns the number of wrong values.
 
     Args:
-        request: what to measure.
-        num_ranks: how many ranks to start.
-        backend: what `echelon.spawn` takes, or "simulated".
+        request: the operation, sizes and turns.
+        num_ranks: number of ranks to start.
+        backend: as for `echelon.spawn`, or "simulated".
         network: between simulated ranks.
 
     Raises:
-        LaunchError: what cannot be measured that way.
+        LaunchError: the request cannot be measured that way.
     """
     request.check(num_ranks)
     with _overruled(request):
@@ -72,7 +74,7 @@ def run(request: Request, num_ranks: int, backend: str, network: Network | None)
 
 
 def run_as_rank(request: Request, backend: str) -> int:
-    """Measures as one of the ranks that a launcher has started; see `run`."""
+    """Measures as one rank of a launcher's job. Returns the number of wrong values."""
     if request.vs == "mpi":
         raise LaunchError("--vs mpi starts its ranks by mpirun: run it without another launcher")
     launched = environment.read(os.environ)
@@ -87,7 +89,7 @@ def _measure_on_process(group: ProcessGroup, request: Request) -> int:
 
 @contextmanager
 def _overruled(request: Request) -> Iterator[None]:
-    """Tells this process, and those that it starts, to take the algorithm that was asked for."""
+    """Sets the variable of the requested algorithm, for this process and its children, inside the with block."""
     if request.algorithm is None:
         yield
         return
@@ -103,7 +105,7 @@ def _overruled(request: Request) -> Iterator[None]:
 
 
 def has_mpi4py() -> bool:
-    """Says whether mpi4py can be imported."""
+    """Whether mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
@@ -112,22 +114,23 @@ def _run_under_mpi(request: Request, num_ranks: int, backend: str) -> int:
 
 
 def run_under_mpi(arguments: Sequence[str], num_ranks: int) -> int:
-    """Has mpirun start Python with these arguments, as ranks that can `mpi_rank.join` each other.
+    """Runs Python with `arguments` on ranks of mpirun, which can call `mpi_rank.join`. Blocks until they end.
 
     Returns:
-        The status that it ended with: 0, or 1 if anything was wrong.
+        Exit status of mpirun: 0, or 1 if a value was wrong.
 
     Raises:
-        LaunchError: it is missing, or ended otherwise.
+        LaunchError: mpirun or mpi4py is missing, or the status is another.
     """
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         raise LaunchError("--vs mpi: mpirun was not found; install it: apt-get install openmpi-bin libopenmpi-dev")
     if not has_mpi4py():
         raise LaunchError("--vs mpi: mpi4py is not installed; install it: pip install mpi4py")
+    # Ranks may outnumber the cores.
     options = ["-n", str(num_ranks), "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
-        options.append("--allow-run-as-root")
+        options.append("--allow-run-as-root")  # Open MPI refuses root otherwise
     environ = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks)), **os.environ}
     environ |= {"ECHELON_SECRET": secrets.token_hex(32), "ECHELON_RUN_ID": secrets.token_hex(4)}
     status = subprocess.run([mpirun, *options, sys.executable, *arguments], env=environ, check=False).returncode

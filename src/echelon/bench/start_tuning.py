@@ -1,4 +1,4 @@
-"""Starts the ranks that tune, or is one of them already; and writes what they found."""
+"""Start of the ranks of `echelon tune`, and the file that holds their table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.simulation import Network, simulate
 
 
 class Tuning(NamedTuple):
-    """What to tune: array sizes in bytes, turns of each algorithm, and where to write (None: the default path)."""
+    """Request of `echelon tune`: array sizes in bytes, turns per algorithm, output file (None: the default path)."""
 
     sizes: tuple[int, ...]
     turns: int
@@ -30,20 +30,20 @@ class Tuning(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where the table goes."""
+        """Path of the table's file."""
         return default_path(os.environ) if self.output is None else Path(self.output)
 
     def check(self) -> None:
-        """Finds what would spoil the measurement, before it starts.
+        """Checks the request, the environment and the output path, before any rank is started.
 
         Raises:
-            LaunchError: there is such.
+            LaunchError: too few turns, a variable that fixes an algorithm, or a path that cannot be written.
         """
         if self.turns < 1:
             raise LaunchError(f"--turns {self.turns}: nothing would be measured; give 1 or more")
         for variable in map(variable_of, OPERATIONS):
             if os.environ.get(variable):
-                raise LaunchError(f"{variable} overrules what is to be measured: unset it")
+                raise LaunchError(f"{variable} is set and would override the measured algorithms: unset it")
         folder = next(parent for parent in self.path.absolute().parents if parent.exists())
         if self.path.is_dir() or not os.access(folder, os.W_OK):
             raise LaunchError(
@@ -52,10 +52,10 @@ class Tuning(NamedTuple):
 
 
 def run(tuning: Tuning, num_ranks: int, backend: str, network: Network | None) -> None:
-    """Tunes on `num_ranks` new ranks: processes, or simulated ones over `network`.
+    """Tunes on `num_ranks` new ranks (processes, or simulated over `network`) and writes the table.
 
     Raises:
-        LaunchError: what cannot be tuned.
+        LaunchError: the request cannot be tuned.
     """
     tuning.check()
     if backend == "simulated":
@@ -65,7 +65,7 @@ def run(tuning: Tuning, num_ranks: int, backend: str, network: Network | None) -
 
 
 def run_as_rank(tuning: Tuning, backend: str) -> None:
-    """Tunes as one of the ranks that a launcher has started."""
+    """Tunes as one rank of a launcher's job; rank 0 writes the table."""
     tuning.check()
     with init(backend) as group:
         _tune_and_write(group, tuning)
@@ -82,13 +82,14 @@ def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
         return
     print("\n" + "\n".join(_sentences(found.table)))
     reads = "" if tuning.output is None else f" where {VARIABLE}={tuning.path} is set"
-    print(f"\nwrote {tuning.path}: new jobs whose rank 0 is on this host go by it{reads}", flush=True)
+    print(f"\nwrote {tuning.path}: new jobs whose rank 0 is on this host use it{reads}", flush=True)
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
+    """Writes a file atomically: jobs that start meanwhile read the old table or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, since os.replace is atomic only within one file system.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             file.write(text)
         os.replace(file.name, path)

@@ -1,4 +1,4 @@
-"""What is measured: something that can do collectives, and Echelon's groups as one of these."""
+"""Subjects of benchmarks: the interface, Echelon's groups, and Gloo through torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 
 Call = Callable[[], Tensor | None]
-"""Does an operation once and returns its result, None where this rank gets none."""
+"""Runs an operation once and returns its result. None on a rank that gets no result."""
 
 
 class Subject(ABC):
-    """Something that can do collectives, as one rank of those that are measured together."""
+    """Library under measurement: this rank's access to its collectives."""
 
     name: str
-    """What the table calls it."""
+    """Title in the table."""
 
     @abstractmethod
     def call(self, case: Case, tensor: Tensor | None) -> Call:
-        """Returns a call of the operation on `tensor`, with all that it needs allocated.
+        """Returns a call of the operation on `tensor`, with its result memory allocated.
 
         Raises:
-            UnsupportedOp: this subject has no such operation for this dtype.
+            UnsupportedOp: the subject does not support the operation or the dtype.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the subject opened."""
+        """Frees groups and connections that the subject opened."""
 
 
 def ping_pong(
     rank: int, num_ranks: int, send: Callable[[int], object], receive: Callable[[int], object], came: Tensor
 ) -> Tensor | None:
-    """Does a rank's part of a message from rank 0 to the last and one back; returns what came, if it is one of both.
+    """One ping-pong between rank 0 and the last. Returns the received tensor; None on other ranks.
 
     Args:
-        rank, num_ranks: who this is.
-        send, receive: send to and receive from a rank, the latter into `came`.
-        came: what is received.
+        rank, num_ranks: this rank and the number of all.
+        send, receive: send to and receive from a rank; `receive` writes into `came`.
+        came: receive buffer.
     """
     last = num_ranks - 1
     if rank == 0:
@@ -64,12 +64,12 @@ def ping_pong(
 
 
 def after(_: object, result: Tensor | None) -> Tensor | None:
-    """Returns the result of a call that returns something else, or nothing."""
+    """Returns `result`: gives a lambda the result of a call that returns something else."""
     return result
 
 
 class EchelonSubject(Subject):
-    """A group of ours."""
+    """Subject over a group of Echelon."""
 
     def __init__(self, group: ProcessGroup, name: str | None = None) -> None:
         self.name = name or group.backend.name
@@ -79,8 +79,10 @@ class EchelonSubject(Subject):
         group = self._group
         if case.operation == "barrier":
             return self._barrier
+        # Allocated before the timing starts, as peers do. The kernel takes longer to map a new result than to move it:
+        # a 64 MiB all-gather took five times as long as Open MPI's.
         out = torch.empty(_out_length(case, group.rank), dtype=getattr(torch, case.dtype))
-        if tensor is None:
+        if tensor is None:  # a scatter on a rank that is not the root
             return lambda: group.scatter(None, case.root, out)
         calls: dict[str, Call] = {
             "all_reduce": lambda: group.all_reduce(tensor, case.op),
@@ -104,30 +106,29 @@ class EchelonSubject(Subject):
         return lambda: ping_pong(group.rank, group.world_size, send, receive, came)
 
     def close(self) -> None:
-        """Does nothing: the group belongs to whoever made it."""
+        """Does nothing, since the caller owns the group."""
 
 
 def _out_length(case: Case, rank: int) -> int:
-    """Returns how many elements a rank's result has that is not written in place."""
+    """Returns the number of elements of this rank's `out`. 0 if the operation works in place or has no result."""
     gathers = case.operation == "all_gather" or (case.operation == "gather" and rank == case.root)
     if gathers or case.operation == "all_to_all":
         return case.num_elements * case.num_ranks
     return case.num_elements if case.operation in ("scatter", "reduce_scatter") else 0
 
 
-# Gloo, through torch.distributed, as something to measure.
-
 _OPS = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 _SECONDS = timedelta(seconds=60)
 
 
 class GlooSubject(Subject):
-    """torch.distributed's default group over Gloo, with the ranks of `group`, whose processes it shares."""
+    """torch.distributed's default group over Gloo, on the processes of `group`."""
 
     name = "gloo"
 
     def __init__(self, group: ProcessGroup) -> None:
         if max(group.hosts) == 0:
+            # All ranks are on one host: messages stay on the loopback interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_first = group.rank == 0
@@ -145,7 +146,7 @@ class GlooSubject(Subject):
             return self._barrier
         dtype = getattr(torch, case.dtype)
         out = torch.empty(case.num_elements if case.operation in ("scatter", "reduce_scatter") else 0, dtype=dtype)
-        if tensor is None:
+        if tensor is None:  # a scatter on a rank that is not the root
             return lambda: after(dist.scatter(out, None, case.root), out)
         return self._calls(case, tensor, out)
 

@@ -1,8 +1,8 @@
-"""Finds the best algorithms for the ranks that it is run with.
+"""Tuning of collective algorithms: times on the given ranks, and the rules that follow from them.
 
-All ranks measure together: groups of the first 2, 4, 8, ... ranks and of all, every algorithm of every collective,
-taking turns, on arrays of growing size; and messages between two ranks of one host, and of two. The times are those of
-the slowest rank, agreed by a reduction. Rank 0 decides, and the others take what it tells them.
+All ranks measure together: groups of the first 2, 4, 8, ... ranks and of all, every algorithm of every collective in
+turns, on arrays of growing size; then messages within a host and between two. A time is that of the slowest rank,
+agreed by a reduction. Rank 0 decides and broadcasts its table.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ from echelon.collectives.plans.tuning import from_text, to_text
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
 
-# From measured times to rules: which algorithm for which sizes.
-
 _MARGIN = 1.05
-"""How many times as long as the best the usual algorithm may take and still be kept: what is less may be chance."""
+"""The default algorithm is kept up to 1.05 times the best time: a smaller difference may be noise."""
 
 _LEAST = 1e-12
-"""Seconds; simulated ranks may take none at all."""
+"""Seconds. Lower bound before a logarithm, since an operation of simulated ranks may take no time."""
 
 
 class Timing(NamedTuple):
-    """What the algorithms of an operation took for one size on one group of ranks."""
+    """Times of all algorithms of an operation, for one size on one group of ranks."""
 
     operation: str
     hosts: Hosts
@@ -46,15 +44,15 @@ class Timing(NamedTuple):
 
     @property
     def where(self) -> Where:
-        """What a rule that follows from this is for."""
+        """Kind of groups that a rule from this timing is for."""
         return "several hosts" if max(self.hosts) else "one host"
 
 
 def decide(timings: Iterable[Timing]) -> Table:
-    """Returns the rules that follow from times: the fastest algorithm, unless the usual one is about as fast.
+    """Returns rules from timings: the fastest algorithm, or the default one if it is within `_MARGIN`.
 
-    Times of one operation and group stand together, by size. A rule for as many ranks as were measured counts for more
-    as well, up to the next number that was measured.
+    Timings of one operation and group are consecutive, sorted by size. A rule applies from its number of ranks up to
+    the next measured number.
     """
     table: dict[str, list[Rule]] = {}
     for (operation, hosts), group in groupby(timings, lambda timing: (timing.operation, timing.hosts)):
@@ -70,6 +68,7 @@ def _by_size(timings: Sequence[Timing]) -> list[Rule]:
     runs = [(name, [timing.size for _, timing in run]) for name, run in by_name]
     rules, first = [], 0
     for index, (name, sizes) in enumerate(runs):
+        # The boundary is the geometric mean of the sizes on both sides, as sizes grow by a factor.
         last = ANY_SIZE if index + 1 == len(runs) else math.isqrt(sizes[-1] * runs[index + 1][1][0])
         rules.append(Rule(name, first, last, where=timings[0].where))
         first = last + 1
@@ -77,7 +76,7 @@ def _by_size(timings: Sequence[Timing]) -> list[Rule]:
 
 
 def _without_islands(names: Sequence[str]) -> list[str]:
-    """Takes an algorithm that is the best for one size alone, with another on both sides, for chance."""
+    """Replaces a best algorithm of a single size by that of both neighbours, as noise."""
     inner = (
         before if before == after else name for before, name, after in zip(names, names[1:], names[2:], strict=False)
     )
@@ -85,7 +84,7 @@ def _without_islands(names: Sequence[str]) -> list[str]:
 
 
 def _for_all_sizes(timings: Sequence[Timing]) -> list[Rule]:
-    """Where ranks do not know each other's sizes, the least geometric mean over all sizes counts."""
+    """Returns one rule, by the least geometric mean over all sizes: ranks do not know each other's sizes."""
     logarithms = {
         name: sum(math.log(max(timing.seconds[name], _LEAST)) for timing in timings) for name in timings[0].seconds
     }
@@ -100,30 +99,30 @@ def _best(timing: Timing, seconds: Mapping[str, float]) -> str:
 
 
 _SECONDS = 0.02
-"""How long a turn is to last."""
+"""Target length of a turn."""
 _MESSAGE = 4 << 20
-"""Bytes of the messages that bandwidth is measured with."""
+"""Bytes of the messages that measure bandwidth."""
 
 
 class Tuned(NamedTuple):
-    """What was found, the same on every rank."""
+    """Result of tuning, the same on every rank."""
 
     table: Table
     text: str
-    """The table as a file has it, with the times that it follows from."""
+    """Content of the table's file, with the measured times."""
 
 
 def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable[[str], None]) -> Tuned:
-    """Measures and decides; every rank of the group calls it.
+    """Measures all algorithms and decides on rules. Collective: every rank of the group calls it.
 
     Args:
-        group: the ranks to measure with, at least 2.
+        group: the ranks to measure on, at least 2.
         sizes: bytes of the arrays, growing.
-        turns: how often each algorithm takes its turn; the median counts.
-        report: called with a line on what was measured, on rank 0.
+        turns: turns of each algorithm; their median counts.
+        report: called on rank 0 with a line for each measurement.
 
     Raises:
-        LaunchError: a group of one.
+        LaunchError: a group of one rank.
     """
     if group.world_size < 2:
         raise LaunchError("tune: 1 rank has nothing to tune; give -n 2 or more, or start it on more")
@@ -136,6 +135,7 @@ def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable
             say(_line(timing))
         group.barrier()
     text = to_text(decide(timings), _measured(group, links, timings))
+    # Ranks read the broadcast text, rank 0 too, so that all have the table that a file would give.
     told = group.broadcast_object(text, src=0)
     assert isinstance(told, str)
     return Tuned(from_text(told, "rank 0"), told)
@@ -149,20 +149,21 @@ def _group_sizes(world_size: int) -> list[int]:
 def time_algorithms(
     group: ProcessGroup, count: int, sizes: Sequence[int], turns: int, operations: Sequence[str] = OPERATIONS
 ) -> Iterator[Timing]:
-    """Measures every algorithm of operations that have several; all ranks of the group call it.
+    """Times every algorithm of operations that have several. Collective: all ranks of the group call it.
 
     Args:
-        group: what the ranks that measure are taken from.
-        count: how many of its first ranks measure; the others are given no timings.
+        group: all ranks.
+        count: number of its first ranks that measure; the others get no timings.
         sizes: bytes of the arrays.
-        turns: how often each algorithm takes its turn; the median counts.
-        operations: which to measure.
+        turns: turns of each algorithm; their median counts.
+        operations: operations to measure.
     """
     hosts = group.hosts[:count]
     for operation in operations:
         names = _candidates(operation, hosts)
         if len(names) < 2:
             continue
+        # One group per algorithm. Every rank calls `subgroup`, members or not.
         parts = [group.subgroup(range(count), name, table={operation: (Rule(name),)}) for name in names]
         subjects = [EchelonSubject(part, part.name) for part in parts if part is not None]
         if not subjects or parts[0] is None:
@@ -179,7 +180,7 @@ def _candidates(operation: str, hosts: Hosts) -> list[str]:
 
 
 def _links(group: ProcessGroup, turns: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measures messages between rank 0 and the next on its host and on another, and what combining costs."""
+    """Measures messages from rank 0 within its host and to another host, and the cost of a reduction per byte."""
     found: dict[str, Any] = {}
     for name, same in (("inside a host", True), ("between hosts", False)):
         others = [rank for rank in range(1, group.world_size) if (group.hosts[rank] == group.hosts[0]) == same]

@@ -1,7 +1,7 @@
-"""The numbers that are sent, what must come of them, and how many did not.
+"""Inputs of benchmarks, their expected results, and the count of wrong elements.
 
-Every rank can make the numbers of all ranks, so it knows the right answer without asking. They repeat after a prime
-number of elements: parts of an array differ, so one in the place of another is noticed.
+Every rank can compute the inputs of all ranks, so it knows the right result without communication. Inputs repeat after
+a prime number of elements: parts of an array differ, so a swapped part is detected.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from echelon.backends.operators import operator
 from echelon.bench.figures import REDUCTIONS, Case
 
-_PERIOD = 100_003
+_PERIOD = 100_003  # a prime
 _PIECE = 1 << 22
-"""Elements that are compared at a time."""
+"""Elements compared at a time, which bounds the memory of the comparison."""
 
 
 class Segment(NamedTuple):
-    """A run of a result: what `ranks` have from element `first` on, combined where there are several."""
+    """Run of a result's elements: the inputs of `ranks` from element `first` on, reduced if there are several ranks."""
 
     ranks: tuple[int, ...]
     first: int
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 
 class Workload:
-    """What one rank puts into a case, and what it must get out."""
+    """Input and expected result of one rank for a case."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case = case
@@ -38,7 +38,7 @@ class Workload:
         self.dtype: torch.dtype = getattr(torch, case.dtype)
 
     def input(self) -> Tensor | None:
-        """Returns a new tensor to call the operation with; None where this rank gives none."""
+        """Returns a new input tensor. None on a rank that gives none."""
         case, rank = self.case, self.rank
         if case.operation == "barrier" or (case.operation == "scatter" and rank != case.root):
             return None
@@ -48,7 +48,7 @@ class Workload:
         return self._values(rank, 0, case.num_elements * (case.num_ranks if splits else 1))
 
     def segments(self) -> tuple[Segment, ...]:
-        """Returns what the result on this rank consists of; nothing where it gets none."""
+        """Returns the segments of this rank's result. Empty on a rank that gets none."""
         case, rank, count = self.case, self.rank, self.case.num_elements
         everybody = tuple(range(case.num_ranks))
         mine = count * rank
@@ -70,10 +70,10 @@ class Workload:
         return found.get(case.operation, ())
 
     def count_wrong(self, result: Tensor | None) -> int:
-        """Returns how many elements of a result are not what they must be.
+        """Returns the number of wrong elements of a result.
 
-        Integers and what is not combined must be equal; floats that were combined may differ by as many roundings as
-        there are ranks: n times the epsilon of the dtype, of the sum of the magnitudes.
+        Integers and elements that are only moved must be equal. Reduced floats may differ by one rounding per rank: n
+        times the epsilon of the dtype, relative to the result.
         """
         segments = self.segments()
         expected = sum(segment.length for segment in segments)
@@ -86,9 +86,9 @@ class Workload:
         )
 
     def _count_wrong_in(self, got: Tensor, piece: Segment) -> int:
-        if self.case.operation not in REDUCTIONS:
+        if self.case.operation not in REDUCTIONS:  # only moved: exact
             return int((got != self._values(piece.ranks[0], piece.first, piece.length)).sum())
-        wide = _wide(self.dtype)
+        wide = _wide(self.dtype)  # the expected value must round less than the result that it judges
         reduction = operator(self.case.op, wide)
         want = self._values(piece.ranks[0], piece.first, piece.length).to(wide)
         for rank in piece.ranks[1:]:
@@ -100,7 +100,7 @@ class Workload:
         return int((~((got.to(wide) - want).abs() <= tolerance)).sum())
 
     def _values(self, rank: int, first: int, count: int) -> Tensor:
-        """Returns the numbers of a rank; all magnitudes are about 1, so no sum or product leaves the dtype."""
+        """Returns the input of a rank. All magnitudes are about 1, so no sum or product leaves the dtype."""
         block = _block(rank, self.dtype)
         begin = first % _PERIOD
         times = -(-(begin + count) // _PERIOD)
@@ -108,7 +108,7 @@ class Workload:
 
 
 def _pieces(segments: tuple[Segment, ...]) -> Iterator[tuple[int, Segment]]:
-    """Cuts segments to what fits into memory beside the result, each with its place there."""
+    """Yields pieces of at most `_PIECE` elements, each with its offset in the result."""
     place = 0
     for segment in segments:
         for offset in range(0, segment.length, _PIECE):
@@ -117,6 +117,7 @@ def _pieces(segments: tuple[Segment, ...]) -> Iterator[tuple[int, Segment]]:
         place += segment.length
 
 
+# Cached: every rank needs the values of all ranks, for each case.
 @lru_cache(maxsize=128)
 def _block(rank: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(rank + 1)

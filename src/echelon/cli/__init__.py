@@ -9,11 +9,11 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
-    Whatever is the user's to mend is one line on stderr: status 2 for a bad argument or value, 1 for the rest.
+    Prints a user's mistake as one line on stderr. Status 2 for a bad argument or value, 1 for other errors.
 
     Args:
-        arguments: without the name of the program; None: those of this process.
+        arguments: without the name of the program; None: `sys.argv`.
     """
-    from echelon.cli.app import run_app  # imports typer and rich, which `import echelon.cli` alone does not need
+    from echelon.cli.app import run_app  # here, so that `import echelon.cli` loads neither typer nor rich
 
     return run_app(sys.argv[1:] if arguments is None else arguments)

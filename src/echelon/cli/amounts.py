@@ -1,4 +1,4 @@
-"""Numbers on the command line: one for all stages, or one for each, separated by commas."""
+"""Parsers of option values: costs (one for all stages, or one per stage between commas) and hosts of ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from echelon.errors import PlanError, ScheduleError
 from echelon.pipeline.plan.cost import Amount, Costs
 from echelon.timeline.timeline import Time
 
-# Which ranks share a host, on the command line: a name for each rank, or how many hosts have how many.
-
 _COUNTS = re.compile(r"(\d+)x(\d+)")
 
 
 def read_hosts(text: str, num_ranks: int | None) -> tuple[str, ...]:
-    """Reads "a,a,b,b", the host of each rank, or "2x2", two hosts of two ranks.
+    """Returns the host name of each rank, from "a,a,b,b" or from "2x2" (2 hosts of 2 ranks each).
 
     Raises:
-        PlanError: it is not one host for each of `num_ranks`.
+        PlanError: the number of hosts is not `num_ranks`.
     """
     counts = _COUNTS.fullmatch(text.strip())
     count = int(counts[1]) * int(counts[2]) if counts else text.count(",") + 1
@@ -32,13 +30,14 @@ def read_hosts(text: str, num_ranks: int | None) -> tuple[str, ...]:
 
 
 _LARGEST = 10**100
+"""Above every real cost; sums of such values still fit a float."""
 
 
 def one_number(option: str, text: str) -> Time:
-    """Reads the value of an option. Whole numbers stay exact.
+    """Returns the number that an option was given. An int if it is whole, so that sums stay exact.
 
     Raises:
-        ScheduleError: it is not a number from 0 to 1e100.
+        ScheduleError: `text` is not a number from 0 to 1e100.
     """
     try:
         value = Fraction(text.strip())
@@ -52,20 +51,20 @@ def one_number(option: str, text: str) -> Time:
 
 
 def costs(given: Mapping[str, str | None]) -> Costs:
-    """Makes costs of options, each under the name that `Costs` has for it and None where it was not given.
+    """Returns the costs given by options. Keys are the fields of `Costs`; None leaves a field at its default.
 
     Raises:
-        ScheduleError: a value that is no cost.
+        ScheduleError: a value is not a cost.
     """
     amounts = {name: amount("--" + name.replace("_", "-"), text) for name, text in given.items() if text is not None}
     return Costs(**amounts)
 
 
 def amount(option: str, text: str) -> Amount:
-    """Reads one number, or several between commas.
+    """Returns one number, or a tuple of the numbers between commas.
 
     Raises:
-        ScheduleError: one of them is not a number of at least 0.
+        ScheduleError: a part is not a number of at least 0.
     """
     values = tuple(one_number(option, part) for part in text.split(","))
     return values if len(values) > 1 else values[0]

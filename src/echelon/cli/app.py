@@ -1,4 +1,4 @@
-"""The commands of the command line, and what becomes of their errors."""
+"""Commands of the command line, and the exit statuses of their errors. Holds `tune` and `doctor` itself."""
 
 from __future__ import annotations
 
@@ -29,40 +29,39 @@ if TYPE_CHECKING:
     from echelon.doctor.finding import Finding
 
 
-# `echelon tune`: which algorithms are the best on this system.
-
-_MOST_RANKS = 1024
+_MOST_RANKS = 1024  # above it a number is a slip of the keyboard
 
 
 def tune(
     num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-ranks", help="How many ranks to start.  [default: 2]")
+        int | None, typer.Option("-n", "--num-ranks", help="Number of ranks to start.  [default: 2]")
     ] = None,
-    backend: Annotated[str, typer.Option(help="tcp, or simulated: in virtual time.")] = "tcp",
-    largest: Annotated[str, typer.Option("-e", "--max", metavar="BYTES", help="The largest array.")] = "16M",
-    turns: Annotated[int, typer.Option(help="How often each algorithm takes its turn; the median counts.")] = 5,
+    backend: Annotated[str, typer.Option(help="tcp, or simulated (virtual time).")] = "tcp",
+    largest: Annotated[str, typer.Option("-e", "--max", metavar="BYTES", help="Largest array.")] = "16M",
+    turns: Annotated[int, typer.Option(help="Timed runs per algorithm; their median counts.")] = 5,
     network: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Between simulated ranks.  [default: 10GbE]")
+        str | None, typer.Option(metavar="NAME", help="Network between simulated ranks.  [default: 10GbE]")
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="Of simulated ranks, as a,a,b,b, or 2x2: two of two ranks.")
+        str | None,
+        typer.Option(metavar="HOSTS", help="Hosts of simulated ranks: a,a,b,b, or 2x2 (2 hosts of 2 ranks)."),
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Where to write.  [default: $XDG_CONFIG_HOME/echelon/tuned.json]"),
+        typer.Option(metavar="FILE", help="Output file.  [default: $XDG_CONFIG_HOME/echelon/tuned.json]"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what is written.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """Measures messages and all algorithms of the collectives, and writes which are the best.
+    """Measures every collective algorithm and writes a table of the fastest.
 
-    Run it on the ranks that jobs will have: -n of this host, or under a launcher on several. Jobs whose rank 0 finds
-    the file go by it on all ranks. ECHELON_TUNED names another file, or is "off".
+    Run it on the ranks that jobs will have: -n on this host, or under a launcher on several hosts. A job uses the
+    table on all its ranks if rank 0 finds the file. ECHELON_TUNED names another file, or is "off".
     """
     from echelon.bench.start_tuning import Tuning, run, run_as_rank
 
     tuning = Tuning(size_ladder(8, read_size("--max", largest), 8), turns, output, as_json)
     if backend not in ("tcp", "simulated"):
-        raise LaunchError(f"--backend {backend}: algorithms are of messages; give tcp or simulated")
+        raise LaunchError(f"--backend {backend}: algorithms are for messages; give tcp or simulated")
     for option, value in (("--network", network), ("--hosts", hosts)):
         if value is not None and backend != "simulated":
             raise LaunchError(f"{option} {value}: only simulated ranks have that; add --backend simulated")
@@ -84,16 +83,14 @@ def tune(
     run(tuning, count, backend, link)
 
 
-# `echelon doctor`: what would stop or slow a run on this host, and what to do about it.
-
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
-    """Looks at this host, torch and the environment variables, and says what to do about what is wrong.
+    """Checks this host, torch and the environment variables for problems, and prints a fix for each.
 
-    No other host is spoken to. Ends with status 1 if a run would not start. Run it on every
-    host, as the ranks will be started: under srun or mpirun, say, with the variables that they will have.
+    Contacts no other host. Exits with status 1 if a run would not start. Run it on every host in the way that
+    ranks will be started, for example under srun or mpirun with their environment variables.
     """
     from echelon.doctor.checkup import examine
 
@@ -108,7 +105,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Prints one row for each, what is to be done below what was found, and how many there are of each kind."""
+    """Prints a table of findings, each with its fix below it, then the numbers of errors and warnings."""
     table = Table("check", "", "found", box=None, pad_edge=False, header_style="bold")
     for finding in findings:
         found = Text(finding.found)
@@ -134,12 +131,13 @@ app = typer.Typer(
 collectives = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=_HELP
 )
-"""`echelon plan` where a collective is named: other options than those of a pipeline's schedule."""
+"""`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
+# Options after SCRIPT belong to the script, so `run` stops parsing there.
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("plan")(plan)
-app.command("bench", short_help="Measures how fast collectives are here.")(bench)
-app.command("tune", short_help="Finds the best algorithms for this system.")(tune)
-app.command("doctor", short_help="Says what would stop a run on this host.")(doctor)
+app.command("bench", short_help="Measures the speed of a collective.")(bench)
+app.command("tune", short_help="Finds the fastest algorithms for this system.")(tune)
+app.command("doctor", short_help="Checks this host for problems.")(doctor)
 collectives.command()(plan_collective)
 
 
@@ -159,13 +157,14 @@ def _echelon(
 
 
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
-"""What typer raises for a wrong command line; every version has it, but not under one name."""
+"""typer's exception for a wrong command line. Its name differs between versions of typer, so it is found as a base."""
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Runs the command that `arguments` ask for and returns the exit status."""
+    """Runs one command and returns its exit status. Errors of the user become one line on stderr."""
     of_collective = False
     try:
+        # `plan` has two sets of options, so the first word decides before typer parses.
         if of_collective := is_asked_for(arguments := list(arguments)):
             status = collectives(arguments[1:], prog_name="echelon plan", standalone_mode=False)
         else:
@@ -179,10 +178,11 @@ def run_app(arguments: Sequence[str]) -> int:
         print(f"echelon: {message}: see `{command}{' all-reduce' * of_collective} --help`", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        # Commands that only plan run without torch; the others import it late.
         if error.name != "torch":
             raise
         print("echelon: this command needs torch, which is not installed here: pip install torch", file=sys.stderr)
         return 1
-    except typer.Abort:  # what typer makes of Ctrl-C
-        return 130
+    except typer.Abort:  # typer's form of KeyboardInterrupt
+        return 130  # 128 + SIGINT, as a shell reports it
     return status if isinstance(status, int) else 0

@@ -1,4 +1,4 @@
-"""`echelon plan`: what a pipeline schedule will cost, before anything runs."""
+"""`echelon plan`: cost and picture of a pipeline schedule, without running it."""
 
 from __future__ import annotations
 
@@ -19,54 +19,59 @@ from echelon.timeline.timeline import Time
 
 def plan(
     schedule: Annotated[
-        str | None, typer.Argument(metavar="SCHEDULE", help="A name, such as 1f1b, or a file that ends in .csv.")
+        str | None, typer.Argument(metavar="SCHEDULE", help="A name such as 1f1b, or a .csv file.")
     ] = None,
-    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="How many ranks there are.")] = None,
+    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="Number of ranks.")] = None,
     num_microbatches: Annotated[
-        int | None, typer.Option("-m", "--num-microbatches", help="How many microbatches a step has.")
+        int | None, typer.Option("-m", "--num-microbatches", help="Number of microbatches per step.")
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(help="Stages per rank.  [default: the fewest; --search: 1 and 2]")
+        int | None, typer.Option(help="Virtual stages per rank.  [default: the fewest; --search: 1 and 2]")
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Microbatches per turn of a chunk (interleaved-1f1b).")] = None,
-    forward: Annotated[str | None, typer.Option(metavar="TIME", help="Of a forward.  [default: 1]")] = None,
+    forward: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Duration of a forward (F).  [default: 1]")
+    ] = None,
     backward_input: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Of a backward for the input.  [default: 1]")
+        str | None, typer.Option(metavar="TIME", help="Duration of an input gradient (I).  [default: 1]")
     ] = None,
     backward_weight: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Of a backward for the weights.  [default: 1]")
+        str | None, typer.Option(metavar="TIME", help="Duration of a weight gradient (W).  [default: 1]")
     ] = None,
     transfer: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Between two ranks; one, or one per boundary.  [default: 0]")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Duration of a transfer between ranks; one, or one per boundary.  [default: 0]"
+        ),
     ] = None,
     overlapped: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Of a forward and a backward run as one.  [default: their sum]"),
+        typer.Option(metavar="TIME", help="Duration of an overlapped forward and backward.  [default: their sum]"),
     ] = None,
     recompute: Annotated[
-        str | None, typer.Option(metavar="TIME", help="To run the forward again before a backward.  [default: 0]")
+        str | None, typer.Option(metavar="TIME", help="Duration of recomputation before a backward.  [default: 0]")
     ] = None,
     activation: Annotated[
-        str | None, typer.Option(metavar="MEMORY", help="Held from the forward to the backward.  [default: 1]")
+        str | None, typer.Option(metavar="MEMORY", help="Activations held from forward to backward.  [default: 1]")
     ] = None,
     weight_activation: Annotated[
         str | None,
-        typer.Option(metavar="MEMORY", help="What of it stays for the backward for the weights.  [default: all]"),
+        typer.Option(metavar="MEMORY", help="Part of the activations kept until W.  [default: all]"),
     ] = None,
     recomputed_activation: Annotated[
-        str | None, typer.Option(metavar="MEMORY", help="What recomputation brings back.  [default: 0]")
+        str | None, typer.Option(metavar="MEMORY", help="Activations restored by recomputation.  [default: 0]")
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold.")
+        str | None, typer.Option(metavar="N", help="Most microbatches whose activations a rank may hold.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules.")] = False,
-    search: Annotated[bool, typer.Option("--search", help="Look for the best schedule.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Search for the fastest schedule.")] = False,
     parameters: Annotated[
         str | None,
-        typer.Option(metavar="MEMORY", help="With --compare: what a rank holds throughout.  [default: 0]"),
+        typer.Option(metavar="MEMORY", help="With --compare: parameter memory per rank.  [default: 0]"),
     ] = None,
     capacity: Annotated[
-        str | None, typer.Option(metavar="MEMORY", help="With --compare: what a rank can hold in all.")
+        str | None, typer.Option(metavar="MEMORY", help="With --compare: total memory of a rank.")
     ] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as SVG.")] = None,
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as PNG.")] = None,
@@ -76,8 +81,8 @@ def plan(
 ) -> None:
     """Checks, times and draws a pipeline schedule. For a collective: echelon plan all-reduce --help.
 
-    Times and memory are in any unit. A number counts for every stage; or give one per stage, such as --forward 1,1,2,1.
-    A stage is one chunk: 4 ranks with 2 chunks have 8 stages.
+    Times and memory are in any unit. Give one number for all stages, or one per stage, as --forward 1,1,2,1.
+    4 ranks with 2 chunks have 8 stages.
     """
     request = Request(schedule, num_ranks, num_microbatches, chunks, group_size, search, compare)
     request.check()

@@ -1,4 +1,4 @@
-"""`echelon plan all-reduce`: what a collective will do and cost, before anything runs."""
+"""`echelon plan all-reduce`: steps and cost of a collective algorithm, without running it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from echelon.errors import PlanError
 from echelon.timeline.timeline import Timeline
 from echelon.wording import counted
 
-_MOST_ROWS = 64
+_MOST_ROWS = 64  # ranks in the table; a terminal shows no more at a time
 _MOST_RANKS = 1024
-"""More than this are a slip of the keyboard, or more than anybody waits for."""
+"""More ranks are a slip of the keyboard, or take longer than anybody waits."""
 _FLAGS = ("--json", "--compare", "--search", "--help", "-h")
-"""The options without a value, of both kinds of plans."""
+"""Options without a value, of both `echelon plan` commands."""
 
 
 def is_asked_for(arguments: Sequence[str]) -> bool:
-    """Says whether a command line asks for the plan of a collective, not of a pipeline."""
+    """Whether a command line plans a collective, not a pipeline schedule."""
     return arguments[:1] == ["plan"] and _operation(_first_of(arguments[1:])) in OPERATIONS
 
 
 def _first_of(words: Sequence[str]) -> str:
-    """Returns the first word that is neither an option nor the value of one; nothing, if there is none."""
+    """Returns the first word that is neither an option nor an option's value. Empty if there is none."""
     is_value = False
     for word in words:
         if not is_value and not word.startswith("-"):
@@ -47,31 +47,31 @@ def _first_of(words: Sequence[str]) -> str:
 
 
 def plan_collective(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="Such as all-reduce.")],
-    algorithm: Annotated[str | None, typer.Option(help="Which one to plan.  [default: list them]")] = None,
-    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="How many ranks there are.")] = None,
-    root: Annotated[int, typer.Option(help="The rank that a broadcast or scatter is from, a reduce or gather to.")] = 0,
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A collective, such as all-reduce.")],
+    algorithm: Annotated[str | None, typer.Option(help="Algorithm to plan.  [default: list all]")] = None,
+    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="Number of ranks.")] = None,
+    root: Annotated[int, typer.Option(help="Source of a broadcast or scatter, destination of a reduce or gather.")] = 0,
     hosts: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="The host of each rank, as a,a,b,b, or 2x2: two of two ranks.")
+        str | None, typer.Option(metavar="HOSTS", help="Host of each rank: a,a,b,b, or 2x2 (2 hosts of 2 ranks).")
     ] = None,
-    num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Of the whole tensor.")] = "1M",
-    alpha: Annotated[str, typer.Option(metavar="SECONDS", help="Of a message, whatever its size.")] = "1e-5",
-    beta: Annotated[str, typer.Option(metavar="SECONDS", help="For each byte of a message.")] = "1e-9",
-    gamma: Annotated[str, typer.Option(metavar="SECONDS", help="To combine a byte with another.")] = "1e-10",
+    num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the whole tensor.")] = "1M",
+    alpha: Annotated[str, typer.Option(metavar="SECONDS", help="Latency per message.")] = "1e-5",
+    beta: Annotated[str, typer.Option(metavar="SECONDS", help="Transfer time per byte.")] = "1e-9",
+    gamma: Annotated[str, typer.Option(metavar="SECONDS", help="Reduction time per byte.")] = "1e-10",
     local_alpha: Annotated[
-        str | None, typer.Option(metavar="SECONDS", help="As alpha, inside a host.  [default: alpha]")
+        str | None, typer.Option(metavar="SECONDS", help="Latency inside a host.  [default: alpha]")
     ] = None,
     local_beta: Annotated[
-        str | None, typer.Option(metavar="SECONDS", help="As beta, inside a host.  [default: beta]")
+        str | None, typer.Option(metavar="SECONDS", help="Transfer time per byte inside a host.  [default: beta]")
     ] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as SVG.")] = None,
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as PNG.")] = None,
     chrome: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a Chrome trace (Perfetto).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Checks, times and draws an algorithm of a collective, or lists and compares them all.
+    """Checks, times and draws one algorithm of a collective, or lists and compares all.
 
-    A message of b bytes takes alpha + b beta, combining b bytes takes b gamma.
+    A message of b bytes takes alpha + b beta. A reduction of b bytes takes b gamma.
     """
     operation = _operation(operation)
     size = read_size("--bytes", num_bytes)
@@ -111,7 +111,7 @@ def plan_collective(
 
 
 class _Found(NamedTuple):
-    """A plan and what came of it."""
+    """Plan of a collective with its simulated timeline."""
 
     operation: str
     algorithm: str
@@ -138,7 +138,10 @@ def _refuse_files(*paths: str | None) -> None:
 
 
 def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, costs: LinkCosts) -> list[dict[str, Any]]:
-    """Returns a row per algorithm: with its times where the ranks, and their hosts if these count, are known."""
+    """Returns a row per algorithm, with its time if the number of ranks is known.
+
+    Algorithms that need the hosts of the ranks are left out if the hosts are not known.
+    """
     rows = []
     for algorithm in algorithms_of(operation):
         row: dict[str, Any] = {"algorithm": algorithm.name, "rounds": algorithm.rounds, "cost": algorithm.cost}

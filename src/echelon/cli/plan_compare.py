@@ -1,4 +1,4 @@
-"""`echelon plan --compare`: all schedules in one table."""
+"""`echelon plan --compare`: table of all schedules for one model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from echelon.wording import counted
 
 
 class Memory(NamedTuple):
-    """The arguments that say what ranks may hold, as they were given."""
+    """Memory limits of a rank, as texts of the command line."""
 
     memory_limit: str | None
     parameters: str | None
     capacity: str | None
 
     def check(self, compare: bool) -> None:
-        """Finds arguments that mean nothing without --compare.
+        """Checks that options of --compare stand with it.
 
         Raises:
-            ScheduleError: there are such.
+            ScheduleError: --parameters or --capacity without --compare.
         """
         for option, text in (("--parameters", self.parameters), ("--capacity", self.capacity)):
             if text is not None and not compare:
@@ -37,15 +37,15 @@ class Memory(NamedTuple):
 
     @property
     def limit(self) -> Time | None:
-        """The most microbatches that a rank may hold."""
+        """Most microbatches whose activations a rank may hold. None: no limit."""
         return None if self.memory_limit is None else one_number("--memory-limit", self.memory_limit)
 
 
 def compare_schedules(console: Console, request: Request, costs: Costs, memory: Memory, as_json: bool) -> None:
-    """Prints what each schedule takes in time and memory, the fastest that fits first.
+    """Prints time and memory of each schedule, the fastest that fits first.
 
     Raises:
-        ScheduleError: sizes, costs or limits that cannot be.
+        ScheduleError: impossible sizes, costs or limits.
     """
     assert request.num_ranks is not None, "checked"
     assert request.num_microbatches is not None, "checked"

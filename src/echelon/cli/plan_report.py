@@ -1,4 +1,4 @@
-"""What `echelon plan` says about a schedule: text for people, and values for programs."""
+"""Reports of `echelon plan` about a schedule: text for people, JSON for programs, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from echelon.timeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line,
 from echelon.timeline.timeline import Time, Timeline
 from echelon.wording import counted
 
-# The files that `echelon plan` writes.
-
 
 class Files(NamedTuple):
-    """Where to write what; None: nowhere."""
+    """Paths of the files to write; None for a file that is not wanted."""
 
     svg: str | None
     png: str | None
@@ -33,10 +31,10 @@ class Files(NamedTuple):
     csv: str | None
 
     def check(self, compare: bool) -> None:
-        """Looks at the names, before any work is done.
+        """Checks the file names, before any work is done.
 
         Raises:
-            ScheduleError: a picture whose name says that it is something else, or a file for a comparison.
+            ScheduleError: a picture with a wrong suffix, or a file together with --compare.
         """
         for option, path in self._asdict().items():
             if compare and path is not None:
@@ -46,11 +44,11 @@ class Files(NamedTuple):
                 raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")
 
     def write(self, schedule: Schedule, timeline: Timeline) -> list[str]:
-        """Writes what was asked for, and returns the names of the files.
+        """Writes the wanted files and returns their names.
 
         Raises:
             FileError: a file cannot be written.
-            EchelonError: a picture was asked for, and matplotlib is not installed.
+            EchelonError: a picture is wanted, and matplotlib is not installed.
         """
         wanted: list[tuple[str | None, Callable[[str], None]]] = [
             (self.svg, timeline.draw),
@@ -67,11 +65,11 @@ class Files(NamedTuple):
 
 
 _MOST_RANKS = 64
-"""More rows than this are of no use on a terminal."""
+"""Most rows printed; more do not help on a terminal."""
 
 
 def as_values(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> dict[str, Any]:
-    """Returns what there is to say, ready for JSON. `held`: the peak of each rank in microbatches."""
+    """Returns all values of the report, ready for JSON. `held`: peak of each rank, in microbatches."""
     return {
         "schedule": schedule.name,
         "num_ranks": schedule.num_ranks,
@@ -95,7 +93,7 @@ def as_values(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> 
 
 
 def as_tried(option: Option) -> dict[str, Any]:
-    """Returns the best schedule of one number of chunks, ready for JSON."""
+    """Returns the best schedule found for one number of chunks, ready for JSON."""
     return {
         "num_chunks": option.schedule.num_chunks,
         "makespan": exact(option.timeline.makespan),
@@ -104,7 +102,7 @@ def as_tried(option: Option) -> dict[str, Any]:
 
 
 def in_words(searched: Sequence[Option]) -> str:
-    """Says which numbers of chunks were searched, with the span of the best schedule of each."""
+    """Returns a sentence on the searched numbers of chunks, each with the span of its best schedule."""
     spans = " and with ".join(
         f"{counted(option.schedule.num_chunks, 'chunk')} per rank (span {number(option.timeline.span)})"
         for option in sorted(searched, key=lambda option: option.schedule.num_chunks)
@@ -114,7 +112,7 @@ def in_words(searched: Sequence[Option]) -> str:
 
 
 def to_json(values: dict[str, Any]) -> str:
-    """Writes values as JSON, one a line, and of a list of objects one object a line."""
+    """Returns JSON with one value a line, and one object a line in lists of objects."""
     return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_inner_json(value)}" for key, value in values.items()) + "\n}"
 
 
@@ -125,12 +123,12 @@ def _inner_json(value: object) -> str:
 
 
 def exact(value: Time) -> int | float:
-    """Returns a number for JSON, without the last digits of a float, which are only noise."""
+    """Returns a number for JSON. Floats have 12 significant digits, since later ones are rounding noise."""
     return value if isinstance(value, int) else float(f"{float(value):.12g}")
 
 
 def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> None:
-    """Prints the sizes, the picture and a table of the ranks. `held`: the peak of each rank in microbatches."""
+    """Prints the sizes, the picture and a table of the ranks. `held`: peak of each rank, in microbatches."""
     counts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
     sizes = ", ".join(starmap(counted, counts))
     in_color = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
@@ -149,12 +147,12 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: S
 
 
 def write(console: Console, text: Text) -> None:
-    """Prints a line as it is: neither wrapped nor decorated."""
+    """Prints a line verbatim: rich neither wraps nor crops it."""
     console.print(text, no_wrap=True, overflow="ignore", crop=False)
 
 
 def print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Prints columns, the first row as their titles; all but the first are aligned to the right."""
+    """Prints a table. The first row has the titles; all columns but the first are right-aligned."""
     first, *others = ([len(cell) for cell in column] for column in zip(*rows, strict=True))
     for index, (name, *cells) in enumerate(rows):
         aligned = (cell.rjust(max(lengths)) for cell, lengths in zip(cells, others, strict=True))

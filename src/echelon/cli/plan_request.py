@@ -1,4 +1,4 @@
-"""Which schedule the arguments of `echelon plan` ask for."""
+"""Arguments of `echelon plan`, checked and turned into a schedule."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _MOST_RANKS = 4096
 _MOST_MICROBATCHES = 1_000_000
 _MOST_CHUNKS = 256
 _MOST_FORWARDS = 4_000_000
-"""More than these are a slip of the keyboard, or more than anybody waits for."""
+"""Larger numbers are a slip of the keyboard, or take longer than anybody waits."""
 
 
 class Found(NamedTuple):
-    """A schedule to plan."""
+    """Schedule to plan, with its costs and the alternatives that were searched."""
 
     schedule: Schedule
     costs: Costs
-    """Of its stages."""
+    """Costs of the schedule's stages."""
     searched: tuple[Option, ...] = ()
-    """The best schedule for each number of chunks that was searched, the best of all first; else empty."""
+    """Best schedule for each searched number of chunks, the best of all first. Empty without --search."""
 
 
 class Request(NamedTuple):
-    """The arguments that say what to plan, as they were given."""
+    """Arguments that choose the schedule, as they were given."""
 
     schedule: str | None
     num_ranks: int | None
@@ -45,14 +45,14 @@ class Request(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether the schedule is to be read."""
+        """Whether the schedule is read from a .csv file."""
         return self.schedule is not None and self.schedule.lower().endswith(".csv")
 
     def check(self) -> None:
-        """Finds arguments that are missing or do not go together.
+        """Checks the arguments, before anything is built.
 
         Raises:
-            ScheduleError: there are such.
+            ScheduleError: an argument is missing, too large, or does not go with another.
         """
         option = "--compare" if self.compare else "--search" if self.search else None
         if self.schedule is not None and option is not None:
@@ -99,7 +99,7 @@ class Request(NamedTuple):
         """Reads, searches or builds the schedule.
 
         Raises:
-            ScheduleError: there is no such schedule.
+            ScheduleError: the schedule is unknown, or its file cannot be read.
         """
         if self.is_file:
             return Found(self._read(), costs)
@@ -109,6 +109,7 @@ class Request(NamedTuple):
         if not self.search:
             assert self.schedule is not None, "checked"
             return Found(schedules.build(self.schedule, *sizes, self.chunks, self.group_size), costs)
+        # With --chunks, or costs for another number of stages, only one number of chunks fits.
         if self.chunks is None and costs.num_stages in (None, self.num_ranks):
             searched = search_chunks(costs, *sizes, limit)
             return Found(searched[0].schedule, searched[0].costs, searched)
@@ -123,13 +124,14 @@ class Request(NamedTuple):
 
 
 def check_limit(schedule: Schedule, held: Sequence[float], limit: Time | None) -> None:
-    """Compares what a schedule holds with what it may, both in microbatches.
+    """Checks the peak of each rank against the memory limit, both in microbatches.
 
     Raises:
         ScheduleError: a rank holds more than `limit`.
     """
-    if limit is None or max(held) <= limit * (1 + 1e-9):
+    if limit is None or max(held) <= limit * (1 + 1e-9):  # sums of floats may exceed it by rounding
         return
+    # Rounded up to 3 digits, so that the advice passes the check.
     enough = math.ceil(max(held) * 1000 - 1e-6) / 1000
     raise ScheduleError(
         f"{schedule.name} does not fit: rank {held.index(max(held))} holds {enough:g} microbatches, over the limit of "
@@ -138,7 +140,7 @@ def check_limit(schedule: Schedule, held: Sequence[float], limit: Time | None) -
 
 
 def _unknown(name: str) -> str:
-    """Says that there is no such schedule, and what there is."""
+    """Returns an error text for an unknown schedule, with the known ones."""
     if any(name.replace("-", "_") == algorithm.name for each in OPERATIONS for algorithm in algorithms_of(each)):
         return f"{name} is an algorithm: name the collective first, as in `echelon plan all-reduce --algorithm ring`"
     collectives = [operation.replace("_", "-") for operation in OPERATIONS]

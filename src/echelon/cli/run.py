@@ -1,4 +1,4 @@
-"""`echelon run`: starts a program as all the ranks of this host."""
+"""`echelon run`: launcher of a program's ranks on this host."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from echelon.launch.run import run as run_program
 
 
 def run(
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to run; with -m a module.")],
     num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-ranks", help="How many ranks to start.  [required]")
+        int | None, typer.Option("-n", "--num-ranks", help="Number of ranks to start.  [required]")
     ] = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on to the script.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False,
-    grace: Annotated[
-        float, typer.Option(help="Seconds that the other ranks get to report after the first one failed.")
-    ] = GRACE,
+    grace: Annotated[float, typer.Option(help="Seconds for other ranks to report after the first failure.")] = GRACE,
 ) -> int:
-    """Runs a script as all the ranks of this host.
+    """Runs a script on several ranks of this host.
 
-    Output is marked with the rank that printed it. When one rank fails, the others end too, and the exit status is
-    that of the first that failed. Options stand before the script; what comes after it is the script's.
+    Marks each line of output with its rank. When a rank fails, the others are ended, and the exit status is that of
+    the first failed rank. Options go before SCRIPT; words after it are passed to the script.
     """
     if num_ranks is None:
         raise LaunchError(_no_ranks(program, args or []))
@@ -49,7 +47,7 @@ def run(
 
 
 def _no_ranks(program: str, args: Sequence[str]) -> str:
-    """Says that -n is missing; if it stands among the arguments of the script, where it belongs."""
+    """Returns an error text for a missing -n. Points out an -n that stands after the script."""
     for place, word in enumerate(args):
         if found := re.fullmatch(r"(-n|--num-ranks)(?:=?(\d+))?", word):
             value = found[2] or "".join(args[place + 1 : place + 2])
@@ -58,4 +56,5 @@ def _no_ranks(program: str, args: Sequence[str]) -> str:
 
 
 def _shows_color(is_terminal: bool) -> bool:
+    # NO_COLOR as in https://no-color.org: any value but the empty one.
     return is_terminal and not os.environ.get("NO_COLOR")

@@ -1,1 +1,1 @@
-"""What would stop or slow a run on this host: `echelon doctor`."""
+"""Checks of this host behind `echelon doctor`: problems that stop or slow a run."""

@@ -1,4 +1,4 @@
-"""All checks of this variables, in the order in which a run would need what they look at."""
+"""All checks of a host, in the order in which a run needs the checked things."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from echelon.doctor.variables import check_variables
 
 
 def examine(environ: Mapping[str, str]) -> list[Finding]:
-    """Runs all checks and returns what they found.
+    """Runs all checks and returns their findings. Takes up to some seconds.
 
     Args:
-        environ: the variables that ranks would be started with.
+        environ: environment variables that ranks would be started with.
     """
     return [*check_variables(environ), *_network(environ), *_host(environ), *_engine(environ)]
 
@@ -47,13 +47,14 @@ def _network(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _ways() -> list[str]:
-    """Returns this host's addresses on the way to everywhere, IPv4 first."""
+    """Returns this host's addresses on its default routes, IPv4 first."""
     found = map(default_address, (socket.AF_INET, socket.AF_INET6))
     return [address for address in found if address is not None and not is_loopback(address)]
 
 
 def _master_port(environ: Mapping[str, str], addresses: list[str]) -> Finding:
     port, address = environ.get("MASTER_PORT", ""), next(iter(addresses), "127.0.0.1")
+    # Only rank 0 listens on MASTER_PORT.
     is_wanted = port.isdecimal() and 0 < int(port) < 1 << 16 and environ.get("RANK", "0") == "0"
     return network.check_master_port(address, port, probes.listening_problem(address, int(port)) if is_wanted else "")
 

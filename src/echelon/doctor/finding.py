@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it. Pure."""
+"""Findings of checks: outcome and fix. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -18,7 +18,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check: what was found, and, unless all is well, what to do."""
+    """Outcome of one check, with a fix unless its status is OK."""
 
     check: str
     status: Status
@@ -30,15 +30,15 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Returns that all is well."""
+    """Returns a finding without a problem."""
     return Finding(check, Status.OK, found)
 
 
 def warning(check: str, found: str, fix: str) -> Finding:
-    """Returns what does not stop a run."""
+    """Returns a problem that does not stop a run."""
     return Finding(check, Status.WARNING, found, fix)
 
 
 def error(check: str, found: str, fix: str) -> Finding:
-    """Returns what stops a run."""
+    """Returns a problem that stops a run."""
     return Finding(check, Status.ERROR, found, fix)

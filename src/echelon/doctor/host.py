@@ -1,4 +1,4 @@
-"""Judgement of a host: memory that ranks share, descriptors, its clock, its torch and its GPUs. Pure."""
+"""Checks of shared memory, descriptors, clock, torch and GPUs, from facts that the probes found. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from echelon import _torch_versions
 from echelon.doctor.finding import Finding, error, ok, warning
 
 FEW_FILES = 1024
-"""Descriptors. Every rank takes one for each other rank, and a few for each rank of its host."""
+"""Descriptors. A rank needs one for each other rank, and a few for each rank of its host."""
 TOO_FEW_FILES = 64
 ENOUGH_LOCKED = 64 << 20
-"""Bytes. What drivers of GPUs and of RDMA lock at the least."""
+"""Bytes. Least amount that drivers of GPUs and RDMA lock."""
 UNLIMITED = -1
 
 
 def check_shared_memory(obstacle: str, *, is_wanted: bool) -> Finding:
-    """Judges why ranks of this host cannot share memory; "" if they can. is_wanted: ECHELON_BACKEND says so."""
+    """Checks shared memory. `obstacle`: why it cannot be used, "" if it can; `is_wanted`: ECHELON_BACKEND=shm."""
     if obstacle and is_wanted:
         return error("shared memory", obstacle, "unset ECHELON_BACKEND=shm: ranks of this host then use TCP")
     if obstacle:
@@ -26,7 +26,7 @@ def check_shared_memory(obstacle: str, *, is_wanted: bool) -> Finding:
 
 
 def check_secret_file(problem: str) -> Finding:
-    """Judges why ranks of this host could not share a secret in a file; "" if they could."""
+    """Checks the secret file. `problem`: why ranks of this host could not share one, "" if they could."""
     if problem:
         what, _, fix = problem.partition(": ")
         return error("secret", what, fix)
@@ -34,7 +34,7 @@ def check_secret_file(problem: str) -> Finding:
 
 
 def check_pidfd(problem: str) -> Finding:
-    """Judges why the end of a process cannot be watched; "" if it can."""
+    """Checks pidfd. `problem`: why the end of a process cannot be watched, "" if it can."""
     if problem:
         fix = "use Linux 5.3 or newer, and let the container's seccomp rules pass pidfd_open"
         return error("pidfd", f"the death of a rank cannot be watched: {problem}", fix)
@@ -42,7 +42,7 @@ def check_pidfd(problem: str) -> Finding:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Judges how many files and sockets a process may have open; -1 is unlimited."""
+    """Checks the limits on open files and sockets of a process; -1 is unlimited."""
     found = f"{_amount(soft)}, can be raised to {_amount(hard)}"
     if soft == UNLIMITED or soft >= FEW_FILES:
         return ok("open files", found)
@@ -53,7 +53,7 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_locked_memory(soft: int, *, has_gpu: bool) -> Finding:
-    """Judges how many bytes a process may lock; -1 is unlimited."""
+    """Checks the limit on locked memory in bytes; -1 is unlimited."""
     found = _amount(soft, " bytes")
     if soft != UNLIMITED and soft < ENOUGH_LOCKED and has_gpu:
         return warning("locked memory", found, "NCCL over InfiniBand needs more: `ulimit -l unlimited`")
@@ -61,7 +61,7 @@ def check_locked_memory(soft: int, *, has_gpu: bool) -> Finding:
 
 
 def check_clock(*, is_synchronised: bool | None, year: int) -> Finding:
-    """Judges the clock of this host. is_synchronised: None if the kernel does not say."""
+    """Checks the clock of this host. `is_synchronised`: None if the kernel does not know."""
     if year < 2024:
         return error("clock", f"it is {year} here", "set the clock: certificates and recorded timelines go by it")
     if is_synchronised is False:
@@ -75,7 +75,7 @@ def _amount(limit: int, unit: str = "") -> str:
 
 
 def check_torch(version: str, *, has_distributed: bool, lacking: tuple[str, ...]) -> Finding:
-    """Judges torch's version, as "2.13.0+cpu", whether it has torch.distributed, and which private names it lacks."""
+    """Checks torch: its version such as "2.13.0+cpu", torch.distributed, and the private names that it lacks."""
     if not has_distributed:
         return error(
             "torch", f"{version}, without torch.distributed", "install a build that has it, as PyPI's for Linux"
@@ -89,7 +89,7 @@ def check_torch(version: str, *, has_distributed: bool, lacking: tuple[str, ...]
 
 
 def check_threads(num_threads: int, num_cores: int, num_local_ranks: int) -> Finding:
-    """Judges torch's threads in each rank of this host, beside the cores that this process may use."""
+    """Checks torch's threads per rank against the cores that this process may use."""
     found = f"{num_threads} a rank, {num_cores} cores"
     if num_threads * num_local_ranks > max(num_cores, num_local_ranks):
         share = max(1, num_cores // num_local_ranks)
@@ -99,13 +99,13 @@ def check_threads(num_threads: int, num_cores: int, num_local_ranks: int) -> Fin
 
 
 def check_gpu(cuda: str | None, devices: Sequence[str], problem: str, *, has_driver: bool) -> Finding:
-    """Judges the GPUs.
+    """Checks the GPUs.
 
     Args:
-        cuda: the version that torch was built for, None for a build without.
-        devices: their names, as torch has them.
-        problem: why one of them could not be used, "" if all could.
-        has_driver: whether this host has NVIDIA's driver.
+        cuda: CUDA version of torch's build; None: a build without CUDA.
+        devices: names of the GPUs that torch sees.
+        problem: why a GPU could not be used; "" if all could.
+        has_driver: whether NVIDIA's driver is loaded.
     """
     if problem:
         fix = "mend the driver (`nvidia-smi` shows it), or hide the GPU by CUDA_VISIBLE_DEVICES"
@@ -118,7 +118,7 @@ def check_gpu(cuda: str | None, devices: Sequence[str], problem: str, *, has_dri
 
 
 def check_nccl(version: str | None, num_gpus: int, *, is_wanted: bool) -> Finding:
-    """Judges NCCL: its version, None if torch lacks it. is_wanted: ECHELON_BACKEND says so."""
+    """Checks NCCL. `version`: None if torch lacks it; `is_wanted`: ECHELON_BACKEND=nccl is set."""
     if is_wanted and (version is None or not num_gpus):
         found = "torch is built without it" if version is None else "there is no GPU for it"
         return error("NCCL", found, "unset ECHELON_BACKEND=nccl, or run where torch has NCCL and a GPU")

@@ -1,4 +1,4 @@
-"""Whether ranks can reach each other, as far as one host can tell: from what was found out about its network."""
+"""Checks of this host's network, from facts that the probes found."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from echelon.launch.interface import TORCH_VARIABLES, VARIABLE
 from echelon.launch.variables import PORTS
 
 MIN_MTU = 1280
-"""Bytes: what IPv6 asks of every link."""
+"""Bytes: least MTU that IPv6 allows on a link."""
 _IPV4, _IPV6 = "127.0.0.1", "::1"
 
 
 def check_loopback(problems: Mapping[str, str]) -> Finding:
-    """Judges why a connection from this host to itself failed, by address; "" where it did not."""
+    """Checks the loopback. `problems`: by address, why a connection to itself failed, "" if it did not."""
+    # A host with IPv6 alone is usable, so a problem with one family is not an error.
     if problems[_IPV4] and not problems[_IPV6]:
         return ok("loopback", f"{_IPV6}; no IPv4 ({problems[_IPV4]})")
     if problems[_IPV4]:
@@ -27,12 +28,12 @@ def check_loopback(problems: Mapping[str, str]) -> Finding:
 
 
 def check_interfaces(found: Sequence[Interface], environ: Mapping[str, str], ways: Sequence[str]) -> Finding:
-    """Judges which interfaces there are, and which ranks of several hosts would use.
+    """Checks the interfaces, and the choice of one for runs on several hosts.
 
     Args:
-        found: all of this host.
-        environ: where ECHELON_INTERFACE is looked up.
-        ways: this host's addresses on the way to everywhere.
+        found: all interfaces of this host.
+        environ: environment variables, of which ECHELON_INTERFACE is read.
+        ways: this host's addresses on its default routes.
     """
     usable = [interface for interface in found if interface.is_up and not interface.is_loopback and interface.addresses]
     listed = "; ".join(f"{interface.name} {', '.join(interface.addresses)}" for interface in usable)
@@ -46,7 +47,9 @@ def check_interfaces(found: Sequence[Interface], environ: Mapping[str, str], way
     for variable in TORCH_VARIABLES:
         if environ.get(variable):
             fix = f"set {VARIABLE}, too, to choose it for Echelon's connections"
-            return warning("interfaces", f"{listed}. {variable}={environ[variable]} is for torch's alone", fix)
+            return warning(
+                "interfaces", f"{listed}. {variable}={environ[variable]} applies to torch's connections only", fix
+            )
     if not usable:
         return warning("interfaces", "only loopback", "for runs on several hosts, connect this one to their network")
     if not ways:
@@ -56,7 +59,7 @@ def check_interfaces(found: Sequence[Interface], environ: Mapping[str, str], way
 
 
 def check_host_name(name: str, addresses: Sequence[str]) -> Finding:
-    """Judges what the name of this host means on this host."""
+    """Checks that the host's name resolves on this host."""
     if not addresses:
         fix = f"add a line for it to /etc/hosts, as `127.0.1.1 {name}`; torchrun and MPI look it up"
         return warning("host name", f"{name} has no address here", fix)
@@ -67,7 +70,7 @@ def check_host_name(name: str, addresses: Sequence[str]) -> Finding:
 
 
 def check_mtu(found: Sequence[Interface]) -> Finding:
-    """Judges the greatest packets of the interfaces."""
+    """Checks the MTU (greatest packet) of the interfaces."""
     usable = [interface for interface in found if interface.is_up and not interface.is_loopback]
     listed = ", ".join(f"{interface.name} {interface.mtu}" for interface in usable) or "no interface but loopback"
     for interface in usable:
@@ -78,7 +81,7 @@ def check_mtu(found: Sequence[Interface]) -> Finding:
 
 
 def check_listening(problem: str) -> Finding:
-    """Judges why no free port of this host could be listened on; "" if one could."""
+    """Checks listening. `problem`: why no free port could be listened on, "" if one could."""
     if problem:
         fix = "let this user open sockets (a container's or a sandbox's rules), and end what holds all ports"
         return error("ports", f"no port can be listened on: {problem}", fix)
@@ -86,7 +89,7 @@ def check_listening(problem: str) -> Finding:
 
 
 def check_master_port(address: str, port: str, problem: str) -> Finding:
-    """Judges why `MASTER_PORT` of this host cannot be listened on; "" if it can, or rank 0 is on another host."""
+    """Checks MASTER_PORT. `problem`: why it cannot be listened on, "" if it can or rank 0 is on another host."""
     if problem:
         return error(
             "MASTER_PORT", f"{address} port {port}: {problem}", "set MASTER_PORT to a free port, 1024 to 32767"
@@ -95,7 +98,7 @@ def check_master_port(address: str, port: str, problem: str) -> Finding:
 
 
 def check_port_range(first: int, last: int) -> Finding:
-    """Judges the ports that Linux gives to whoever asks for any, beside those that follow from the names of jobs."""
+    """Checks Linux's ephemeral ports against the ports that are derived from the names of jobs."""
     found = f"Linux hands out {first} to {last}; jobs without MASTER_PORT take {PORTS.start} to {PORTS.stop - 1}"
     if first < PORTS.stop and last >= PORTS.start:
         fix = "set MASTER_PORT for each job, or `sysctl net.ipv4.ip_local_port_range='32768 60999'`"
@@ -104,7 +107,7 @@ def check_port_range(first: int, last: int) -> Finding:
 
 
 def check_master_address(master: str, addresses: Sequence[str]) -> Finding:
-    """Judges what MASTER_ADDR means on this host; empty: it is not set."""
+    """Checks that MASTER_ADDR resolves on this host. `master`: "" if it is not set."""
     if not master:
         return ok("MASTER_ADDR", "not set: the launcher says where ranks meet")
     if not addresses:

@@ -1,4 +1,4 @@
-"""Finds out about this host what the checks judge. Each returns facts, or why there are none."""
+"""Probes of this host: facts for the checks, or reasons why a facility cannot be used."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from echelon.errors import LaunchError
 from echelon.launch.secret_file import SecretFile
 
 _TIME_ERROR = 5
-"""What adjtimex(2) returns while the clock is not synchronised."""
+"""TIME_ERROR: returned by adjtimex(2) while the clock is not synchronised."""
 _TIMEX_BYTES = 512
-"""More than Linux's struct timex has; with all of it zero, nothing is set."""
+"""More than the size of Linux's struct timex. All zero, it sets nothing."""
 _PATIENCE = 2.0
 
 
 def loopback_problem(address: str) -> str:
-    """Returns why this host cannot connect to itself at `address`; "" if it can."""
+    """Returns why this host cannot connect to itself at `address`. "" if it can. Blocks for at most 2 s."""
     try:
         with (
             socket.create_server((address, 0), family=family_of(address)) as server,
@@ -37,16 +37,17 @@ def loopback_problem(address: str) -> str:
 
 
 def listening_problem(address: str, port: int) -> str:
-    """Returns why `address` and `port` (0: any) cannot be listened on here; "" if they can, or are another host's."""
+    """Returns why `address` and `port` (0: any) cannot be listened on. "" if they can, or are another host's."""
     try:
         with socket.create_server((address, port), family=family_of(address), backlog=1):
             return ""
     except OSError as error:
+        # EADDRNOTAVAIL: no interface of this host has the address.
         return "" if error.errno == errno.EADDRNOTAVAIL else reason(error)
 
 
 def addresses_of(host: str) -> list[str]:
-    """Returns the addresses that a name stands for on this host; none, if it is not known."""
+    """Returns the addresses that a name resolves to on this host. Empty if it is unknown."""
     with suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -54,23 +55,23 @@ def addresses_of(host: str) -> list[str]:
 
 
 def secret_file_problem(environ: Mapping[str, str]) -> str:
-    """Returns why ranks of this host could not share a secret in a file; "" if they could."""
+    """Returns why ranks of this host could not share a secret in a file. "" if they could."""
     try:
         with SecretFile("doctor", environ) as file:
-            file.remove()  # with it goes a folder that was made for it
+            file.remove()  # and its folder, if it was made for it
     except LaunchError as error:
         return str(error)
     return ""
 
 
 def port_range() -> range:
-    """Returns the ports that Linux gives to whoever asks for any."""
+    """Returns Linux's range of ephemeral ports."""
     first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     return range(int(first), int(last) + 1)
 
 
 def pidfd_problem() -> str:
-    """Returns why the end of a process cannot be watched here; "" if it can."""
+    """Returns why the end of a process cannot be watched by a pidfd. "" if it can."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -79,35 +80,35 @@ def pidfd_problem() -> str:
 
 
 def clock_is_synchronised() -> bool | None:
-    """Says whether the kernel takes the clock for synchronised with others; None if it does not say."""
+    """Whether the kernel regards the clock as synchronised. None if it does not know."""
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     return None if state < 0 else state != _TIME_ERROR
 
 
 def gpus() -> tuple[list[str], str]:
-    """Returns the names of the GPUs that torch sees, and why one of them cannot be used; "" if all can."""
+    """Returns the names of the GPUs that torch sees, and why one cannot be used, "" if all can."""
     names = []
     try:
         for number in range(torch.cuda.device_count()):
             names.append(torch.cuda.get_device_name(number))
-            torch.ones(1, device=f"cuda:{number}").sum().item()
+            torch.ones(1, device=f"cuda:{number}").sum().item()  # a listed GPU may still fail its first kernel
     except (RuntimeError, AssertionError) as error:
         return names, str(error).splitlines()[0]
     return names, ""
 
 
 def nccl_version() -> str | None:
-    """Returns the version of the NCCL in torch; None if there is none."""
+    """Returns the version of torch's NCCL. None if torch has none."""
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def has_nvidia_driver() -> bool:
-    """Says whether NVIDIA's driver is loaded."""
+    """Whether NVIDIA's driver is loaded."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
 def reason(error: OSError) -> str:
-    """Returns what the system calls an error; Python's own words may say more, as the address does, which is known."""
+    """Returns the system's text of an error, without the address that Python may add and the caller knows."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

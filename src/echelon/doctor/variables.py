@@ -1,4 +1,4 @@
-"""Whether the environment variables say what they should."""
+"""Checks of the environment variables that a run reads."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ KNOWN = frozenset(
         *map(variable_of, OPERATIONS),
     )
 )
-"""Every variable of ours that is read."""
+"""All ECHELON_ variables that are read."""
 
 
 def check_variables(environ: Mapping[str, str]) -> list[Finding]:
-    """Judges all variables that a run reads, and those that look as if it did."""
+    """Checks all variables that a run reads, and finds unknown ECHELON_ variables, which may be misspelt."""
     found = [*_wrong(environ), *_unknown(environ)]
     if found:
         return found

@@ -1,7 +1,7 @@
-"""The collectives of torch's interface, each as one of Echelon's. Ranks are those of the group.
+"""Collectives of torch's process group interface, each mapped to one of Echelon's. Ranks are group ranks.
 
-Every method has the name and the arguments that torch calls it by, from Python (`torch.distributed`) and from C++ (DDP,
-functional collectives). A name that is assigned below a method is what torch before 2.13 calls it.
+Every method has the name and the arguments of torch's calls, from Python (`torch.distributed`) and from C++ (DDP,
+functional collectives). A name assigned below a method is its name in torch before 2.13.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from echelon.interop.reductions import Reduction
 from echelon.interop.running import Running
 from echelon.interop.tensors import count_change, deal, flat, joined, only, put, writable
 
-# all_reduce of sparse tensors, which Echelon's collectives do not know: every rank gets the entries of all.
-#
-# Ranks may have entries at different places, and any number of them. Only sums can be made of that: what a rank has no
-# entry for is zero, which a minimum, say, would have to look at.
+# All-reduce of sparse tensors, which Echelon's collectives do not support: every rank gathers the entries of all.
+# Ranks may have entries at different indices, and any number of them. Only sums work this way: a missing entry is zero,
+# which a sum can skip and a minimum cannot.
 
 
 def entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
-    """Returns the places of a sparse COO tensor's entries, one a row, and their values, to be gathered.
+    """Returns the indices (one a row) and the values of a sparse COO tensor, to be gathered.
 
     Raises:
-        UnsupportedOp: another layout, or a reduction that is no sum.
+        UnsupportedOp: another layout, or a reduction that is not a sum.
     """
     if tensor.layout != torch.sparse_coo or reduction.op not in ("sum", "mean") or reduction.factor is not None:
         raise UnsupportedOp(
@@ -53,7 +52,7 @@ def entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
 
 
 def put_sum(gathered: Sequence[Tensor], tensor: Tensor, reduction: Reduction, num_ranks: int) -> Tensor:
-    """Writes the sum (or mean) of all ranks' entries into a sparse tensor, and returns it."""
+    """Writes the sum (or mean) of all ranks' entries into a sparse tensor and returns it."""
     places, values = gathered
     total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=True).coalesce()
     with torch.no_grad():  # detach() would make another sparse tensor
@@ -61,13 +60,13 @@ def put_sum(gathered: Sequence[Tensor], tensor: Tensor, reduction: Reduction, nu
 
 
 class Collectives(Running):
-    """What all ranks of a group call together, in the same order."""
+    """Collectives of a torch group: all ranks call them in the same order. Each returns its `dist.Work`."""
 
     # Reductions
 
     @partial(by_device, takes_sparse=True)
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> dist.Work:
-        """Combines one tensor over all ranks, in place."""
+        """Reduces one tensor over all ranks, in place."""
         tensor, opts = only(tensors, "all_reduce"), opts or AllreduceOptions()
         reduction = Reduction.of(opts.reduceOp, tensor.dtype)
         if tensor.layout != torch.strided:
@@ -81,7 +80,7 @@ class Collectives(Running):
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None
     ) -> dist.Work:
-        """Combines many tensors over all ranks, in place."""
+        """Reduces many tensors over all ranks, in place."""
         opts = opts or AllreduceCoalescedOptions()
         reductions = Reduction.of_all(opts.reduceOp, tensors)
         writable(tensors, "all_reduce_coalesced")
@@ -91,7 +90,7 @@ class Collectives(Running):
 
     @by_device
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions | None = None) -> dist.Work:
-        """Combines one tensor over all ranks, in place on one of them."""
+        """Reduces one tensor over all ranks, in place on the root."""
         tensor, opts = only(tensors, "reduce"), opts or ReduceOptions()
         reduction = Reduction.of(opts.reduceOp, tensor.dtype)
         call = partial(self.group.reduce, reduction.prepare(tensor), opts.rootRank, reduction.op)
@@ -107,13 +106,14 @@ class Collectives(Running):
         input_tensors: Sequence[Sequence[Tensor]],
         opts: ReduceScatterOptions | None = None,
     ) -> dist.Work:
-        """Combines a list of tensors, one for each rank, over all ranks, each of which gets its own."""
+        """Reduces a list of tensors, one per rank, over all ranks. Each rank gets its own."""
         output, opts = (
             only(writable(output_tensors, "reduce_scatter"), "reduce_scatter"),
             opts or ReduceScatterOptions(),
         )
         (inputs,) = input_tensors
         sizes = [tensor.numel() for tensor in inputs]
+        # Echelon's reduce_scatter takes equal parts only. Others are all reduced, and this rank keeps its own.
         if len(set(sizes)) <= 1:
             return self._reduce_scatter(output, joined(inputs), opts)
         reduction = Reduction.of(opts.reduceOp, output.dtype)
@@ -126,7 +126,7 @@ class Collectives(Running):
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
     ) -> dist.Work:
-        """Combines a tensor over all ranks, each of which gets its part."""
+        """Reduces a tensor over all ranks. Each rank gets its part."""
         opts = opts or ReduceScatterOptions()
         writable([output], "reduce_scatter")
         return self._reduce_scatter(output, flat(input), opts)
@@ -145,7 +145,7 @@ class Collectives(Running):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions | None = None
     ) -> dist.Work:
-        """Combines many tensors over all ranks, each of which gets its part of each."""
+        """Reduces many tensors over all ranks. Each rank gets its part of each."""
         opts = opts or ReduceScatterOptions()
         reductions = Reduction.of_all(opts.reduceOp, inputs)
         writable(outputs, "reduce_scatter_coalesced")
@@ -156,7 +156,7 @@ class Collectives(Running):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _finish(self, reduction: Reduction, total: Tensor, into: Tensor) -> Tensor:
-        """Writes the result of a reduction into the user's tensor, and returns that."""
+        """Writes the result of a reduction into the user's tensor and returns the tensor."""
         if total.numel() != into.numel():
             raise SizeMismatch(f"{total.numel()} elements of output", into.numel(), "reduce_scatter")
         return put(reduction.finish(total, self.group.world_size), into)
@@ -170,7 +170,7 @@ class Collectives(Running):
 
     @by_device
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions | None = None) -> dist.Work:
-        """Overwrites one tensor on every rank with that of one of them."""
+        """Overwrites one tensor on every rank with the root's."""
         tensor, opts = only(tensors, "broadcast"), opts or BroadcastOptions()
         if self.group.rank != opts.rootRank:
             writable([tensor], "broadcast")
@@ -186,7 +186,7 @@ class Collectives(Running):
         input_tensors: Sequence[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> dist.Work:
-        """Gathers the tensors of all ranks into a list, on every rank; ranks may have different numbers of elements."""
+        """Gathers the tensors of all ranks into a list, on every rank. Their numbers of elements may differ."""
         tensor, opts = only(input_tensors, "all_gather"), opts or AllgatherOptions()
         (outputs,) = output_tensors
         writable(outputs, "all_gather")
@@ -200,7 +200,7 @@ class Collectives(Running):
         input_list: Sequence[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> dist.Work:
-        """Gathers many tensors of all ranks; `output_lists` has for each rank a list with a place for each."""
+        """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
         opts = opts or AllgatherOptions()
         places = [writable(each, "all_gather_coalesced") for each in zip(*output_lists, strict=True)]
         call = partial(self.group.all_gather_coalesced, [flat(tensor) for tensor in input_list])
@@ -235,7 +235,7 @@ class Collectives(Running):
         input_tensors: Sequence[Tensor],
         opts: GatherOptions | None = None,
     ) -> dist.Work:
-        """Gathers the tensors of all ranks into a list, on one of them."""
+        """Gathers the tensors of all ranks into a list, on the root."""
         tensor, opts = only(input_tensors, "gather"), opts or GatherOptions()
         outputs = writable(output_tensors[0], "gather") if output_tensors else []
         call = partial(self.group.gather, flat(tensor), opts.rootRank)
@@ -243,7 +243,7 @@ class Collectives(Running):
 
     @by_device
     def gather_single(self, output: Tensor, input: Tensor, opts: GatherOptions | None = None) -> dist.Work:
-        """Gathers the tensors of all ranks into one, on one of them; torch calls it since 2.14."""
+        """Gathers the tensors of all ranks into one, on the root. torch calls it since 2.14."""
         opts = opts or GatherOptions()
         outputs = [output] if self.group.rank == opts.rootRank else []
         call = partial(self.group.gather, flat(input), opts.rootRank)
@@ -256,7 +256,7 @@ class Collectives(Running):
         input_tensors: Sequence[Sequence[Tensor]],
         opts: ScatterOptions | None = None,
     ) -> dist.Work:
-        """Gives every rank its tensor of a list that one of them has."""
+        """Sends each rank its tensor of the root's list."""
         output, opts = only(writable(output_tensors, "scatter"), "scatter"), opts or ScatterOptions()
         values = joined(input_tensors[0]) if self.group.rank == opts.rootRank else None
         call = partial(self.group.scatter, values, opts.rootRank)
@@ -266,7 +266,7 @@ class Collectives(Running):
     def alltoall(
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: AllToAllOptions | None = None
     ) -> dist.Work:
-        """Gives every rank a tensor of a list, and takes one from each."""
+        """Sends each rank a tensor of a list and receives one from each."""
         opts = opts or AllToAllOptions()
         writable(output_tensors, "all_to_all")
         call = partial(
@@ -287,7 +287,7 @@ class Collectives(Running):
         input_split_sizes: Sequence[int],
         opts: AllToAllOptions | None = None,
     ) -> dist.Work:
-        """Gives every rank a part of a tensor, split along dim 0, and takes one from each; no sizes: equal ones."""
+        """Sends each rank a part of a tensor, split along dim 0, and receives one from each. No sizes: equal parts."""
         opts = opts or AllToAllOptions()
         writable([output], "all_to_all")
         call = partial(
@@ -309,7 +309,7 @@ class Collectives(Running):
         return [size * row for size in sizes]
 
     def barrier(self, opts: BarrierOptions | None = None) -> dist.Work:
-        """Is done when every rank has called it."""
+        """Completes when every rank has called it."""
         return self._run(self.group.barrier, lambda _: [], opts or BarrierOptions())
 
 

@@ -1,8 +1,8 @@
-"""Which tensors a group of torch carries itself, and who carries the others.
+"""Routing of calls by device: CPU tensors to Echelon, others to a torch group with the same ranks.
 
-"cpu:echelon,cuda:nccl" asks torch for a group with a backend for each kind of device, but a group that is written in
-Python comes alone. So it hands what it is given for tensors of another device to a group of torch with the same ranks,
-which is made when the first such tensor comes.
+"cpu:echelon,cuda:nccl" asks torch for a group with a backend per device type, but a group written in Python has no
+further backends. So it forwards calls with tensors of another device to a second torch group with the same ranks, made
+at the first such call.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from echelon.group.group import ProcessGroup
 P = ParamSpec("P")
 
 _TorchGroup: Any = dist.ProcessGroup
-"""Its stubs overload every method with forms that torch.distributed never calls, so types would only be in the way."""
+"""Untyped: its stubs overload every method with forms that torch.distributed never calls."""
 
 
 class DeviceBackend:
-    """What torch asks about the part of a group that carries tensors of one kind of device."""
+    """Backend of one device type, as torch queries it for its features."""
 
     supports_splitting = False
     supports_coalescing = False
@@ -49,17 +49,17 @@ class DeviceBackend:
         return self._group.world_size
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Says no: memory that ranks share is given out by all of them at once, which torch's interface is not."""
+        """False: all ranks allocate shared memory together, but torch's interface asks a single rank."""
         return False
 
 
 class ByDevice(_TorchGroup):  # type: ignore[misc]
-    """A group of torch that carries tensors on the CPU."""
+    """torch group for tensors on the CPU, with one further group for each other device type."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group.rank, group.world_size)
         self.group = group
-        """What does the work."""
+        """Echelon's group, which carries the CPU tensors."""
         self._elsewhere: dict[str, Any] = {}
 
     @property
@@ -74,11 +74,12 @@ class ByDevice(_TorchGroup):  # type: ignore[misc]
         return self.group_for(device)._get_backend(device)
 
     def group_for(self, device: torch.device) -> Any:
-        """Returns torch's group of the same ranks for a kind of device, which all of them ask for.
+        """Returns torch's group for another device type. The first call makes it; every rank of the group must call.
 
         Raises:
-            UnsupportedOp: the user named no backend for it.
+            UnsupportedOp: the user named no backend for the device type.
         """
+        # Made on first use, since a group written in Python has only one backend when torch makes it.
         found = self._elsewhere.get(device.type)
         if found is None:
             name = self._backends().get(device.type)
@@ -91,15 +92,15 @@ class ByDevice(_TorchGroup):  # type: ignore[misc]
                 dist.get_process_group_ranks(self),
                 timedelta(seconds=self.group.timeout),
                 name,
-                use_local_synchronization=True,
+                use_local_synchronization=True,  # only members of this group call
             )
         return found
 
     def _backends(self) -> dict[str, str]:
-        """Returns the name of the backend for each kind of device, as the user gave it.
+        """Returns the user's backend name for each device type. Empty while torch is still making the group.
 
-        Empty while torch is still making the group. torch 2.15 asks for the devices then, and would attach its flight
-        recorder, which a group in Python cannot have, if there were any.
+        torch 2.15 asks for the devices at that time. If there were any, it would attach its flight recorder, which a
+        group in Python cannot have.
         """
         config = backend_config(self)
         return dict(pair.split(":") for pair in config.split(",")) if config else {}
@@ -108,13 +109,13 @@ class ByDevice(_TorchGroup):  # type: ignore[misc]
 def by_device(
     method: Callable[Concatenate[Any, P], dist.Work], *, takes_sparse: bool = False
 ) -> Callable[Concatenate[Any, P], dist.Work]:
-    """Makes a method of a `ByDevice` hand calls with tensors of another device to the method of that device's group.
+    """Decorator of a `ByDevice` method: forwards calls with tensors of another device to that device's group.
 
     The method raises UnsupportedOp, before anything is sent, for a tensor without memory of its own.
 
     Args:
-        method: one of torch's interface.
-        takes_sparse: whether it takes sparse COO tensors.
+        method: method of torch's interface.
+        takes_sparse: whether the method accepts sparse COO tensors.
     """
 
     @functools.wraps(method)
@@ -132,7 +133,7 @@ def by_device(
 
 
 def _tensors_of(argument: object) -> Iterator[Tensor]:
-    """Yields the tensors among arguments and lists in them."""
+    """Yields the tensors in nested lists of arguments."""
     if isinstance(argument, Tensor):
         yield argument
     elif isinstance(argument, list | tuple):

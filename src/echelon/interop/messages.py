@@ -1,4 +1,4 @@
-"""What torch gets for a message under way."""
+"""torch's Work for point-to-point messages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 class Message(TorchWork, Generic[T]):
-    """A message under way; whoever waits for it drives it."""
+    """Work of a message in flight. The waiting thread drives it."""
 
     def __init__(
         self, group: ProcessGroup, work: Work[T], peers: Sequence[int], settle: Callable[[T], Tensor], *, receives: bool
     ) -> None:
-        """Takes over a message.
+        """Wraps a message.
 
         Args:
-            group: whose message it is.
-            work: the message.
-            peers: the ranks of the group that it is to or from.
-            settle: makes the user's tensor of what came; called once, by whoever sees first that it came.
-            receives: whether the message is withdrawn when a wait for it has run out of time.
+            group: group of the message.
+            work: Echelon's Work of the message.
+            peers: group ranks that it goes to or may come from.
+            settle: turns the received value into the user's tensor; called once, when the end is first seen.
+            receives: whether it is a receive, which a timeout withdraws.
         """
         super().__init__()
         self._group = group
@@ -42,10 +42,10 @@ class Message(TorchWork, Generic[T]):
         self._tensor: Tensor | None = None
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
-        """Returns when a received tensor is there, or when a tensor that is sent may be changed again.
+        """Blocks until the received tensor is written, or the sent tensor may be changed again.
 
         Raises:
-            Timeout: not within `timeout`; a receive is withdrawn: its tensor will not be written any more.
+            Timeout: not within `timeout`. A receive is withdrawn: its tensor will not be written later.
             EchelonError: the message failed.
         """
         limit = seconds(timeout)
@@ -57,7 +57,7 @@ class Message(TorchWork, Generic[T]):
         return True
 
     def is_completed(self) -> bool:
-        """Says whether the message has ended, well or not; if well, the tensor is there."""
+        """Whether the message has ended, also by a failure. After a success the tensor is written."""
         if not self._work.is_completed():
             return False
         if self._work.exception() is None:
@@ -76,7 +76,7 @@ class Message(TorchWork, Generic[T]):
         return [self._tensor]
 
     def source_rank(self) -> int:
-        """Returns the rank of the group that sent a message which was received from any rank."""
+        """Returns the group rank of the sender."""
         came = self._work.result()
         return came.src if isinstance(came, Received) else self._group.ranks.index(self._peers[0])
 
@@ -87,8 +87,9 @@ class Message(TorchWork, Generic[T]):
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Returns a future of the tensor; those of one group are completed in the order they were asked for."""
+        """Returns a future of the tensor. Futures of one group complete in the order of these calls."""
         outcome: Outcome[list[Tensor]] = Outcome()
+        # Not the lane of the group's collectives (its context), so that neither queue waits for the other.
         backend, lane = self._group.backend, ~self._group.context
         outcome.is_driven_by(backend.start(lambda: outcome.settle(self._come), "the future of a message", lane))
         return outcome

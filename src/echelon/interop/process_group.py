@@ -1,4 +1,4 @@
-"""The group that torch.distributed gets: its collectives, and messages between two ranks."""
+"""Process group of torch.distributed over one of Echelon: collectives and point-to-point messages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from echelon.interop.tensors import deal, flat, only, writable
 
 
 class EchelonProcessGroup(Collectives):
-    """A `torch.distributed.ProcessGroup` over one of Echelon, `group`. torch makes it; see `torch_distributed`."""
+    """`torch.distributed.ProcessGroup` over a group of Echelon, `group`. Made by torch, see `torch_distributed`."""
 
     @by_device
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        """Starts to send one tensor to a rank of the group."""
+        """Starts a send of one tensor to a group rank."""
         tensor = only(tensors, "send")
         work = self.group.isend(flat(tensor), dst, tag)
         return self._counted(Message(self.group, work, [dst], lambda _: tensor, receives=False))
 
     @by_device
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
-        """Starts to receive one tensor from a rank of the group."""
+        """Starts a receive of one tensor from a group rank."""
         tensor = only(writable(tensors, "recv"), "recv")
+        # Other tensors, such as strided ones, get a copy of the message at the end.
         in_place = is_plain(tensor)
         work = self.group.irecv(src, tag, flat(tensor) if in_place else None)
 
@@ -39,7 +40,7 @@ class EchelonProcessGroup(Collectives):
 
     @by_device
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        """Starts to receive one tensor from whichever rank sends first; `source_rank()` of the Work says which."""
+        """Starts a receive of one tensor from any rank. `source_rank()` of the Work returns the sender."""
         tensor = only(writable(tensors, "recv"), "recv")
         work: Work[Received] = self.group.irecv_any(tag)
         others = [rank for rank in range(self.group.world_size) if rank != self.group.rank]

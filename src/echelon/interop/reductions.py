@@ -1,4 +1,4 @@
-"""torch's reductions as Echelon's."""
+"""Mapping of torch's reductions to Echelon's."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _NAMES = {
     ReduceOp.PREMUL_SUM: "sum",
 }
 _OF_TRUTHS = {"sum": "bor", "product": "band", "max": "bor", "min": "band"}
-"""What arithmetic on torch.bool comes to: True + True is True."""
+"""Arithmetic on torch.bool as bitwise operations: True + True is True."""
 
 
 class Reduction(NamedTuple):
-    """What is done to the tensors of all ranks."""
+    """Reduction in Echelon's terms, with a factor before and a division after it."""
 
     op: str
-    """The name of Echelon's operation."""
+    """Name of Echelon's op."""
     factor: float | Tensor | None = None
-    """What each rank multiplies its tensor by first."""
+    """Factor of this rank's tensor (PREMUL_SUM); None: no factor."""
     divides: bool = False
-    """Whether the result is divided by the number of ranks: a mean of integers, which is rounded towards zero."""
+    """Whether the sum is divided by the number of ranks: a mean of integers, rounded towards zero as NCCL's."""
 
     @classmethod
     def of(cls, reduce_op: ReduceOp, dtype: torch.dtype) -> Reduction:
-        """Returns Echelon's counterpart of one of torch's, for tensors of a dtype.
+        """Returns Echelon's counterpart of a ReduceOp, for tensors of a dtype.
 
         Raises:
-            UnsupportedOp: there is none.
+            UnsupportedOp: Echelon has no counterpart.
         """
         kind = reduce_op.op  # type: ignore[attr-defined] # missing in its stub
         name = _NAMES.get(kind)
@@ -59,10 +59,10 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of_all(cls, reduce_op: ReduceOp, tensors: Sequence[Tensor]) -> list[Reduction]:
-        """Returns the counterpart of one of torch's for each of many tensors.
+        """Returns the counterparts of a ReduceOp for several tensors.
 
         Raises:
-            UnsupportedOp: there is none, or the dtypes need different operations of Echelon.
+            UnsupportedOp: Echelon has no counterpart, or the dtypes need different ops.
         """
         reductions = [cls.of(reduce_op, tensor.dtype) for tensor in tensors]
         if len({reduction.op for reduction in reductions}) > 1:
@@ -70,10 +70,10 @@ class Reduction(NamedTuple):
         return reductions
 
     def prepare(self, tensor: Tensor) -> Tensor:
-        """Returns the flat values that this rank brings: the tensor's own memory, if it is contiguous as it is."""
+        """Returns this rank's flat input: the tensor's own memory if it is contiguous and has no factor."""
         values = flat(tensor)
         return values if self.factor is None else values * self.factor
 
     def finish(self, total: Tensor, num_ranks: int) -> Tensor:
-        """Makes the result of what the ranks' values were combined to, in place."""
+        """Turns the reduced values into the result, in place."""
         return total.div_(num_ranks, rounding_mode="trunc") if self.divides else total

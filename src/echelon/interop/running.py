@@ -1,4 +1,4 @@
-"""How a collective of torch's interface is run by Echelon: at once, or in the lane of the group."""
+"""Execution of torch's collectives by Echelon: synchronously, or in the lane of the group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from echelon.group.group import ProcessGroup
 from echelon.interop.devices import ByDevice
 from echelon.interop.works import Coalesced, Done, Orphans, Outcome, Pending, seconds
 
-# Who one of torch's groups is: its names, its store, its timeout, and how it ends.
-
 
 class Identity(ByDevice):
-    """A group of torch over one of Echelon. Methods have the names that torch calls them by, from Python or from C++.
+    """Names, store, timeout and end of a torch group over one of Echelon. torch calls these methods by their names.
 
-    torch's C++ keeps names only for groups that have C++ backends, so they are kept here.
+    torch's C++ keeps names only for groups that have C++ backends, so this class keeps them.
     """
 
     def __init__(self, group: ProcessGroup, store: Store) -> None:
-        """Puts torch's interface before `group`; `store` is the one that torch gave for it."""
+        """Wraps `group`; `store` is torch's store for it."""
         super().__init__(group)
         self._store = store
         self._name = self._description = ""
@@ -35,7 +33,7 @@ class Identity(ByDevice):
     def __repr__(self) -> str:
         return f"<EchelonProcessGroup {self._name!r} over {self.group!r}>"
 
-    # What C++ calls
+    # Called from C++
 
     def getBackendName(self) -> str:  # noqa: D102, N802
         return "echelon"
@@ -52,21 +50,21 @@ class Identity(ByDevice):
     def getGroupDesc(self) -> str:  # noqa: D102, N802
         return self._description
 
-    # What Python calls
+    # Called from Python
 
     def get_group_store(self) -> Store:  # noqa: D102
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Has every later call wait so long, unless it says otherwise itself."""
+        """Sets the default timeout of later calls."""
         self.group.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Finishes what was sent and frees the connections, if they are this group's own."""
+        """Closes the group: finishes pending sends, then frees connections that only this group uses."""
         self.group.close()
 
     def abort(self) -> None:
-        """Gives up: every rank that waits for this one gets PeerFailed."""
+        """Aborts the group: every rank that waits for this one raises PeerFailed."""
         self.group.abort("it has aborted its torch.distributed group")
 
 
@@ -74,17 +72,21 @@ T = TypeVar("T")
 
 
 class Options(Protocol):
-    """What the options of all torch's collectives have in common."""
+    """Options common to all of torch's collectives."""
 
     timeout: timedelta
     asyncOp: bool  # noqa: N815
 
 
 class Running(Identity):
-    """Runs collectives, each of which is one call of Echelon's group with something to do when it is done."""
+    """Runner of collectives: each is one call of Echelon's group and a function that writes its result.
+
+    Strategy. A synchronous collective runs in the calling thread. An asynchronous one runs in the group's lane, a
+    thread with a queue. The lane then writes its result and completes its future, which runs the user's callbacks.
+    """
 
     def __init__(self, group: ProcessGroup, store: Store) -> None:
-        """Puts torch's interface before `group`; `store` is the one that torch gave for it."""
+        """Wraps `group`; `store` is torch's store for it."""
         super().__init__(group, store)
         self._thread = threading.local()
         self._coalesced: list[dist.Work] | None = None
@@ -93,12 +95,12 @@ class Running(Identity):
     def _run(
         self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options
     ) -> dist.Work:
-        """Runs a collective, beside the caller if the options say so.
+        """Runs a collective. Blocks until it has ended, unless `options.asyncOp` is set.
 
         Args:
-            call: begins it, given `async_op` and `timeout`.
-            settle: makes the user's tensors of its result; called once.
-            options: torch's.
+            call: starts it, given `async_op` and `timeout`.
+            settle: writes its result into the user's tensors and returns them; called once.
+            options: torch's options.
         """
         return self._counted(self._started(call, settle, options))
 
@@ -106,6 +108,7 @@ class Running(Identity):
         self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options
     ) -> dist.Work:
         timeout = seconds(options.timeout)
+        # Fast path of a synchronous call. A callback in the lane queues instead, which keeps the order of the group.
         if not options.asyncOp and not self._is_settling():
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         running = cast("Work[T]", call(async_op=True, timeout=timeout))
@@ -121,7 +124,8 @@ class Running(Identity):
         return self.group.backend.start(function, f"the end of a collective of {self.group.name}", self.group.context)
 
     def _complete(self, outcome: Outcome[list[Tensor]], work: Work[list[Tensor]]) -> None:
-        """Completes a future in the lane's thread, where its callbacks then run."""
+        """Completes a future in the lane's thread, which then runs its callbacks."""
+        # Nested: a callback may wait for an Outcome, and the lane's thread then runs queued jobs.
         was_settling = self._is_settling()
         self._thread.settles = True
         try:
@@ -130,13 +134,13 @@ class Running(Identity):
             self._thread.settles = was_settling
 
     def _is_settling(self) -> bool:
-        """Whether this is a callback in the lane's thread: what was queued there comes before what it begins."""
+        """Whether a callback in the lane's thread is running. Jobs queued before it come before its own operations."""
         return getattr(self._thread, "settles", False)
 
     # Several operations at once
 
     def _counted(self, work: dist.Work) -> dist.Work:
-        """Keeps an operation for `_end_coalescing`, if it comes after `_start_coalescing`, and returns it."""
+        """Adds an operation to the open coalescing block, if there is one, and returns it."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -1,7 +1,7 @@
-"""What torch's users give as tensors of any shape, as the flat ones that Echelon's collectives compare.
+"""Conversion between torch's tensors of any shape and the flat tensors that Echelon's collectives compare.
 
-torch.distributed looks at the number of elements and the dtype only: ranks may call a collective with tensors of
-different shapes, and of different strides.
+torch.distributed compares only number of elements and dtype: ranks may call a collective with tensors of different
+shapes and strides.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from echelon.errors import SizeMismatch
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor as one dim, outside of autograd: in its own memory if it is contiguous.
-
-    `.data` has no gradient function and a version counter of its own. A functional collective gives its tensor a
-    gradient function while the operation is under way: a view of the tensor would then refuse to be written. torch 2.15
-    saves the tensor for backward at that moment too: writing a view would count as a change of the saved tensor.
-    """
+    """Returns a flat tensor without autograd history: a view if the tensor is contiguous, else a copy."""
+    # `.data` has no gradient function and a version counter of its own. A functional collective gives its tensor a
+    # gradient function while the operation is in flight: a view of the tensor would then refuse to be written. torch
+    # 2.15 saves the tensor for backward at that moment too: writing a view would count as a change of the saved tensor.
     return plain(tensor.data).view(-1)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the values of several tensors of one dtype, one behind the other."""
+    """Returns several tensors of one dtype, flattened and concatenated."""
     return flat(tensors[0]) if len(tensors) == 1 else torch.cat([flat(tensor) for tensor in tensors])
 
 
 def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
-    """Returns the one tensor of a list.
+    """Returns the only tensor of a list. torch's interface has lists for several devices of one process.
 
     Raises:
-        SizeMismatch: there is not exactly one; torch's interface has lists for several devices of one process.
+        SizeMismatch: the list has not exactly one tensor.
     """
     if len(tensors) != 1:
         raise SizeMismatch("1 tensor", len(tensors), operation, "give one tensor for each process")
@@ -44,10 +42,10 @@ def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
 
 
 def writable(tensors: Sequence[Tensor], operation: str) -> Sequence[Tensor]:
-    """Returns tensors that are to be written, before anything is sent, and counts the change.
+    """Checks output tensors before anything is sent, counts their change for autograd, and returns them.
 
     Raises:
-        UnsupportedOp: elements of one overlap.
+        UnsupportedOp: a tensor has overlapping elements.
     """
     for tensor in tensors:
         check_writable(tensor, operation)
@@ -56,26 +54,27 @@ def writable(tensors: Sequence[Tensor], operation: str) -> Sequence[Tensor]:
 
 
 def count_change(tensors: Sequence[Tensor]) -> None:
-    """Tells autograd that tensors are overwritten: a backward that needs their old values fails.
+    """Increments autograd's version of tensors that are overwritten: a backward that needs the old values fails.
 
-    At the start of an operation, because autograd may take over the tensor while it runs (see `flat`). An inference
-    tensor has no version. Outside of inference mode it is overwritten all the same, as by Gloo.
+    Called at the start of an operation, because autograd may save the tensor while it runs (see `flat`).
     """
+    # An inference tensor has no version. It is overwritten outside of inference mode too, as by Gloo.
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def put(values: Tensor, into: Tensor) -> Tensor:
-    """Writes flat values into a tensor of any shape, unless they are there already, and returns it."""
+    """Writes flat values into a tensor of any shape and returns the tensor."""
+    # Equal pointers: the collective has written in place.
     if values.data_ptr() != into.data_ptr():
         overwrite(into.data, values.view(into.shape))  # as in `flat`
     return into
 
 
 def deal(values: Tensor, into: Sequence[Tensor], operation: str) -> list[Tensor]:
-    """Writes flat values into several tensors, one after the other, and returns those.
+    """Splits flat values over several tensors, in order, and returns the tensors.
 
     Raises:
-        SizeMismatch: there are more or fewer values than places.
+        SizeMismatch: the number of values is not the number of elements of all tensors.
     """
     sizes = [tensor.numel() for tensor in into]
     if sum(sizes) != values.numel():

@@ -1,6 +1,6 @@
-"""Makes "echelon" a backend of torch.distributed: `dist.init_process_group("echelon")`, once this is imported.
+"""Registration of "echelon" as a backend of torch.distributed: import it, then `dist.init_process_group("echelon")`.
 
-What calls torch.distributed then runs on Echelon's own backends unchanged: shared memory between the ranks of one host,
+Programs on torch.distributed then run on Echelon's own backends unchanged: shared memory between the ranks of one host,
 TCP between hosts; `ECHELON_BACKEND` chooses. "cpu:echelon,cuda:nccl" leaves CUDA tensors to NCCL. See docs/interop.md.
 """
 
@@ -16,17 +16,15 @@ from echelon._torch_private import DistributedBackendOptions, all_gather_into, r
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.interop.world import connect, subgroup
 
-# Carries the functional collectives that torch's C++ takes past Python.
-#
-# Functional collectives (`torch.ops._c10d_functional`, below DTensor and torch.compile) are C++ that calls methods of
-# the group. A group written in Python receives all of them but those that two operators call. So these get kernels in
-# Python, which do the same for any group, whoever made it.
+# Functional collectives (`torch.ops._c10d_functional`, used by DTensor and torch.compile) are C++ that calls methods of
+# the group. These calls reach a group written in Python, except from two operators. So the two get kernels in Python,
+# which work for groups of any backend.
 
 _library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call] # its kernels are gone when it is
 
 
 def carry_functional_collectives() -> None:
-    """Has the two operators call the group's methods through Python; to be called once."""
+    """Registers Python kernels for the two operators. Called once, at the import."""
     _library.impl("batch_p2p_ops", _batch, "CPU")  # type: ignore[no-untyped-call]
     for device in ("CPU", "CUDA"):
         _library.impl("all_gather_into_tensor_out", _all_gather_out, device)  # type: ignore[no-untyped-call]
@@ -50,7 +48,7 @@ def _batch(
     tensors: Sequence[Tensor],
     group_name: str,
 ) -> list[Tensor]:
-    """Starts sends and receives one by one. What has to start at once, NCCL's on a GPU, does not come here."""
+    """Starts sends and receives one by one. The kernel is for CPU tensors only: NCCL must start a batch at once."""
     operators = torch.ops._c10d_functional
     starts = {"isend": operators.isend, "irecv": operators.irecv}
     messages = zip(op_list, tensors, peer_list, tag_list, strict=True)
@@ -60,13 +58,14 @@ def _batch(
 __all__ = ["NAME", "EchelonProcessGroup"]
 
 NAME = "echelon"
-"""What the backend is called in `torch.distributed.init_process_group` and `new_group`."""
+"""Name of the backend in `torch.distributed.init_process_group` and `new_group`."""
 
 
 def _make(options: DistributedBackendOptions, _: object) -> EchelonProcessGroup:
-    """Makes a group for torch; every member calls it, and nobody else."""
+    """Makes a group for torch. Called by its members only. The first group connects them."""
     timeout = options.timeout.total_seconds()
     ranks, world = options.global_ranks_in_group, dist.group.WORLD
+    # A later group of an Echelon world needs no connections of its own.
     if ranks and isinstance(world, EchelonProcessGroup):
         group = subgroup(world.group, ranks, timeout, name=options.group_id)
     else:

@@ -1,4 +1,13 @@
-"""What torch gets for a collective under way: a `torch.distributed.Work` around Echelon's."""
+"""torch's Work and Future for Echelon's collectives.
+
+Strategy. torch waits for a future in C++, which drives nothing, so a thread has to complete it: the thread of the lane
+in which its operation ran, right after the operation and with no lock held. The future's callbacks run there too. They
+may start operations and wait for them, or for their futures, which are queued in the lane behind the callback. So
+waiting for an `Outcome` means waiting for the lane, whose thread then runs the queued jobs.
+
+A failed future has to fail for torch's C++ as well, which takes an exception set from Python for a value like any
+other. C++ finds the tensors of a value by pickling it, so the value of a failed future raises its error when pickled.
+"""
 
 from __future__ import annotations
 
@@ -16,51 +25,41 @@ from echelon._torch_private import fail_when_unwrapped
 from echelon.backends.work import Work
 from echelon.errors import UnsupportedOp
 
-# The futures of operations, as torch.distributed hands them out.
-#
-# Strategy. A future of torch is waited for in C++, where nobody drives anything, so a thread has to complete it: that
-# of the lane in which its operation ran, right behind it and with no lock held. The callbacks of the future run there
-# too. They may begin operations and wait for them, or for the futures of those, which are queued in the lane behind
-# them: so waiting for an `Outcome` means to wait for the lane, whose thread then runs what is queued.
-#
-# A future that fails has to fail for torch's C++ as well, to which an exception that was set from Python is a value
-# like any other. It takes tensors out of a value by pickling it: so what stands for the error raises it when it is
-# pickled.
-
 T = TypeVar("T")
 S = TypeVar("S")
 
 FOREVER = threading.TIMEOUT_MAX
-"""Seconds. For what ends by itself when its own time is up."""
+"""Seconds. Timeout of waits for operations that end by their own timeout."""
 
 
 class Outcome(Future[T], Generic[T]):
-    """A future that a job in a lane completes."""
+    """Future that a job in a lane completes."""
 
     def __init__(self) -> None:
-        """Makes a future; `is_driven_by` has to be called before anybody waits for it."""
+        """Makes an unfinished future. Call `is_driven_by` before any wait for it."""
         super().__init__()
         self._job: Work[None] | None = None
 
     def is_driven_by(self, job: Work[None]) -> None:
-        """Says which job of a lane completes this future."""
+        """Sets the lane's job that completes this future."""
         self._job = job
 
     def wait(self) -> T:
-        """Returns the value, once it is there; raises the error of the operation."""
+        """Blocks until the future is done. Returns its value, or raises the error of the operation."""
+        # Waiting for the job lets this thread run the lane's queue if it is the lane's thread.
         if self._job is not None and not self.done():
             self._job.wait(FOREVER)
         return super().wait()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Outcome[S]:
-        """Returns a future of what `callback` makes of this one, once this one is done."""
+        """Returns a future of the callback's result. The callback gets this future when it is done."""
         after: Outcome[S] = Outcome()
         after._job = self._job
         super().then(lambda future: after.settle(lambda: callback(future)))
         return after
 
     def settle(self, function: Callable[[], T]) -> None:
-        """Completes this future with what a function returns or raises."""
+        """Completes this future with a function's result or exception."""
         try:
             value = function()
         except Exception as error:
@@ -71,7 +70,7 @@ class Outcome(Future[T], Generic[T]):
 
 
 class _Failure:
-    """The value of a future that has failed."""
+    """Value of a failed future, which raises the error when torch's C++ pickles it."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -81,7 +80,7 @@ class _Failure:
 
 
 def finished(value: T) -> Future[T]:
-    """Returns a future that has its value."""
+    """Returns a completed future."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
@@ -89,16 +88,16 @@ def finished(value: T) -> Future[T]:
 
 _SMALL_BYTES = 4096
 UNSET = timedelta(0)
-"""What torch passes for "no timeout"."""
+"""torch's value for "no timeout"."""
 
 
 def seconds(timeout: timedelta) -> float | None:
-    """Returns a timeout of torch in seconds, None for one that was not given, which torch writes as 0 or -1 ms."""
+    """Returns torch's timeout in seconds. None if it is unset, for which torch passes 0 or -1 ms."""
     return timeout.total_seconds() if timeout > UNSET else None
 
 
 class Done(TorchWork):
-    """An operation that has ended well."""
+    """Work of an operation that has succeeded."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
         super().__init__()
@@ -123,20 +122,19 @@ class Done(TorchWork):
         return
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Returns a future that has its value."""
+        """Returns a completed future of the tensors."""
         return finished(self._results)
 
 
 class Orphans:
-    """Operations that Python has dropped before anybody waited for them.
+    """Operations whose Python Work was dropped before any wait for it.
 
-    C++ may hold the half of a Work that is C++, as DDP's `join` does, and that half alone does not know when the
-    operation ends: whoever waits for it would wait for ever. Whether C++ holds it cannot be asked. So the last ones are
-    kept, and of those that have ended well only tensors that are small, such as the number that `join` asks for.
+    C++ may still hold the C++ half of a Work, as DDP's `join` does. That half alone never learns that the operation has
+    ended, so a wait for it would hang. Python cannot ask whether C++ holds it. So the last 4096 are kept; succeeded
+    ones keep their tensors only up to 4096 bytes, such as the number that `join` asks for.
     """
 
     def __init__(self) -> None:
-        """Keeps none yet."""
         self._kept: deque[Pending] = deque(maxlen=4096)
         self._under_way: list[Pending] = []
 
@@ -147,10 +145,10 @@ class Orphans:
 
 
 class Pending(TorchWork):
-    """An operation under way."""
+    """Work of an operation in flight."""
 
     def __init__(self, work: Work[list[Tensor]], outcome: Outcome[list[Tensor]], orphans: Orphans) -> None:
-        """Takes over an operation whose result is its tensors, and the future of it."""
+        """Wraps an operation, whose result is its tensors, and its future."""
         super().__init__()
         self._work = work
         self._outcome = outcome
@@ -159,12 +157,12 @@ class Pending(TorchWork):
         self._has_let_go = False
 
     def __del__(self) -> None:
-        """Lives on if nobody has waited for the operation."""
+        """Moves to the orphans if no wait for the operation has returned."""
         if self._is_wanted:
             self._orphans.keep(self)
 
     def let_go(self) -> bool:
-        """Drops large tensors of an operation that has ended well; says whether it has ended."""
+        """Drops large tensors of an operation that has succeeded. True if the operation has ended."""
         if not (self._work.is_completed() and self._outcome.done()):
             return False
         if self._work.exception() is None and sum(tensor.nbytes for tensor in self._work.result()) > _SMALL_BYTES:
@@ -173,16 +171,16 @@ class Pending(TorchWork):
         return True
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
-        """Returns when the operation has ended, and its future has its value, for which C++ asks next.
+        """Blocks until the operation has ended and its future is complete.
 
         Raises:
             Timeout: not within `timeout`; the operation goes on.
-            EchelonError: it failed.
+            EchelonError: the operation failed.
         """
         if not self._has_let_go:
             limit = seconds(timeout)
             self._work.wait(FOREVER if limit is None else limit)
-            self._outcome.wait()
+            self._outcome.wait()  # C++ asks for the future's value next
         self._is_wanted = False
         return True
 
@@ -205,7 +203,7 @@ class Pending(TorchWork):
         """Returns a future of the tensors.
 
         Raises:
-            UnsupportedOp: nobody in Python held the operation when it ended, and its tensors were large.
+            UnsupportedOp: Python had dropped the operation before it ended, and its tensors were large.
         """
         if self._has_let_go:
             raise UnsupportedOp("the tensors of an operation that was dropped are gone: keep the Work, or its future")
@@ -214,14 +212,14 @@ class Pending(TorchWork):
 
 
 class Coalesced(TorchWork):
-    """Several operations that are waited for together."""
+    """Work of several coalesced operations."""
 
     def __init__(self, works: Sequence[TorchWork]) -> None:
         super().__init__()
         self._works = list(works)
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
-        """Returns when all have ended; `timeout` counts for each."""
+        """Blocks until all operations have ended. `timeout` applies to each."""
         for work in self._works:
             work.wait(timeout)
         return True
@@ -242,6 +240,6 @@ class Coalesced(TorchWork):
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Returns a future of the tensors of all."""
+        """Returns a future of the tensors of all operations."""
         futures = collect_all([work.get_future() for work in self._works])
         return futures.then(lambda all: [tensor for future in all.value() for tensor in future.value()])

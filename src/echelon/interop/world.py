@@ -1,8 +1,8 @@
-"""Opens the Echelon group behind one of torch's groups, through the store that torch gives it.
+"""Echelon groups behind torch's groups, connected through torch's store.
 
-The first group connects its ranks: they exchange addresses and a secret over the store, which asks nobody who they are
-and hides nothing; `ECHELON_SECRET`, where it is set on all ranks, is used instead. Groups that torch makes later of
-ranks of its default group use the connections of that one, each in a context of its own.
+The first group connects its ranks: they exchange addresses and a secret over the store, which neither authenticates nor
+encrypts. `ECHELON_SECRET`, if set on all ranks, is used instead. Later groups of ranks of torch's default group use its
+connections, each in a context of its own.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from echelon.launch.torch_store import connect_ranks
 from echelon.launch.tuned import agreed_table
 
 _CONNECT_SECONDS = 300.0
-"""The longest that ranks wait for each other, which torch's store has already brought together."""
+"""Most seconds to connect, since torch's store has already brought the ranks together."""
 
 
 def subgroup(world: ProcessGroup, ranks: Sequence[int], timeout: float, name: str) -> ProcessGroup:
-    """Returns the group of some ranks of the world. Only its members call it.
+    """Returns the group of some ranks of the world, without communication. Only its members call it.
 
     Args:
-        world: whose connections it uses.
-        ranks: the members, in the order that they are to have in the new group.
+        world: the group whose connections it uses.
+        ranks: the members, in the order of the new group.
         timeout: seconds that its calls wait.
-        name: the same on all members, and unlike that of any other group of this world.
+        name: equal on all members, and unique among the groups of this world.
     """
     return ProcessGroup(world.backend, ranks, context=_context_of(name), timeout=timeout, name=name, table=world.table)
 
 
 def connect(store: Store, rank: int, world_size: int, timeout: float) -> ProcessGroup:
-    """Connects all ranks that have this store, and returns their group.
+    """Connects all ranks of a store and returns their group. Blocks until all are connected.
 
     Args:
-        store: torch's, for these ranks alone.
-        rank, world_size: among them.
+        store: torch's store, used by these ranks only.
+        rank, world_size: this rank and the number of all.
         timeout: seconds that the group's calls wait.
 
     Raises:
         ConnectError, AuthenticationError: the ranks did not all find each other.
-        LaunchError: ECHELON_BACKEND, ECHELON_SECRET or ECHELON_TUNED make no sense.
+        LaunchError: ECHELON_BACKEND, ECHELON_SECRET or ECHELON_TUNED has an invalid value.
     """
     name = environment.read_backend(os.environ, "auto")
     if name not in OWN_NAMES:
@@ -64,6 +64,7 @@ def connect(store: Store, rank: int, world_size: int, timeout: float) -> Process
 
 
 def _context_of(name: str) -> int:
-    """Returns the context of the group of that name: the same on every rank, and unlike any other's."""
+    """Returns the context of a group by its name: equal on every rank, different from other groups'."""
+    # A hash, since only the members call it: ranks with different numbers of groups could not agree on a counter.
     digest = hashlib.blake2b(f"torch group {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1 << 63

@@ -1,4 +1,4 @@
-"""Tools to test distributed code, Echelon's own and yours."""
+"""Test tools for distributed code, Echelon's own and yours."""
 
 from echelon.testing.contract import ContractError, check_backend, clause_names
 from echelon.testing.pool import RankPool

@@ -1,4 +1,4 @@
-"""The clauses of the contract on receives from whichever rank sends first."""
+"""Helpers of contract checks, and the clauses on inference mode and on receives from any rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from echelon.backends.work import Received, Work
 from echelon.errors import PeerFailed, SelfSend, Timeout
 from echelon.testing.ranks import RunRanks
 
-# The clause of the contract that concerns torch's inference mode.
-
 _LENGTHS = (4, 300_000)
-"""Of a message that is copied as a whole, and of one that may be lent or come in pieces."""
+"""Elements of a message that is copied whole, and of one that backends may lend or split."""
 
 
 def inference_mode_stays_with_its_caller(run_ranks: RunRanks) -> None:
-    """Checks that received tensors are ordinary ones, whoever is in inference mode, and that `out` may be otherwise."""
+    """Received tensors are ordinary ones if either rank is in inference mode; `out` may be an inference tensor."""
 
     def act(backend: Backend) -> None:
         for length in _LENGTHS:
@@ -45,24 +43,22 @@ def inference_mode_stays_with_its_caller(run_ranks: RunRanks) -> None:
     run_ranks(2, act)
 
 
-# What the clauses of a contract are checked with.
-
 SECONDS = 20.0
-"""How long anything may take."""
+"""Timeout of every operation of a check."""
 
 
 class ContractError(AssertionError):
-    """A backend that breaks the contract; the message says which clause, and how."""
+    """Violation of the contract by a backend. The message names the clause and the difference."""
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raises ContractError unless the condition holds."""
+    """Raises ContractError with `message` unless the condition holds."""
     if not condition:
         raise ContractError(message)
 
 
 def expect_error(kind: type[BaseException], act: Callable[[], object], when: str) -> BaseException:
-    """Returns the error of that kind that `act` raises; if it does not, raises ContractError."""
+    """Returns the error of type `kind` that `act` raises. Raises ContractError if it raises none."""
     try:
         act()
     except kind as error:
@@ -73,7 +69,7 @@ def expect_error(kind: type[BaseException], act: Callable[[], object], when: str
 
 
 def receives_from_any(run_ranks: RunRanks) -> None:
-    """Rank 0 asks when all has arrived: what says so comes behind."""
+    """Receives from any rank take turns between senders, keep each sender's order, and match tags."""
 
     def act(backend: Backend) -> None:
         if backend.rank:
@@ -82,7 +78,7 @@ def receives_from_any(run_ranks: RunRanks) -> None:
             backend.send(torch.empty(0), 0, timeout=SECONDS)
             backend.recv(0, timeout=SECONDS)
             return
-        for src in (1, 2):
+        for src in (1, 2):  # sent last: all other messages have arrived
             backend.recv(src, timeout=SECONDS)
         sources = {1: 10, 2: 20}
         work = backend.irecv_any({2: 20}, 4)
@@ -103,7 +99,7 @@ def receives_from_any(run_ranks: RunRanks) -> None:
 
 
 def receives_keep_their_order(run_ranks: RunRanks) -> None:
-    """Receives from any rank and from one get what comes in the order in which they were posted."""
+    """Receives from any rank and from one match messages in the order in which they were posted."""
 
     def act(backend: Backend) -> None:
         if backend.rank:
@@ -122,7 +118,7 @@ def receives_keep_their_order(run_ranks: RunRanks) -> None:
 
 
 def each_death_is_told_to_one_receive_from_any(run_ranks: RunRanks) -> None:
-    """The receives after it wait for those that are left, until nobody is."""
+    """A death fails one receive from any rank. Later ones wait for the remaining ranks, and fail if none is left."""
 
     def act(backend: Backend) -> None:
         if backend.rank == 1:

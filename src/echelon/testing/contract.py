@@ -1,4 +1,4 @@
-"""The contract that every backend keeps, as a check that can be run against any of them, a user's own too."""
+"""Contract of backends, as a check that runs against any backend, a user's own too."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ __all__ = ["ContractError", "check_backend", "clause_names"]
 
 
 def check_backend(run_ranks: RunRanks, clauses: Sequence[str] | None = None) -> list[str]:
-    """Checks that a backend keeps every clause of the contract, each on fresh worlds of 1 to 4 ranks.
+    """Verifies a backend against every clause of the contract, each on fresh worlds of 1 to 4 ranks.
 
     Args:
-        run_ranks: runs a function on every rank of a fresh world: `ranks_in_threads(make_world)` for a backend of
-            yours, `simulated_ranks()` for the deterministic one.
+        run_ranks: runs a function on every rank of a fresh world: `ranks_in_threads(make_world)` for your own backend,
+            `simulated_ranks()` for simulated ranks.
         clauses: names of the clauses to check; None: all of `clause_names()`.
 
     Returns:
         The names of the clauses checked.
 
     Raises:
-        ContractError: the first clause that is broken.
+        ContractError: the first broken clause.
     """
     names = list(clause_names() if clauses is None else clauses)
     for name in names:
@@ -62,7 +62,7 @@ def check_backend(run_ranks: RunRanks, clauses: Sequence[str] | None = None) -> 
 
 
 def clause_names() -> tuple[str, ...]:
-    """Returns the names of all clauses, in the order they are checked."""
+    """Returns the names of all clauses, in the order of the checks."""
     return tuple(_CLAUSES)
 
 
@@ -199,7 +199,7 @@ def _order_is_kept(run_ranks: RunRanks) -> None:
 
 
 def _what_is_done_at_once_keeps_its_order(run_ranks: RunRanks) -> None:
-    """Messages with and without a Work, of two shapes, to receives with and without one, some of them posted early."""
+    """Order holds for messages and receives with and without a Work, of two shapes, some receives posted early."""
     count, tag = 60, Tag(3, 0, 1)
 
     def act(backend: Backend) -> None:
@@ -213,7 +213,7 @@ def _what_is_done_at_once_keeps_its_order(run_ranks: RunRanks) -> None:
         while index < count:
             if index % 4 == 3:
                 works = [backend.irecv(0, tag, note="n") for _ in range(min(2, count - index))]
-                message = backend.recv_at_once(0, tag, note=None)  # of those after, if there is one
+                message = backend.recv_at_once(0, tag, note=None)  # must not overtake the posted ones
                 got = [work.wait(SECONDS) for work in works] + ([] if message is None else [message.tensor])
             else:
                 place = torch.zeros(1) if index % 2 else None
@@ -253,7 +253,7 @@ def _what_does_not_fit_is_not_received_at_once(run_ranks: RunRanks) -> None:
 
 
 def _send_does_not_wait_for_the_receiver(run_ranks: RunRanks) -> None:
-    """Both ranks send first; a large message too, since both directions are independent."""
+    """Both ranks send before they receive. A large message too, since both directions are independent."""
 
     def act(backend: Backend) -> None:
         for numel in (1, 3_000_000):
@@ -335,12 +335,12 @@ def _bad_arguments_are_named(run_ranks: RunRanks) -> None:
 
 
 def _what_has_no_memory_is_refused(run_ranks: RunRanks) -> None:
-    """By the backend and by a group over it, before anything is sent, so that both go on."""
+    """The backend and a group over it refuse such tensors before anything is sent, and stay usable."""
 
     def act(backend: Backend) -> None:
         other = 1 - backend.rank
         group = ProcessGroup(backend, [0, 1], context=7)
-        group.all_reduce(torch.ones(2))  # what was checked before is not checked as much again
+        group.all_reduce(torch.ones(2))  # later calls like it take the fast path, which skips checks
         uses: tuple[Callable[[torch.Tensor], object], ...] = (
             lambda tensor: backend.isend(tensor, other),
             lambda tensor: backend.irecv(other, out=tensor),
@@ -360,7 +360,7 @@ def _what_has_no_memory_is_refused(run_ranks: RunRanks) -> None:
 
 
 class _Dispatched(torch.Tensor):
-    """A tensor that computes by code of its own, as a DTensor and a FakeTensor do."""
+    """Tensor subclass with `__torch_dispatch__`, as DTensor and FakeTensor are."""
 
     @classmethod
     def __torch_dispatch__(cls, *_: object) -> object:
@@ -368,7 +368,7 @@ class _Dispatched(torch.Tensor):
 
 
 def _without_memory() -> list[tuple[str, Callable[[Callable[[torch.Tensor], object]], object]]]:
-    """Returns the names of tensors without memory of their own, each with a function that calls another with one."""
+    """Returns kinds of tensors without memory: the name of each, and a function that calls another with one."""
     dispatched = torch.Tensor._make_wrapper_subclass(_Dispatched, (2,), dtype=torch.float32)
     freed = torch.ones(2)
     freed.untyped_storage().resize_(0)
@@ -454,7 +454,7 @@ def _lanes_run_beside(run_ranks: RunRanks) -> None:
             backend.send(torch.tensor([tag]), other, tag, timeout=SECONDS)
             return int(backend.recv(other, tag, timeout=SECONDS).item())
 
-        order = (0, 1) if backend.rank == 0 else (1, 0)  # in one lane this would wait for ever
+        order = (0, 1) if backend.rank == 0 else (1, 0)  # a deadlock if both were in one lane
         works = {lane: backend.start(partial(exchange, lane), f"lane {lane}", lane) for lane in order}
         for lane, work in works.items():
             expect(work.wait(SECONDS) == lane, f"lane {lane} returned {work.result()}")
@@ -475,7 +475,7 @@ def _many_lanes_talk_at_once(run_ranks: RunRanks) -> None:
 
 
 def _threads_of_ones_own_talk_or_are_refused(run_ranks: RunRanks) -> None:
-    """All threads of the program can talk at once, or none can, and each of them is told so."""
+    """Either all threads of the program can exchange messages at once, or every one raises UnsupportedOp."""
 
     def act(backend: Backend) -> None:
         errors: list[BaseException] = []
@@ -499,7 +499,7 @@ def _threads_of_ones_own_talk_or_are_refused(run_ranks: RunRanks) -> None:
 
 
 def _talk(backend: Backend, tag: int) -> None:
-    """Exchanges messages with the other rank, under one tag."""
+    """Exchanges 20 messages with the other rank, under one tag."""
     other = 1 - backend.rank
     for _ in range(20):
         work = backend.isend(torch.full((tag * 1000 + 1,), tag), other, tag)

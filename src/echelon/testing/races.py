@@ -1,4 +1,4 @@
-"""Finds programs whose results depend on who is quicker."""
+"""Race detector: finds programs whose results depend on the order in which ranks run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.simulation.network import NetworkLike
 
 
 class RaceError(AssertionError):
-    """A program whose results differ from one seed of the simulation to another."""
+    """Race: results of a program differ between two seeds of the simulation."""
 
 
 def check_same_results(
@@ -27,21 +27,21 @@ def check_same_results(
     costs: CostsLike = None,
     faults: Faults = (),
 ) -> int:
-    """Simulates `fn` with many seeds and checks that every rank returns the same each time, bit for bit.
+    """Simulates `fn` with many seeds and checks that every rank returns equal results each time, bit for bit.
 
-    Each rank's random numbers come from the seed, too: a program that draws some must seed them itself.
+    Each rank's random numbers depend on the seed too: a program that draws some must seed them itself.
 
     Args:
         fn, world_size, args, network, costs, faults: as for `echelon.simulate`.
-        seeds: at least two, the first of which gives the results to compare with.
+        seeds: at least two; results are compared with those of the first.
 
     Returns:
         The number of seeds.
 
     Raises:
         LaunchError: fewer than two seeds.
-        RaceError: a rank returned something else; says which, under which seeds, and how to replay it.
-        Exception: that of the first seed that fails.
+        RaceError: a rank's results differ. The message has the rank, both seeds and both results.
+        Exception: the exception of the first failing seed.
     """
     runs: list[Simulation] = []
 
@@ -62,6 +62,7 @@ def check_same_results(
 
 
 def _equal(left: object, right: object) -> bool:
+    # Tensors first, also inside containers: their == is elementwise.
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):

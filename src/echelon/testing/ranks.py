@@ -1,4 +1,4 @@
-"""Where a check of a backend runs its ranks: in threads of this process, or on simulated ranks."""
+"""Worlds for checks of a backend: ranks in threads of this process, or simulated ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from echelon.simulation import simulate
 from echelon.simulation.network import NetworkLike
 
 Act: TypeAlias = Callable[[Backend], object]
-"""What every rank does with its backend."""
+"""Function that every rank calls with its backend."""
 
 RunRanks: TypeAlias = Callable[[int, Act], Sequence[object]]
-"""Makes a fresh world of so many ranks, runs `act` on all of them at once, closes them, and returns the results.
+"""Runs a function on all ranks of a fresh world of the given size, closes them, and returns the results by rank.
 
 Raises the first error of any rank.
 """
 
 _SECONDS = 40.0
-"""Longer than a rank waits for anything: one that still runs then blocks for ever."""
+"""Longer than any wait of a check (20 s): a rank that still runs hangs."""
 
 
 def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks:
-    """Returns what runs each rank of a world of backends in a thread of this process.
+    """Returns a runner that runs each rank of a world of backends in a thread of this process.
 
     Args:
-        make_world: given a number of ranks, makes a fresh world and returns its backends by rank.
+        make_world: makes a fresh world of the given size and returns its backends by rank.
     """
 
     def run(world_size: int, act: Act) -> list[object]:
@@ -42,8 +42,10 @@ def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks
                 backend.close()
             except BaseException as error:
                 errors.append(error)
+                # Peers that wait for this rank fail at once instead of at their timeouts.
                 backend.abort(f"{type(error).__name__}: {error}")
 
+        # Daemons, so that a hanging rank does not keep the process from its end.
         threads = [threading.Thread(target=run_rank, args=item, daemon=True) for item in enumerate(world)]
         for thread in threads:
             thread.start()
@@ -59,7 +61,7 @@ def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks
 
 
 def simulated_ranks(seed: int = 0, network: NetworkLike = None) -> RunRanks:
-    """Returns what runs the ranks in a simulation, one at a time; `seed` and `network` are those of `simulate`."""
+    """Returns a runner on simulated ranks, one at a time. `seed` and `network` as for `simulate`."""
 
     def run(world_size: int, act: Act) -> list[object]:
         def run_rank(group: ProcessGroup) -> object:
