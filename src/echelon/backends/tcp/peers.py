@@ -355,7 +355,7 @@ class Peers:
         if frame.kind == wire.FrameKind.DATA:
             delivery = self._arrivals[rank].open(Head.of(frame), comes_whole=False)
             is_small = frame.payload_bytes <= _HOLD_BYTES
-            # `awaits`: a receive waits for a message behind this one, so to leave this one in the kernel would block it.
+            # `awaits`: a receive waits for a message behind this one, so this one may not stay in the kernel.
             if (
                 not delivery.is_placed
                 and (is_small or self._mailbox.awaits(rank))

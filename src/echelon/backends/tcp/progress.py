@@ -89,7 +89,7 @@ class Progress:
                     self.call_background()
 
     def step(self, seconds: float) -> None:
-        """Polls once, or sleeps until the polling thread wakes it, for at most `seconds`. Releases the lock meanwhile."""
+        """Polls once, or sleeps until the polling thread wakes it. Releases the lock for at most `seconds`."""
         self._step(seconds, own_waits=0)
 
     def _step(self, seconds: float, own_waits: int) -> None:
@@ -190,7 +190,7 @@ class Progress:
         self._poller.wake()
         self._changed.notify_all()
         self._background_wanted.notify_all()
-        # Closing an epoll does not wake a thread that sleeps in it, and its number may be another file's a moment later.
+        # Closing an epoll does not wake a thread that sleeps in it, and another file may get its number at once.
         self._changed.wait_for(lambda: not self._is_polling, _LEAVE_SECONDS)
 
     def free(self) -> None:
