@@ -162,7 +162,7 @@ class PeerAcceptor:
         self._changed.set()
 
     def _expect(self, hello: dict[str, Any], connection: socket.socket) -> Guest:
-        """Validates the hello of an authenticated peer and returns it as a guest. Raises ProtocolError if it is refused."""
+        """Validates the hello of an authenticated peer. Raises ProtocolError if it is refused."""
         if objection := self._job.objection(hello):
             raise ProtocolError(objection)
         member = Member.read(hello | {"host": connection.getpeername()[0]}, self._job.world_size)

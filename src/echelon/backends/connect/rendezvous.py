@@ -279,7 +279,7 @@ async def _send_table(members: tuple[Member, ...], guests: dict[int, Guest]) -> 
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine in a thread of its own, so that it works inside of a caller's event loop. Blocks until its end."""
+    """Blocks while a coroutine runs in a thread of its own, so that a caller's event loop does not matter."""
     outcome: list[T | BaseException] = []
 
     def target() -> None:

@@ -155,7 +155,7 @@ class TorchBackend(Carried):
             raise error
 
     def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
-        """Raises the reason to stop waiting: the group's revocation, a rank's death, or Timeout. None of them: returns."""
+        """Raises the reason to stop waiting, if there is one: revocation, a rank's death, or Timeout."""
         self._tcp.poll_once()
         self.check(context)
         for rank in ranks:

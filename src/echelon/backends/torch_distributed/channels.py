@@ -44,7 +44,7 @@ class Opener(Protocol):
         ...
 
     def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
-        """Raises the reason to stop waiting: the group's revocation, a rank's death, or Timeout. None of them: returns."""
+        """Raises the reason to stop waiting, if there is one: revocation, a rank's death, or Timeout."""
         ...
 
     def fail_channel(self, failure: EngineFailed, look: Look, route: Route) -> EchelonError:

@@ -208,7 +208,7 @@ class Host(Protocol):
         ...
 
     def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
-        """Raises the reason to stop waiting: the group's revocation, a rank's death, or Timeout. None of them: returns."""
+        """Raises the reason to stop waiting, if there is one: revocation, a rank's death, or Timeout."""
         ...
 
     def explain(self, failure: EngineFailed, call: Call, context: int, ranks: Sequence[int]) -> NoReturn:
