@@ -1,8 +1,8 @@
 """Interface of all backends: a Backend moves contiguous tensors between ranks.
 
 Strategy. `isend` and `irecv` return a `Work` without blocking. A thread that waits on a Work drives the backend until
-that Work is done; only when no thread waits does a background thread of the backend drive it. A wait ends in one of four ways: the
-result, the error of the operation, `PeerFailed` as soon as the peer is known to be gone, or `Timeout`.
+that Work is done; only when no thread waits does a background thread of the backend drive it. A wait ends in one of
+four ways: the result, the error of the operation, `PeerFailed` as soon as the peer is known to be gone, or `Timeout`.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:
-        """Runs `function` beside the caller, for a Work of what it returns. A lane runs in order; lanes overlap."""
+        """Runs `function` in a lane's thread, for a Work of its result. A lane runs in order; lanes overlap."""
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:
-        """Finishes what was sent, tells the peers and frees everything. May be called twice."""
+        """Drains the sends, tells the peers and frees all resources. May be called twice."""
 
     @abstractmethod
     def abort(self, reason: str, origin: int | None = None) -> None:
@@ -223,7 +223,8 @@ class Backend(ABC):
     ) -> Message | None:
         """Fast path: returns the next message of a rank if it comes before the caller would go to sleep, else None.
 
-        None, without effect, if `irecv` has to do it: also where the message does not fit `out` or its note differs. Arguments are not checked: they must be such as `irecv` takes.
+        None, without effect, if `irecv` has to do it: also where the message does not fit `out` or its note differs.
+        Arguments are not checked: they must be such as `irecv` takes.
         """
         return None
 
@@ -239,13 +240,13 @@ class Backend(ABC):
         return None
 
     def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: B027
-        """Adds a group of these ranks of the backend, this one included, to those whose calls `close` compares."""
+        """Adds a group to the groups whose calls `close` compares; `ranks` are the backend's, this one included."""
 
     def keep_silent(self) -> None:  # noqa: B027
         """Switches off the comparison of calls in `close`: ranks may end with different numbers of calls."""
 
     def difference(self) -> CollectiveMismatch | None:
-        """Returns, after `close`, the first difference between the calls of this rank and of those that closed before.
+        """Returns, after `close`, the first difference to the calls of ranks that closed before.
 
         None if there is none, or if it cannot be known.
         """
@@ -341,7 +342,7 @@ class Backend(ABC):
             raise SelfSend(self.rank)
 
     def close_reason(self) -> PeerFailed:
-        """Makes the failure that peers see when this rank closes: closed in good order, or failed by an error in flight."""
+        """Makes the failure that peers see when this rank closes: closed in good order, or because of an error."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             reason = reason_of(error) if fails(error) else "it has closed its group"

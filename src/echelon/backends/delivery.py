@@ -94,7 +94,7 @@ class Receive:
         """Which of all receives it was."""
 
     def complete(self, tensor: torch.Tensor, src: int, note: str) -> None:
-        """Ends the receive with what came."""
+        """Ends the receive with the message."""
         self.work.note = note
         self.work.complete(tensor if self.src != ANY else Received(tensor, self.sources[src], self.tag.step))
 

@@ -21,9 +21,9 @@ _LOOK_SECONDS = 0.02
 
 
 class InOrder:
-    """Sequencer: the operations of one group pass one at a time, in the order of their numbers from 1 on, in any threads.
+    """Sequencer: the operations of one group pass one at a time, in the order of their numbers, in any threads.
 
-    An operation that fails lets the next one pass as well."""
+    Operation 1 passes first. An operation that fails lets the next one pass as well."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -100,7 +100,9 @@ class Lanes:
         return work
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Blocks until a Work of a lane is completed. False if the time is up. A lane's own thread runs its queue meanwhile.
+        """Blocks until a Work of a lane is completed. False if the time is up first.
+
+        A lane's own thread runs the queue of its lane meanwhile, as it may wait for an operation behind its own.
 
         Raises:
             Closed: in a forked child, which has no lanes: nobody would complete the Work.

@@ -157,7 +157,7 @@ class Mailbox:
         delivery.finish()
 
     def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[IncomingMessage] = ()) -> None:
-        """Ends the receive of `work` with `error`. Its message, perhaps one of `arriving`, is kept for the next receive."""
+        """Ends the receive of `work` with `error`. Its message, perhaps in `arriving`, is kept for the next."""
         self._has_withdrawn = True
         for delivery in arriving:
             if delivery.detach(work):

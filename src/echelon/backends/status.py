@@ -35,7 +35,7 @@ class Status(NamedTuple):
 
     standing: Standing
     text: str
-    """The call that it made in place of this collective, if another; else its current activity. With the user's line."""
+    """The call that it made instead of this collective, else its current activity; with the user's line."""
 
 
 def status_of(recorder: FlightRecorder, question: Question) -> Status:
