@@ -20,8 +20,8 @@ from echelon.backends.modes import normal_mode, overwrite
 # Strategy of `StreamScope`. Streams belong to threads, and an asynchronous collective runs in the thread of its group's
 # lane. So an event marks the caller's place in its stream at the call. The lane queues into a stream of its group,
 # which waits for that event. A thread that takes the result makes its own stream wait for the end. Work that the
-# caller queues in between overlaps. No thread blocks on the CPU. Groups do not share a stream: ranks may come to operations of two
-# groups in different orders.
+# caller queues in between overlaps. No thread blocks on the CPU. Groups do not share a
+# stream: ranks may come to operations of two groups in different orders.
 
 T = TypeVar("T")
 
