@@ -1,1 +1,1 @@
-"""What moves bytes between ranks."""
+"""Backends: they move tensors between ranks and do collectives."""

@@ -96,7 +96,7 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 
 def _problem(tensor: Tensor) -> str:
-    """Says which tensor is wanted instead of this one, and what to do."""
+    """Returns the end of the error: the kind of tensor that is needed, and the fix."""
     kind = type(tensor)
     if isinstance(tensor, _UNINITIALIZED):
         return f"tensor with a shape, not {kind.__name__}: run one forward of the model first"

@@ -1,8 +1,8 @@
-"""The seam that every layer stands on: a Backend moves contiguous tensors between ranks.
+"""Interface of all backends: a Backend moves contiguous tensors between ranks.
 
-Strategy. `isend` and `irecv` return at once with a `Work`. Whoever waits on a Work drives the backend until that Work
-is done; only when nobody waits does a background thread of the backend drive it. A wait ends in one of four ways: the
-result, the error of the operation, `PeerFailed` as soon as the peer is known to be gone, or `Timeout`.
+Strategy. `isend` and `irecv` return a `Work` without blocking. A thread that waits on a Work drives the backend until
+that Work is done; only when no thread waits does a background thread of the backend drive it. A wait ends in one of
+four ways: the result, the error of the operation, `PeerFailed` as soon as the peer is known to be gone, or `Timeout`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Backend(ABC):
         self.world_size = world_size
         self.timeout = timeout
         self.device = torch.device("cpu")
-        """Where this rank is to have its tensors."""
+        """Device of this rank's tensors."""
         self.flight_recorder = FlightRecorder()
-        """What this rank has done last."""
+        """Records the last operations of this rank."""
         self._num_barriers = 0
         self._process = os.getpid()
 
@@ -132,7 +132,7 @@ class Backend(ABC):
 
     @abstractmethod
     def irecv_any(self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = "") -> Work[Received]:
-        """Starts to receive a tensor from whichever of `sources` sends first.
+        """Starts to receive a tensor from the first of `sources` that sends.
 
         Fair: where several have sent, the next source after the one that was served last is served first, so none
         keeps another waiting by sending much. Receives with one tag, from any rank and from one, get their messages in
@@ -155,11 +155,11 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:
-        """Runs `function` beside the caller, for a Work of what it returns. A lane runs in order; lanes overlap."""
+        """Runs `function` in a lane's thread, for a Work of its result. A lane runs in order; lanes overlap."""
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:
-        """Finishes what was sent, tells the peers and frees everything. May be called twice."""
+        """Drains the sends, tells the peers and frees all resources. May be called twice."""
 
     @abstractmethod
     def abort(self, reason: str, origin: int | None = None) -> None:
@@ -172,7 +172,7 @@ class Backend(ABC):
 
     @abstractmethod
     def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:
-        """Ends all collectives of `context`, here and on its other `ranks`, now and later, with `failure`.
+        """Revokes a context: its pending and future collectives fail with `failure` on all `ranks`.
 
         Returns the first failure that this rank knows of for the context: `failure`, or what was told before.
 
@@ -181,18 +181,18 @@ class Backend(ABC):
         """
 
     def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: ARG002
-        """Returns what does the collectives of a group without messages; None: plans over messages do.
+        """Returns the collectives of a group that need no messages. None if plans over messages do them.
 
         The answer is the same on every member.
 
         Args:
-            context: what keeps the group apart from others.
+            context: number of the group, unique in the world.
             ranks: the members, this rank included.
         """
         return None
 
     def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: ARG002
-        """Says whether a message of so many bytes from a rank is received in the memory that it was written to.
+        """Whether a message of `num_bytes` from a rank is received without a copy, in the memory it was written to.
 
         It is then copied only if `out=` is given. Memory for what nobody takes is limited; beyond that it is copied.
         """
@@ -206,7 +206,7 @@ class Backend(ABC):
         *,
         note: str = "",  # noqa: ARG002
     ) -> bool:
-        """Sends a message if all of it can leave now; returns False, having done nothing, if `isend` has to do it.
+        """Fast path: sends a message if all of it can leave now. False, without effect, if `isend` has to do it.
 
         Without a Work, for what is done before anybody could wait for it. Arguments are not checked: they must be such
         as `isend` takes. Messages keep their order, whichever of the two sends them.
@@ -221,15 +221,15 @@ class Backend(ABC):
         out: torch.Tensor | None = None,  # noqa: ARG002
         note: str | None = "",  # noqa: ARG002
     ) -> Message | None:
-        """Returns the next message from a rank if it is there, or comes before a thread would be put to sleep for it.
+        """Fast path: returns the next message of a rank if it comes before the caller would go to sleep, else None.
 
-        None, having done nothing, if `irecv` has to do it, in other cases too: where the message does not fit `out`, or
-        its note is another, say. Arguments are not checked: they must be such as `irecv` takes.
+        None, without effect, if `irecv` has to do it: also where the message does not fit `out` or its note differs.
+        Arguments are not checked: they must be such as `irecv` takes.
         """
         return None
 
     def keeps_messages(self, src: int) -> bool:  # noqa: ARG002
-        """Says whether the messages of a rank stand in memory until somebody receives them, however late.
+        """Whether the messages of a rank stay in memory until they are received, however late.
 
         A receive that is posted early gains nothing then.
         """
@@ -240,24 +240,24 @@ class Backend(ABC):
         return None
 
     def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: B027
-        """Adds a group of these ranks of the backend, this one included, to those whose calls `close` compares."""
+        """Adds a group to the groups whose calls `close` compares; `ranks` are the backend's, this one included."""
 
     def keep_silent(self) -> None:  # noqa: B027
-        """Has `close` compare nothing: ranks of this program may end with different numbers of calls."""
+        """Switches off the comparison of calls in `close`: ranks may end with different numbers of calls."""
 
     def difference(self) -> CollectiveMismatch | None:
-        """Returns, after `close`, the first difference between the calls of this rank and of those that closed before.
+        """Returns, after `close`, the first difference to the calls of ranks that closed before.
 
         None if there is none, or if it cannot be known.
         """
         return None
 
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002
-        """Asks other ranks where they are; returns what those say that answer within `timeout` seconds."""
+        """Asks other ranks for their status. Returns the answers that come within `timeout` seconds."""
         return {}
 
     def last_heard(self, rank: int) -> str:  # noqa: ARG002
-        """Returns what the last message of a collective that came from a rank said; empty if there was none."""
+        """Returns the note of the last collective message of a rank. Empty if there was none."""
         return ""
 
     def now(self) -> float:
@@ -265,7 +265,7 @@ class Backend(ABC):
         return time.monotonic()
 
     def will_wait(self) -> AbstractContextManager[object]:
-        """Says that the calling thread itself waits for all it starts inside, so no other thread need drive it."""
+        """Returns a scope in which the caller waits for its own operations; the background thread stays asleep."""
         return nullcontext()
 
     def compute(self, step: object) -> AbstractContextManager[object]:  # noqa: ARG002
@@ -292,7 +292,7 @@ class Backend(ABC):
     def barrier(self, timeout: float | None = None) -> None:
         """Waits until every rank has called it, in ceil(log2(world_size)) rounds of empty messages (dissemination)."""
         token = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._num_barriers += 1  # part of the tag: what a barrier that timed out left behind is not taken for the next
+        self._num_barriers += 1  # part of the tag: messages left by a barrier that timed out do not match the next one
         distance, step = 1, 0
         while distance < self.world_size:
             dst = (self.rank + distance) % self.world_size
@@ -342,7 +342,7 @@ class Backend(ABC):
             raise SelfSend(self.rank)
 
     def close_reason(self) -> PeerFailed:
-        """Makes what this rank is to its peers when it closes: gone, and if it closes because of an error, failed."""
+        """Makes the failure that peers see when this rank closes: closed in good order, or because of an error."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             reason = reason_of(error) if fails(error) else "it has closed its group"

@@ -1,6 +1,6 @@
-"""A backend whose messages go over the connections of a `TcpBackend`, and whose collectives go another way.
+"""Backend whose messages go over the connections of a `TcpBackend`, and whose collectives go another way.
 
-The connections are what finds and proves the ranks, carries messages, and tells who died, left or gave up.
+The connections find and authenticate the ranks, carry messages, and detect ranks that died, left or gave up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Carried(Backend):
-    """Passes on everything that is not a collective."""
+    """Forwards every call that is not a collective to a TcpBackend."""
 
     def __init__(self, tcp: TcpBackend) -> None:
         """Takes over a backend that is connected."""

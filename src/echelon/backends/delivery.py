@@ -1,4 +1,4 @@
-"""A receive that was posted, and a message on its way to it."""
+"""Posted receives, and incoming messages on their way to them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from echelon.backends.operators import Combine
 from echelon.backends.work import Received, Work
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
 
-# Combines a message into a tensor while it arrives, a piece at a time, instead of storing it first.
-#
-# A piece is combined while it is still in the processor's cache, and the message needs no memory of its own. Between
-# two ranks that took a third off an all-reduce of 64 MiB.
-
 PIECE_BYTES = 1 << 18
 """Small enough for the cache of one core, large enough for a call of torch not to count. A multiple of every dtype."""
 
 
 class ReduceOnArrival:
-    """Where the bytes of one message go, one piece after the other."""
+    """Reduction of a message into a tensor while it arrives, a piece at a time.
+
+    A piece is combined while it is still in the processor's cache, and the message needs no memory of its own. Between
+    two ranks that took a third off an all-reduce of 64 MiB."""
 
     def __init__(self, out: torch.Tensor, combine: Combine) -> None:
         """Makes room for a piece.
@@ -50,7 +48,7 @@ class ReduceOnArrival:
         return self._memory[begin : min(PIECE_BYTES, self._num_bytes - done + begin)]
 
     def wrote(self, done: int) -> None:
-        """Says that the first `done` bytes have arrived. To be called for every piece when it is full."""
+        """Counts the first `done` bytes as arrived, and combines a full piece. To be called for every full piece."""
         if done % PIECE_BYTES and done < self._num_bytes:
             return
         first = (done - 1) // PIECE_BYTES * PIECE_BYTES // self._item_bytes
@@ -96,7 +94,7 @@ class Receive:
         """Which of all receives it was."""
 
     def complete(self, tensor: torch.Tensor, src: int, note: str) -> None:
-        """Ends the receive with what came."""
+        """Ends the receive with the message."""
         self.work.note = note
         self.work.complete(tensor if self.src != ANY else Received(tensor, self.sources[src], self.tag.step))
 
@@ -126,9 +124,9 @@ class Receive:
 
 
 class IncomingMessage:
-    """A message on its way: where its bytes go, and what happens when they are there.
+    """Message that is arriving: its header, its buffer, and its receive once there is one.
 
-    Until somebody asks for it, or `place` is called, it has no place, and its bytes are to be left where they are.
+    It has no buffer until a receive claims it or `place` is called; until then its bytes are left unread.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
 """Copies between a device's memory and the host's, in the order of the device's stream.
 
-Strategy. A copy to the host is queued on the caller's stream at once, behind what computes the values; whoever needs
-them waits for that copy alone, in whatever thread. A copy back is queued on the same stream: what the caller queues
-there afterwards sees the result, and nothing is synchronised. The host's memory is pinned, or copies would not be
+Strategy. A copy to the host is queued on the caller's stream at once, after the work that computes the values. A thread
+that needs them waits for that copy alone. A copy back is queued on the same stream: work that the caller queues there
+afterwards sees the result, and nothing is synchronised. The host's memory is pinned, or copies would not be
 asynchronous; torch keeps it until they are done.
 """
 
@@ -17,18 +17,17 @@ from torch import Tensor
 
 from echelon.backends.modes import normal_mode, overwrite
 
-# Where an asynchronous collective queues its work on a device: beside the stream of whoever called it.
-#
-# Strategy. Streams belong to threads, and an asynchronous collective runs in the thread of its group's lane. So the
-# caller's place in its stream is kept when it calls; the lane queues into a stream of its group, behind that place;
-# and who takes the result has its own stream wait for the end. What the caller queues in between overlaps. Nobody
-# waits on the CPU. Groups do not share a stream: ranks may come to operations of two groups in different orders.
+# Strategy of `StreamScope`. Streams belong to threads, and an asynchronous collective runs in the thread of its group's
+# lane. So an event marks the caller's place in its stream at the call. The lane queues into a stream of its group,
+# which waits for that event. A thread that takes the result makes its own stream wait for the end. Work that the
+# caller queues in between overlaps. No thread blocks on the CPU. Groups do not share a
+# stream: ranks may come to operations of two groups in different orders.
 
 T = TypeVar("T")
 
 
 class StreamScope(ABC):
-    """One asynchronous operation's place among the streams of a device. Made in the thread that calls it."""
+    """Place of one asynchronous operation among the streams of a device. Made in the calling thread."""
 
     @abstractmethod
     def queued(self, function: Callable[[], T]) -> T:
@@ -36,7 +35,7 @@ class StreamScope(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Has what the calling thread queues from now on come after the function's work."""
+        """Makes the calling thread's stream wait for the function's work."""
 
 
 class AcceleratorStreamScope(StreamScope):
@@ -70,7 +69,7 @@ class AcceleratorStreamScope(StreamScope):
 class HostCopy(NamedTuple):
     """A tensor that is on its way to the host's memory.
 
-    tensor: where it will be, contiguous. wait: returns when it is there; may be called twice. take_back: queues a copy
+    tensor: where it will be, contiguous. wait: returns when it is there; may be called twice. copy_back: queues a copy
     of a tensor of the host behind what the caller had queued, into a tensor of the device (None: a new one), which it
     returns.
     """
@@ -81,7 +80,7 @@ class HostCopy(NamedTuple):
 
 
 class HostCopies(ABC):
-    """How tensors of some kind of device are copied."""
+    """Copies between the host and one kind of device."""
 
     @abstractmethod
     def handles(self, tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from echelon.errors import Closed
 
 
 def inherited_error(what: str, owner: int) -> Closed:
-    """Makes the error for a use of `what`, a group or backend of the process `owner`, in a child of that."""
+    """Makes the error for the use of a group or backend of process `owner` in its forked child."""
     return Closed(
         f"{what} belongs to process {owner}, and this is its forked child {os.getpid()}: communicate in the parent, "
         "start the child by 'spawn', or make a group of the child's own with echelon.init()"

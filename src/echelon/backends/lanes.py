@@ -18,13 +18,13 @@ from echelon.backends.inherited import inherited_error
 from echelon.backends.work import Work
 from echelon.errors import Closed
 
-# Lets the operations of one group pass one at a time, in the order of their numbers, whatever threads they come in.
-
 _LOOK_SECONDS = 0.02
 
 
 class InOrder:
-    """Operation 1 passes first. An operation that fails lets the next one pass as well."""
+    """Sequencer: the operations of one group pass one at a time, in the order of their numbers, in any threads.
+
+    Operation 1 passes first. An operation that fails lets the next one pass as well."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -32,7 +32,7 @@ class InOrder:
         self._changed = threading.Condition()
 
     def is_open_to(self, number: int) -> bool:
-        """Says whether an operation can pass without `enter`: all before it have left."""
+        """Whether an operation can pass without `enter`, because all before it have left."""
         return self._next == number
 
     def enter(self, number: int, check_liveness: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class InOrder:
 
         Args:
             number: of the operation.
-            look_around: called every 20 ms; an exception ends the wait.
+            check_liveness: called every 20 ms; an exception ends the wait.
         """
         with self._changed:
             self._num_waiting += 1
@@ -80,7 +80,7 @@ class Lanes:
         self._process = os.getpid()
 
     def start(self, function: Callable[[], T], description: str, lane: int) -> Work[T]:
-        """Queues `function` on a lane; the Work is completed with what it returns or raises.
+        """Queues `function` on a lane. The Work completes with its result or error.
 
         Raises:
             Closed: after `close`, and in a forked child.
@@ -104,7 +104,9 @@ class Lanes:
         return work
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Waits for a Work of one of these lanes; a lane's own thread runs what is queued there meanwhile.
+        """Blocks until a Work of a lane is completed. False if the time is up first.
+
+        A lane's own thread runs the queue of its lane meanwhile, as it may wait for an operation behind its own.
 
         Raises:
             Closed: in a forked child, which has no lanes: nobody would complete the Work.
@@ -126,11 +128,11 @@ class Lanes:
                 self._num_waiters -= 1
 
     def runs_beside(self) -> bool:
-        """Says whether the calling thread is one of a lane, and other threads compute meanwhile: none waits for it."""
+        """Whether the caller is a lane's thread for which no thread waits, so that others may compute meanwhile."""
         return threading.get_ident() in self._own and not self._num_waiters
 
     def close(self, timeout: float) -> None:
-        """Ends the threads once they have run what is queued; waits at most `timeout` seconds for each."""
+        """Ends the threads after they have run their queues; waits at most `timeout` seconds for each."""
         with self._changed:
             self._closed = True
             for queue in self._queues.values():

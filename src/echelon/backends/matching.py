@@ -77,7 +77,7 @@ class Mailbox:
         return src
 
     def _claim(self, src: int, tag: Tag) -> Receive | None:
-        """Removes and returns the receive that a message is for: of those that can take it, the one posted first."""
+        """Removes and returns the oldest posted receive that matches a message. None if there is none."""
         key = (src, tag)
         if self._num_from_any:
             own = self._posted.get(key)
@@ -157,7 +157,7 @@ class Mailbox:
         delivery.finish()
 
     def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[IncomingMessage] = ()) -> None:
-        """Ends the receive of `work` with `error`. Its message, among those `arriving` perhaps, stays for the next.
+        """Ends the receive of `work` with `error`. Its message, perhaps in `arriving`, is kept for the next.
 
         A receive that has ended already stays as it is.
         """
@@ -256,7 +256,7 @@ class Mailbox:
         return PeerFailed(last.rank, f"{last.reason}, and nobody is left who could send")
 
     def _end(self, failure: Callable[[Receive], EchelonError | None]) -> None:
-        """Ends those of the posted receives for which `failure` gives an error."""
+        """Ends every posted receive for which `failure` returns an error."""
         for receive in [receive for receives in self._posted.values() for receive in receives]:
             if error := failure(receive):
                 self._remove(receive)

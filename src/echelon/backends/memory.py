@@ -47,7 +47,7 @@ def dtype_of(code: int) -> torch.dtype:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Makes an ordinary tensor on a device, whatever the caller's default device and mode.
+    """Makes an ordinary tensor on a device, also in inference mode and under another default device.
 
     Raises:
         UnsupportedOp: there is no memory for it.
@@ -105,14 +105,14 @@ def describe(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Says whether the values of a dense tensor are what is in its memory, one behind the other."""
+    """Whether the memory of a dense tensor holds its values contiguously, without a lazy conj or neg."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor is what most are: on the CPU, dense and plain, and without a gradient to come.
+    """Whether a tensor fits the fast paths: on the CPU, dense, plain, of torch's own class, without requires_grad.
 
-    One of a class of its own is not, as whatever it is asked may be answered by its own code.
+    A tensor of another class does not, because its own code may answer any question about it.
     """
     return (
         type(tensor) in ORDINARY_TYPES
@@ -165,6 +165,6 @@ def check_tensor(tensor: torch.Tensor, devices: frozenset[str], what: str) -> No
 
 
 def check_writable(tensor: torch.Tensor, what: str) -> None:
-    """Raises UnsupportedOp if elements of a dense tensor overlap, as those of an expanded one do."""
+    """Raises UnsupportedOp if elements of a dense tensor overlap, as in an expanded tensor."""
     if elements_overlap(tensor):
         raise UnsupportedOp(f"{what} writes the tensor in place, but its elements share memory: call .clone() first")

@@ -13,15 +13,15 @@ from echelon.backends.operators import Operator
 
 
 class LivenessCheck(Protocol):
-    """What looks into an operation that takes long."""
+    """Diagnosis of a pending operation: asks the peer that it waits for."""
 
     @property
     def next_check_at(self) -> float:
-        """When to look next, in the backend's time."""
+        """Time of the next check, in the backend's time."""
         ...
 
     def look(self, peer: int, has_come: Callable[[], bool]) -> None:
-        """Asks a rank of the backend where it is; raises CollectiveMismatch if what it is to do will never come."""
+        """Asks a rank for its status; raises CollectiveMismatch if it will never make the awaited call."""
         ...
 
 
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     sequence: its number in the group, from 1 on, the same on all ranks. operation: what this rank believes it is doing,
     the same text on all ranks or they disagree. signature: 32 bits that stand for all that was called up to here, this
     included; the same on all ranks or they disagree. deadline: when its time is up, in the backend's time. lookout: see
-    there.
+    `LivenessCheck`.
     """
 
     sequence: int
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What two ranks compare, as one text."""
+        """The text that ranks compare: operation, sequence and signature."""
         return signed(self.operation, self.sequence, self.signature)
 
 
@@ -60,7 +60,7 @@ class Gathered(NamedTuple):
 
 
 class NativeCollectives(ABC):
-    """The collectives of one group as one rank does them. Every call of the group comes here, whatever its thread.
+    """Collectives of one group on one rank, without messages. Calls may come in any thread.
 
     They mean what those of `ProcessGroup` mean; arguments have been checked, tensors may have any strides but no lazy
     conjugate or negative, ranks are those of the group. All raise CollectiveMismatch if ranks give different notes,
@@ -97,7 +97,7 @@ class NativeCollectives(ABC):
 
     @abstractmethod
     def all_to_all(self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate) -> Gathered:
-        """Sends so many rows to each rank (None: as torch.tensor_split does), and returns those that came."""
+        """Sends `splits[r]` rows to rank r (None: as torch.tensor_split does), and returns the received rows."""
 
     @abstractmethod
     def empty(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -105,4 +105,4 @@ class NativeCollectives(ABC):
 
     @abstractmethod
     def barrier(self, call: Call) -> None:
-        """Returns when all ranks have come."""
+        """Blocks until all ranks have called it."""

@@ -1,4 +1,4 @@
-"""The reductions: what they are called, what they do, and which dtypes they make sense for."""
+"""Reductions: their names, functions, and the dtypes that they accept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class Function(Protocol):
-    """What torch's functions of two tensors have in common."""
+    """Signature of torch's elementwise functions of two tensors."""
 
     def __call__(self, input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
 
@@ -37,7 +37,7 @@ class Operator:
         self.function(own, other, out=own)
 
     def finish(self, total: torch.Tensor, num_ranks: int) -> torch.Tensor:
-        """Makes the result of what all ranks were combined to, in place."""
+        """Turns the combination of all ranks into the result, in place: a mean is divided by `num_ranks`."""
         if not self.divides:
             return total
         if total.is_floating_point() and num_ranks & (num_ranks - 1) == 0:
@@ -115,9 +115,9 @@ def operator(name: str, dtype: torch.dtype) -> Operator:
 
 
 def _with_sign(function: Function, signed: torch.dtype, is_order: bool) -> Function:
-    """Returns a function of numbers without a sign, made of one of numbers with it.
+    """Returns a function of unsigned integers that runs on signed ones.
 
-    Shifted by the lowest number, those without a sign have the order of those with it.
+    XOR with the lowest signed number maps the order of unsigned integers to that of signed ones.
     """
     lowest = torch.iinfo(signed).min
 

@@ -1,4 +1,4 @@
-"""Asking other ranks where they are: in the same collective, before it, behind it, or in another one."""
+"""Status of other ranks, relative to one collective: in it, before it, past it, or in another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.operation_records import FlightRecorder
 
 
 class Question(NamedTuple):
-    """Where a rank is, seen from one collective of the rank that asks."""
+    """Question to other ranks about one collective of the asking rank."""
 
     context: int
     sequence: int
@@ -18,7 +18,7 @@ class Question(NamedTuple):
 
 
 class Standing(IntEnum):
-    """Where a rank is, seen from a collective of another one."""
+    """Position of a rank relative to a collective of another rank."""
 
     BEFORE = 0
     """It has not called the collective yet."""
@@ -31,15 +31,15 @@ class Standing(IntEnum):
 
 
 class Status(NamedTuple):
-    """What a rank answers."""
+    """Answer of a rank to a Question."""
 
     standing: Standing
     text: str
-    """What it called as this collective, if that is another one; else what it is doing now. With the user's line."""
+    """The call that it made instead of this collective, else its current activity; with the user's line."""
 
 
 def status_of(recorder: FlightRecorder, question: Question) -> Status:
-    """Returns what the rank with this recorder answers."""
+    """Answers a question from a rank's flight recorder."""
     flight = recorder.find(question.context, question.sequence)
     if flight is not None and flight.signature != question.signature:
         return Status(Standing.DIVERGED, flight.with_marks())

@@ -1,4 +1,4 @@
-"""One operation under way: what `isend`, `irecv` and asynchronous collectives return."""
+"""Work: handle of an operation in flight, returned by `isend`, `irecv` and asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Message(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What came from whichever rank sent first."""
+    """Result of a receive from any rank."""
 
     tensor: torch.Tensor
     src: int
-    """The rank that sent it."""
+    """The sending rank."""
     tag: int
-    """What it was sent with."""
+    """The tag of the message."""
 
 
 _POLL_SECONDS = 0.1
@@ -54,15 +54,15 @@ class Lateness(Protocol):
 
 
 class Driver(Protocol):
-    """What makes a Work progress while somebody waits on it."""
+    """Driver of a Work: makes it progress while a thread waits on it."""
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Blocks until `work` is completed; returns False if `timeout` seconds (None: for ever) pass first."""
+        """Blocks until `work` is completed. False if `timeout` seconds (None: for ever) pass first."""
         ...
 
 
 class Work(Generic[T]):
-    """One operation under way. Completed once, by the backend, with a result or an error."""
+    """Handle of one operation in flight. Completed once, by the backend, with a result or an error."""
 
     __slots__ = (
         "_callbacks",
@@ -82,7 +82,7 @@ class Work(Generic[T]):
 
     def __init__(self, driver: Driver, description: object, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.description = description
-        """Whatever says in its `str` what the operation is."""
+        """The operation, as text or as an object with a `str`."""
         self.note = ""
         """Of a receive that is done: the note that came with the message."""
         self._driver = driver
@@ -93,9 +93,9 @@ class Work(Generic[T]):
         self._callbacks: list[Callable[[], None]] = []
         self._overwritten: Sequence[torch.Tensor] = ()
         self.flight: OperationRecord | None = None
-        """What the flight recorder has of it."""
+        """The operation's entry in the flight recorder."""
         self.lateness: Lateness | None = None
-        """What explains a wait that ended too early; None: nothing is known but the time."""
+        """Diagnoses a wait that ends in a Timeout; None: the error names only the time."""
         self._when_seen: Callable[[], object] = _nothing
         self._when_taken: Callable[[], object] | None = None
 
@@ -127,7 +127,7 @@ class Work(Generic[T]):
         return self.result()
 
     def ends_within(self, seconds: float) -> bool:
-        """Blocks until the operation ends; returns False if that takes longer.
+        """Blocks until the operation ends. False if `seconds` pass first.
 
         Raises:
             UnsupportedOp: as `wait`.
@@ -220,7 +220,7 @@ class Work(Generic[T]):
 
 
 def end_with(flight: OperationRecord, result: object, error: BaseException | None = None) -> None:
-    """Writes down the end of an operation, and of a message what came."""
+    """Records the end of an operation; for a receive also the message's shape, dtype and size."""
     tensor = result.tensor if isinstance(result, Received) else result
     if isinstance(tensor, torch.Tensor):
         flight.got(describe(tensor.shape, tensor.dtype), tensor.nbytes)

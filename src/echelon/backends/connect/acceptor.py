@@ -1,10 +1,10 @@
-"""Where ranks are received: accepts connections, and lets in who proves itself and is expected.
+"""Acceptor of a job's ranks: accepts connections, authenticates them, and admits the expected ranks.
 
-Strategy. One task accepts, and one more per connection has it prove itself, within a time of its own; so a stranger
-that says nothing keeps nobody else from coming in. Of those that have proved nothing so far a fixed number is held; a
-new one takes the place of the oldest, which has had the most time. So however many strangers keep coming, a rank of
-ours has as long as it takes so many others to be accepted, which is several times what it needs, and tries again if it
-was unlucky. Leaving the hall ends all of them.
+Strategy. One task accepts; each connection has a task of its own that authenticates it, with a timeout of its own. So a
+stranger that sends nothing keeps no other connection out. The number of unauthenticated connections is limited; a new
+one replaces the oldest, which has had the most time. So under a flood of strangers a rank of the job still has the time
+in which that many others are accepted, several times as long as it needs; if it is dropped, it tries again. Leaving the
+context ends all tasks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from echelon.wording import listed
 logger = logging.getLogger("echelon")
 
 STRANGER_SECONDS = 10.0
-"""How long a connection may take to prove itself."""
+"""Seconds that a connection may take to authenticate."""
 _MAX_STRANGERS = 256
-"""How many more connections than ranks may be proving themselves at one time. As many may be about to say who they
-are, of those that have."""
+"""Number of connections, beyond one per rank, that may be unauthenticated at a time. As many may be authenticated and
+still to send their hello."""
 
 
 class Guest(NamedTuple):
@@ -39,16 +39,16 @@ class Guest(NamedTuple):
 
 
 class PeerAcceptor:
-    """Receives the ranks of one job on one listening socket."""
+    """Admits the ranks of one job on one listening socket."""
 
     def __init__(self, job: Job, sockets: Sockets, listener: socket.socket, *, greets: bool = True) -> None:
         """Opens with `async with`.
 
         Args:
-            job: whose ranks are let in.
+            job: its ranks are admitted.
             sockets: owns all connections.
             listener: where they arrive.
-            greets: whether a guest is told at once that it is let in.
+            greets: whether a guest gets an answer as soon as it is admitted.
         """
         self.guests: dict[int, Guest] = {}
         self.host, self.port = listener.getsockname()[:2]
@@ -60,9 +60,9 @@ class PeerAcceptor:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[socket.socket, asyncio.Task[None]] = {}
-        """Who has proved nothing yet, the oldest first."""
+        """Unauthenticated connections, the oldest first."""
         self._unnamed: dict[socket.socket, asyncio.Task[None]] = {}
-        """Who knows the secret and has not said which rank it is, the oldest first."""
+        """Authenticated connections that have not said their rank yet, the oldest first."""
 
     async def __aenter__(self) -> PeerAcceptor:
         self._start(self._accept())
@@ -83,7 +83,7 @@ class PeerAcceptor:
         return {rank: self.guests[rank] for rank in ranks}
 
     def missing(self, ranks: set[int], timeout: float) -> ConnectError:
-        """Makes the error that names who did not come."""
+        """Makes the error that names the missing ranks."""
         absent = sorted(ranks - set(self.guests))
         present = sorted({self._job.rank, *self.guests})
         hint = f" ({self._num_refused} connections without the right secret were refused)" if self._num_refused else ""
@@ -99,7 +99,8 @@ class PeerAcceptor:
         return task
 
     async def _accept(self) -> None:
-        """Accepts, for ever. `loop.sock_accept` would lose a connection that comes while this is being cancelled."""
+        """Accepts connections until it is cancelled."""
+        # Not `loop.sock_accept`: it would lose a connection that comes while this task is being cancelled.
         loop, coming = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._listener, coming.set)
         try:
@@ -122,10 +123,10 @@ class PeerAcceptor:
             self._sockets.own(connection)
             self._make_room(self._unproven)
             self._unproven[connection] = self._start(self._receive(connection))
-            await asyncio.sleep(0)  # accepting what waits already does not give way to the others by itself
+            await asyncio.sleep(0)  # accept() of a waiting connection does not yield to the other tasks by itself
 
     def _make_room(self, waiting: dict[socket.socket, asyncio.Task[None]]) -> None:
-        """Hangs up on the oldest of those that are held, if there are as many as may be."""
+        """Drops the oldest waiting connection if their number has reached the limit."""
         if len(waiting) >= _MAX_STRANGERS + self._job.world_size:
             waiting.pop(next(iter(waiting))).cancel()
 
@@ -161,7 +162,7 @@ class PeerAcceptor:
         self._changed.set()
 
     def _expect(self, hello: dict[str, Any], connection: socket.socket) -> Guest:
-        """Returns the guest that a greeting announces; raises if one that knows the secret is still not one of us."""
+        """Validates the hello of an authenticated peer. Raises ProtocolError if it is refused."""
         if objection := self._job.objection(hello):
             raise ProtocolError(objection)
         member = Member.read(hello | {"host": connection.getpeername()[0]}, self._job.world_size)

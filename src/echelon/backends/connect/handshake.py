@@ -1,4 +1,4 @@
-"""How two ends of a new connection prove that they belong to one job, and their first words to each other.
+"""Handshake of a new connection: mutual authentication by the job's secret, then JSON messages of limited size.
 
 Nothing is parsed before both ends have proved that they know the job's secret:
 
@@ -6,9 +6,8 @@ Nothing is parsed before both ends have proved that they know the job's secret:
     connector -> acceptor    magic, version, 32 random bytes C, HMAC-SHA256(secret, "connector" A C)
     acceptor  -> connector   1 and HMAC-SHA256(secret, "acceptor" C A), or 0 and nothing
 
-Only fixed sizes are read until then; afterwards messages are JSON of a limited length. What follows on the connection
-is neither encrypted nor signed: the secret keeps strangers out, it does not hide anything from who can read the
-network.
+Only fixed sizes are read until then; afterwards messages are JSON of a limited length. Later traffic on the connection
+is neither encrypted nor signed: the secret keeps strangers out, it does not hide data from readers of the network.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _MAGIC = b"ECHELON" + bytes([VERSION])
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 MAX_HELLO_BYTES = 1 << 14
-"""Of a rank's greeting, and of the answer to it. The name of the run is a part of it."""
+"""Limit on a rank's hello, which holds the name of the run, and on its answer."""
 MAX_ENTRY_BYTES = 1 << 10
-"""Of a rank's entry in the table of members."""
+"""Limit on a rank's entry in the table of members."""
 
 
 class HungUp(ConnectionError):
-    """The other end closed before it had said what it was to say."""
+    """The other end closed the connection in the middle of the handshake."""
 
     def __init__(self) -> None:
         super().__init__("the other end closed the connection")
@@ -90,13 +89,13 @@ def _check_magic(data: bytes) -> None:
 
 
 async def send_json(connection: socket.socket, value: dict[str, Any]) -> None:
-    """Sends a JSON object behind its length."""
+    """Sends a JSON object, preceded by its length in 4 bytes."""
     data = json.dumps(value).encode()
     await asyncio.get_running_loop().sock_sendall(connection, len(data).to_bytes(4, "little") + data)
 
 
 async def tell(connection: socket.socket, value: dict[str, Any]) -> None:
-    """Sends a last word to an end that may be gone."""
+    """Sends a JSON object to an end that may be gone; a broken connection is ignored."""
     with suppress(OSError):
         await send_json(connection, value)
 

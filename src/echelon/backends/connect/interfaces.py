@@ -1,4 +1,4 @@
-"""The network interfaces of this host, as Linux tells them."""
+"""Network interfaces of this host, as reported by Linux."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 @dataclass(frozen=True)
 class Interface:
-    """One of them: the addresses that others can reach it by, IPv4 before IPv6, and its greatest packet in bytes."""
+    """Network interface: its addresses that other hosts can reach, IPv4 before IPv6, and its MTU in bytes."""
 
     name: str
     addresses: tuple[str, ...]
@@ -38,7 +38,7 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Returns all of them, in the order of their numbers."""
+    """Returns the interfaces of this host, in the order of their index."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in sorted(socket.if_nameindex()):
@@ -53,7 +53,7 @@ def family_of(address: str) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Says whether an address reaches only the host that it is used on; a name never does, by itself."""
+    """Whether an IP address is a loopback address. False for host names."""
     with suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
@@ -89,7 +89,7 @@ def _read(probe: socket.socket, name: str) -> Interface:
 
 
 def _ask(probe: socket.socket, name: str, question: int) -> bytes:
-    """Returns what stands behind the name in Linux's struct ifreq."""
+    """Returns the fields after the name in Linux's struct ifreq."""
     answer = fcntl.ioctl(
         probe, question, struct.pack(f"{_NAME_BYTES}s{_REQUEST_BYTES - _NAME_BYTES}x", os.fsencode(name))
     )
@@ -97,7 +97,7 @@ def _ask(probe: socket.socket, name: str, question: int) -> bytes:
 
 
 def _ipv6_addresses(name: str) -> list[str]:
-    """Returns its IPv6 addresses; not those that only mean something together with the name of the interface."""
+    """Returns the IPv6 addresses of an interface, without link-local ones: they need the interface's name."""
     addresses = []
     with suppress(OSError):  # IPv6 is switched off
         for line in Path("/proc/self/net/if_inet6").read_text().splitlines():

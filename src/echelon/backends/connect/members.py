@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other about themselves, and what of it is believed."""
+"""Hello and table of members: descriptions that the ranks of a job exchange, and their validation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from echelon.errors import ConnectError, ProtocolError
 _MAX_NAME = 256
 """Characters of the name of a host or machine. A machine's has about 55, a host's at most 253."""
 _MAX_SHOWN = 100
-"""Characters of what a peer said that are repeated in an error."""
+"""Characters of a peer's value that an error repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all ranks of one world must agree on, and the rank that this process is."""
+    """Job of this process: its rank, and the facts that all ranks of one world must agree on."""
 
     rank: int
     world_size: int
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where a rank is. `machine` is equal for ranks that see each other's processes."""
+    """Address and process of a rank. `machine` is equal for ranks that see each other's processes."""
 
     rank: int
     host: str
@@ -57,7 +57,7 @@ class Member:
 
     @classmethod
     def read(cls, entry: object, world_size: int) -> Member:
-        """Reads what a peer says of itself or of another.
+        """Reads and validates the entry of a rank, as a peer sent it.
 
         Raises:
             ProtocolError: something is missing, of the wrong type or out of range.
@@ -91,7 +91,7 @@ def read_table(entries: object, world_size: int) -> tuple[Member, ...]:
     """Reads the members of a world, one for every rank in order.
 
     Raises:
-        ProtocolError: it is not that.
+        ProtocolError: the table has another form.
     """
     if not isinstance(entries, list) or len(entries) != world_size:
         raise ProtocolError(f"the table of members does not have {world_size} entries")

@@ -1,9 +1,9 @@
-"""How the ranks of a world find each other and connect.
+"""Rendezvous: the ranks of a world find each other and connect every pair.
 
 Strategy. Every rank first learns the table of members, from rank 0 (which listens at the master address) or from a
 store that exists already (torchrun's). Then every pair connects once, the higher rank dialling the lower. Everything is
 retried until one deadline; at the deadline the missing ranks are named, on every rank that came. All of it runs in a
-thread and an event loop of its own, and whatever it opened is closed if it fails.
+thread and an event loop of its own, and every socket that it opened is closed if it fails.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from echelon.backends.connect.interfaces import address_towards
 from echelon.backends.connect.members import Job, Member, join_address, machine_id, read_table, split_address
 from echelon.backends.connect.sockets import Sockets
 from echelon.errors import ConnectError, EchelonError, ProtocolError
-
-# How a rank connects to another one: dials, proves the secret, says who it is.
 
 _FIRST_PAUSE = 0.005
 _LONGEST_PAUSE = 0.25
@@ -74,7 +72,8 @@ async def dial(job: Job, sockets: Sockets, member: Member, deadline: float, *, l
 
 
 def _reason(error: OSError) -> str:
-    """Returns what the system calls the error; asyncio puts words of its own in its place."""
+    """Returns the system's text for an error."""
+    # asyncio puts a text of its own into `strerror`.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
@@ -119,9 +118,9 @@ async def _join(job: Job, sockets: Sockets, member: Member, deadline: float) -> 
 T = TypeVar("T")
 
 _GRACE_SECONDS = 5.0
-"""How much longer than rank 0 the others wait, so that they hear from it who is missing."""
+"""Seconds that the others wait longer than rank 0, so that they hear from it which ranks are missing."""
 _STORE_SECONDS = 0.01
-"""How long to wait before a store is asked again."""
+"""Seconds between two polls of a store."""
 
 
 class Store(Protocol):
@@ -144,7 +143,7 @@ def meet(job: Job, master_addr: str, timeout: float, local_address: str | None =
     """Connects all ranks of a world whose rank 0 listens at `master_addr`. Blocks at most `timeout` seconds.
 
     Args:
-        job: what all ranks agree on, and which rank this is.
+        job: see `Job`.
         master_addr: "host:port" at which rank 0 is reached.
         timeout: seconds that the ranks have to find each other.
         local_address: of this host, to listen on and to dial from; None: rank 0 listens at `master_addr`, the others
@@ -166,7 +165,7 @@ def meet_through_store(
 
 
 class _Rendezvous:
-    """One rank's way into the world. Used for one of the two ways, once."""
+    """Rendezvous of one rank, through rank 0 or a store. Used once."""
 
     def __init__(self, job: Job, timeout: float, local_address: str | None) -> None:
         self._job = job
@@ -280,7 +279,7 @@ async def _send_table(members: tuple[Member, ...], guests: dict[int, Guest]) -> 
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end in a thread of its own, so that a caller's event loop does not matter."""
+    """Blocks while a coroutine runs in a thread of its own, so that a caller's event loop does not matter."""
     outcome: list[T | BaseException] = []
 
     def target() -> None:

@@ -1,4 +1,4 @@
-"""The sockets of a rendezvous: how they are opened, and that every one is closed unless it is handed over."""
+"""Sockets of a rendezvous: every socket is closed at the end unless it was released."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BIND_ADDRESS_NO_PORT = 24
 
 
 def is_loopback(own: str, theirs: str) -> bool:
-    """Says whether a connection between these two addresses stays in one network namespace: no link is between them.
+    """Whether a connection between two addresses stays in one network namespace.
 
-    To one of its addresses a host connects from that same one, or from another of 127.0.0.0/8.
+    A host connects to one of its own addresses from the same address, or within 127.0.0.0/8.
     """
     return own == theirs or (own.startswith("127.") and theirs.startswith("127."))
 
 
 class Sockets:
-    """Owns every socket that it opened or was given; leaving the context closes those that were not released."""
+    """Owner of all sockets that it opened or was given; leaving the context closes all that were not released."""
 
     def __init__(self, local_address: str | None = None) -> None:
         """Takes the address of this host to dial from; None: the one that the way there begins with."""
@@ -38,12 +38,12 @@ class Sockets:
         return sock
 
     def close(self, sock: socket.socket) -> None:
-        """Closes one that is not needed any more."""
+        """Closes a socket and gives up its ownership."""
         self._owned.discard(sock)
         sock.close()
 
     def release(self, sockets: Iterable[socket.socket]) -> None:
-        """Gives some away: they stay open."""
+        """Gives up ownership of sockets, which stay open."""
         self._owned.difference_update(sockets)
 
     async def connect(self, host: str, port: int) -> socket.socket:
@@ -81,7 +81,7 @@ class Sockets:
             shared: also when a launcher holds the port bound to keep it free for us, but not when anybody listens.
 
         Raises:
-            ConnectError: that is not possible.
+            ConnectError: the address cannot be bound, or another process listens there.
         """
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

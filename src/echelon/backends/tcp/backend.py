@@ -1,8 +1,8 @@
 """Ranks connected by TCP, one socket for every pair.
 
-Strategy. `rendezvous` connects the pairs, `Peers` reads and writes the sockets, `Mailbox` pairs messages with receives,
-and `Progress` decides which thread drives it all; its one lock guards everything. A wait ends because its Work
-completes, its peer fails, or its time is up. Closing waits for what was sent, and then for the other threads.
+Strategy. `rendezvous` connects the pairs. `Peers` reads and writes the sockets. `Mailbox` pairs messages with receives.
+`Progress` decides which thread polls; its one lock guards all state. A wait ends because its Work completes, its peer
+fails, or its time is up. Closing waits until sent messages have left, and then for the other threads.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from echelon.wording import listed
 T = TypeVar("T")
 
 CONNECT_TIMEOUT = 60.0
-"""Seconds that the ranks have to find each other unless told otherwise."""
+"""Default number of seconds that the ranks have to find each other."""
 _LINGER_SECONDS = 5.0
-"""How long `close` waits for the peers' kernels to confirm the last bytes."""
+"""Seconds that `close` waits at most for the peers' kernels to confirm the last bytes."""
 _ABORT_SECONDS = 0.5
-"""How long `abort` tries to tell the peers why."""
+"""Seconds that `abort` tries to send its reason to the peers."""
 
 
 class TcpBackend(Backend):
@@ -81,13 +81,13 @@ class TcpBackend(Backend):
             master_addr: "host:port" at which rank 0 listens, on exactly that address.
             timeout: seconds that a blocking call waits by default.
             connect_timeout: seconds that the ranks have to find each other.
-            secret: what every rank must know; None: the variable ECHELON_SECRET.
+            secret: shared by all ranks; None: the variable ECHELON_SECRET.
             run_id: ranks of another run are refused.
             restart: ranks of another attempt at the same run are refused.
             local_address: of this host, to listen on and to dial from; None: rank 0 listens at `master_addr`, the
                 others on their address on the way there.
             max_message_bytes: a larger message from a peer is a ProtocolError.
-            max_unclaimed_bytes: when messages of a peer that nobody has asked for take more, it is made to wait.
+            max_unclaimed_bytes: reading from a peer pauses when its unclaimed messages take more memory.
 
         Raises:
             InvalidRank, InvalidWorldSize: the numbers are wrong.
@@ -125,7 +125,7 @@ class TcpBackend(Backend):
             world_size: the number of ranks.
             store: a torch.distributed.Store, or anything with its set, get and check.
             store_host: where the store is; this rank listens on its own address on the way there.
-            secret: what every rank must know.
+            secret: shared by all ranks.
             timeout, connect_timeout, run_id, restart, local_address, max_message_bytes, max_unclaimed_bytes: as in the
                 constructor.
         """
@@ -147,12 +147,12 @@ class TcpBackend(Backend):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Where every rank is; nobody in a world of one."""
+        """Host, port and process of every rank, by rank. Empty in a world of one."""
         return self._members
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed or aborted, or is a forked child's copy."""
+        """Whether this backend was closed or aborted, or is a forked child's copy."""
         return self._progress.is_closed
 
     def _open(self, world: World, max_message_bytes: int, max_unclaimed_bytes: int) -> None:
@@ -186,11 +186,12 @@ class TcpBackend(Backend):
         return f"<TcpBackend: rank {self.rank} of {self.world_size}{state}>"
 
     def _may_spin(self) -> bool:
-        """Says whether the calling thread, which waits, takes a core from nobody else's work by not sleeping."""
+        """Whether the calling thread may spin while it waits: every rank of the host has a core, no lane needs it."""
+        # With 4 ranks on 2 cores, spinning made small messages 2 to 5 times slower (benchmarks/tcp).
         return self._has_cores and not self._lanes.runs_beside()
 
     def use_lines(self, lines: Mapping[int, Link], memory: Memory) -> None:
-        """Has messages to and from these ranks take lines from now on, which write to this memory."""
+        """Routes messages to and from these ranks over links from now on; the links write to `memory`."""
         with self._progress.lock:
             self._peers.use_lines(lines, memory)
             self._progress.wake()
@@ -237,6 +238,8 @@ class TcpBackend(Backend):
         self._post(Receive(work, ANY, tag, None, note, sources))
         return work
 
+    # Fast paths: without a Work, and only over a link. A message that needs more is left to isend and irecv.
+
     def send_at_once(self, tensor: torch.Tensor, dst: int, tag: Tag, *, note: str = "") -> bool:  # noqa: D102
         line = self._peers.line(dst)
         if line is None or not (tensor.is_cpu and tensor.layout is torch.strided):
@@ -253,6 +256,7 @@ class TcpBackend(Backend):
         self, src: int, tag: Tag, *, out: torch.Tensor | None = None, note: str | None = ""
     ) -> Message | None:
         line = self._peers.line(src)
+        # The link is polled before the lock is taken: `has_written` needs none.
         if line is None or not (line.has_written() or (self._may_spin() and self._poller.look_for(line))):
             return None
         with self._progress.lock:
@@ -291,30 +295,33 @@ class TcpBackend(Backend):
         return self._progress.drive(work, timeout)
 
     def when_ended(self, work: Work[Any], callback: Callable[[], None]) -> None:
-        """Calls `callback` when a Work of this backend ends, in whatever thread; it must neither wait nor send."""
+        """Calls `callback` when a Work of this backend ends, in any thread and under the lock.
+
+        It must neither wait nor send.
+        """
         with self._progress.lock:
             work.on_completion(callback)
 
     def end(self, complete: Callable[[], object]) -> None:
-        """Calls what completes a Work that this backend drives, and wakes whoever waits for it."""
+        """Calls `complete`, which ends a Work that this backend drives, and wakes the waiting threads."""
         with self._progress.lock:
             complete()
             self._progress.wake()
 
     def poll_once(self) -> None:
-        """Takes in what has arrived, for a thread that waits for something else; waits for nothing."""
+        """Polls once without blocking, for a thread that waits for something other than a message."""
         with self._progress.lock:
             self._progress.poll_once()
 
     def revoked(self, context: int) -> EchelonError | None:
-        """Returns why the collectives of that context have ended on all ranks, as far as was heard."""
+        """Returns the failure that revoked a context, as far as this rank has heard. None if it is not revoked."""
         return self._mailbox.revoked(context)
 
     def failure(self, rank: int, context: int) -> EchelonError | None:
-        """Returns why a collective of that context cannot be finished with a rank; as far as was heard."""
+        """Returns why a collective of a context cannot finish with a rank, as far as this rank has heard, or None."""
         return self._mailbox.failure(rank, Tag(context, 1))
 
-    # Where the others are
+    # Questions to other ranks
 
     def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: D102
         work: Work[None] = Work(self, "answers", self.timeout)
@@ -348,13 +355,13 @@ class TcpBackend(Backend):
         self._leave(wire.Frame(wire.FrameKind.FAILED, 0, 0, step, note=reason), _ABORT_SECONDS)
 
     def close(self, timeout: float | None = None) -> None:
-        """Sends what is queued, tells the peers and frees everything. May be called twice.
+        """Drains the send queues, tells the peers and frees all resources. May be called twice.
 
         Args:
             timeout: seconds; None: the backend's.
 
         Raises:
-            Timeout: not everything could be sent in time, because a rank does not receive it.
+            Timeout: a rank did not receive all messages sent to it in time.
         """
         close_reason = self.close_reason()
         kind = wire.FrameKind.CLOSE if close_reason.has_closed else wire.FrameKind.FAILED
@@ -375,7 +382,8 @@ class TcpBackend(Backend):
         return self._difference
 
     def _leave(self, close_reason: wire.Frame, timeout: float) -> list[int]:
-        """Says farewell, frees everything, and returns the ranks to which not all could be sent within `timeout`."""
+        """Tells the peers, frees all resources, and returns the ranks that did not get all messages in `timeout`."""
+        # Each step that polls gives up the lock meanwhile, so another thread may have closed the backend after it.
         in_good_order = close_reason.kind == wire.FrameKind.CLOSE
         with self._progress.lock:
             if self._progress.is_closed:
@@ -390,7 +398,7 @@ class TcpBackend(Backend):
             self._peers.tell(close_reason)
             self._linger(timeout)
             if not self._progress.is_closed and in_good_order:
-                self._progress.poll_once()  # at what the peers have said that closed before
+                self._progress.poll_once()  # reads the closing frames of peers that closed before
                 self._peers.take_in_lines()
             if self._progress.is_closed:  # another thread was faster
                 return []
@@ -406,13 +414,16 @@ class TcpBackend(Backend):
         return unsent
 
     def _write_out(self, timeout: float) -> None:
-        """Waits until all lines have what is to be sent; a farewell, over a connection, would arrive before it."""
+        """Waits until all links have written their queues.
+
+        The closing frame goes over the connection, and would overtake messages that are queued for a link.
+        """
         deadline = time.monotonic() + timeout
         while not self._progress.is_closed and self._peers.unwritten() and time.monotonic() < deadline:
             self._progress.step(min(deadline - time.monotonic(), 0.01))
 
     def _linger(self, timeout: float) -> None:
-        """Waits until the kernel has taken everything and, a little, until the peers' kernels have it."""
+        """Waits until the kernel has taken all bytes, then at most 5 s until the peers' kernels confirm them."""
         begin = time.monotonic()
         while not self._progress.is_closed:
             limit = timeout if self._peers.unsent() else min(timeout, _LINGER_SECONDS)
@@ -422,13 +433,13 @@ class TcpBackend(Backend):
             self._progress.step(min(left, 0.01))
 
     def _become_child(self) -> None:
-        """Lets go of everything in a forked child. Waits for nothing."""
+        """Closes the copies of a forked child, without blocking or locks."""
         self._progress.become_child()
         self._peers.close_in_child()
 
 
 class Passage(NamedTuple):
-    """What a Work is for, in words only when somebody asks."""
+    """Description of a Work for a message, formatted only when it is shown: most are not."""
 
     what: str
     rank: int
@@ -440,7 +451,7 @@ class Passage(NamedTuple):
 
 @functools.lru_cache(1024)
 def message_head(tag: Tag, dtype: torch.dtype, shape: torch.Size, note: str) -> bytes:
-    """Returns a message without its payload."""
+    """Returns the encoded frame of a message, without its payload. Cached: a program repeats its messages."""
     num_bytes = shape.numel() * dtype.itemsize
     return wire.Frame(wire.FrameKind.DATA, *tag, dtype_code(dtype), tuple(shape), note, num_bytes).encode()
 

@@ -1,8 +1,8 @@
 """One socket to one peer: a queue of frames to write, and a parser of the frames that arrive.
 
-Neither direction ever waits: each call moves what the kernel takes or gives at once, and the two directions know
-nothing of each other. A message that has no place yet is left where it is, with all that comes after it, until it has
-one. Not locked: the backend calls it under its own lock.
+Neither direction blocks: each call moves as many bytes as the kernel takes or gives at once. The two directions are
+independent. A payload without a buffer stays in the kernel, with all that follows it, until it has one (backpressure).
+Not locked: the backend calls it under its own lock.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from echelon.errors import EchelonError
 
 _BUFFER_BYTES = 1 << 16
 _READS_AT_ONCE = 64
-"""How many reads one peer may have before the others get their turn."""
+"""Reads of one peer before the others get their turn."""
 LINK_WAKING_BYTES = 4 * PIECE_BYTES
-"""How much of a payload is to have arrived over a link before it is read: a link brings 64 KiB at a time, and to wake
-for each takes longer than to copy it. Within a host it is a piece, which is then still in the cache."""
+"""Bytes of a payload that arrive over a network before it is read. The network brings 64 KiB at a time, and a wake for
+each takes longer than its copy. Within a host it is a piece, which is then still in the cache."""
 
 
 class _Outgoing(NamedTuple):
     parts: list[memoryview]
     tag: Tag | None
-    """None: a word about the connection itself."""
+    """None: a control frame."""
     work: Work[None] | None
-    """None: nobody waits for it."""
+    """None: nobody waits for this frame."""
 
 
 class Connection:
@@ -46,15 +46,15 @@ class Connection:
         Args:
             rank: of the peer.
             sock: connected.
-            max_message_bytes: the largest payload that is believed.
-            waking_bytes: how much of a payload is to have arrived before the socket counts as readable.
+            max_message_bytes: a larger payload is a ProtocolError.
+            waking_bytes: bytes of a payload that arrive before the socket counts as readable.
         """
         self.rank = rank
         self.sock = sock
         self.delivery: IncomingMessage | None = None
         """The message whose payload is arriving."""
         self.num_unsent_words = 0
-        """How many frames without payload are queued, or being written."""
+        """Number of control frames that are queued or partly written."""
         self._outgoing: deque[_Outgoing] = deque()
         self._max_message_bytes = max_message_bytes
         self._waking_bytes = waking_bytes
@@ -64,43 +64,44 @@ class Connection:
         self._payload_left = 0
         self._payload_size = 0
         self._mark = 1
-        """How many bytes are to have arrived before the socket counts as readable."""
+        """SO_RCVLOWAT as it is set: bytes that arrive before the socket counts as readable."""
         sock.setblocking(False)
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing is read because a message has no place yet."""
+        """Whether reading is paused because the next message has no buffer yet."""
         return self.delivery is not None and not self.delivery.is_placed
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether something is still queued."""
+        """Whether a frame is still queued."""
         return bool(self._outgoing)
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """How many bytes the kernel holds that the peer's kernel has not confirmed."""
+        """Number of bytes in the kernel that the peer's kernel has not confirmed."""
         return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4))[0])
 
     @property
     def owes(self) -> bool:
-        """Whether something is queued that the peer is still to get."""
+        """Whether a frame is queued that the peer still needs."""
+        # The rest of an abandoned message is of no use to the peer, but cannot be left out of the stream.
         first = self._outgoing[0] if self._outgoing else None
         is_abandoned = first is None or (first.tag is not None and first.work is None)
         return not is_abandoned or any(outgoing.work is not None for outgoing in self._outgoing)
 
     def enqueue(self, head: bytes, payload: memoryview, tag: Tag, work: Work[None]) -> None:
-        """Adds a message; `work` is completed when the kernel has taken all of it."""
+        """Queues a message; `work` is completed when the kernel has taken all of it."""
         parts = [memoryview(head), payload] if payload.nbytes else [memoryview(head)]
         self._outgoing.append(_Outgoing(parts, tag, work))
 
     def enqueue_word(self, frame: bytes) -> None:
-        """Adds a frame without payload."""
+        """Queues a control frame."""
         self._outgoing.append(_Outgoing([memoryview(frame)], None, None))
         self.num_unsent_words += 1
 
     def abandon(self, context: int, error: EchelonError) -> None:
-        """Ends the messages of a context's collectives that are queued; one that has begun goes on, but for nobody."""
+        """Fails the queued messages of a context's collectives; a partly written one is still written to its end."""
         kept: deque[_Outgoing] = deque()
         for number, outgoing in enumerate(self._outgoing):
             tag, work = outgoing.tag, outgoing.work
@@ -109,12 +110,12 @@ class Connection:
                 continue
             if work is not None:
                 work.complete(error=error)
-            if number == 0:
+            if number == 0:  # part of it may be written: to stop there would put the stream out of step
                 kept.append(outgoing._replace(work=None))
         self._outgoing = kept
 
     def flush(self) -> None:
-        """Writes what the kernel takes now. Raises OSError if the connection is broken."""
+        """Writes as many queued bytes as the kernel takes now. Raises OSError if the connection is broken."""
         while self._outgoing:
             parts, tag, work = self._outgoing[0]
             try:
@@ -132,7 +133,7 @@ class Connection:
                 work.complete()
 
     def fail(self, error: EchelonError) -> None:
-        """Ends everything that was under way, and closes the socket."""
+        """Fails all messages in flight and closes the socket."""
         for outgoing in self._outgoing:
             if outgoing.work is not None:
                 outgoing.work.complete(error=error)
@@ -143,19 +144,20 @@ class Connection:
         self.sock.close()
 
     def pump(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> bool:
-        """Reads what has arrived, up to a message that has no place; returns False at the end of the stream.
+        """Reads the bytes that have arrived, up to a message without a buffer. False at the end of the stream.
 
-        The socket counts as readable again when as much of a payload has come as is worth a call, or its last byte, or
+        The socket counts as readable again when enough of a payload has come to be worth a call, or its last byte, or
         the end of the stream.
 
         Args:
             on_frame: called with every frame's head; for data it returns the delivery that takes the payload.
 
         Raises:
-            ProtocolError: the peer sent what cannot be a frame.
+            ProtocolError: the peer sent bytes that are no frame.
             OSError: the connection is broken.
         """
         is_open = self._read(on_frame)
+        # SO_RCVLOWAT: the kernel wakes this rank for a worthwhile part of a payload, not for every packet.
         mark = 1 if self.is_held else max(1, min(self._payload_left, self._waking_bytes))
         if mark != self._mark and is_open:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
@@ -174,20 +176,20 @@ class Connection:
                 return True
             if size == 0:
                 return False
-            if self._payload_left and self._start == self._end:
+            if self._payload_left and self._start == self._end:  # it was read straight into the payload's buffer
                 self._advance(size)
             else:
                 self._end += size
-            if size < target.nbytes:
+            if size < target.nbytes:  # the kernel has no more: another read would only say so
                 break
         self._parse(on_frame)
         return True
 
     def _target(self) -> memoryview:
-        """Returns where the next bytes are to be read to: the payload's own place, or the buffer."""
+        """Returns the memory for the next read: the payload's own buffer, or the connection's."""
         if self._payload_left:
             room = self.delivery.room(self._payload_size - self._payload_left) if self.delivery is not None else None
-            return self._view[: self._payload_left] if room is None else room
+            return self._view[: self._payload_left] if room is None else room  # None: read and drop
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start > _BUFFER_BYTES // 2:
@@ -197,7 +199,7 @@ class Connection:
         return self._view[self._end :]
 
     def _parse(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> None:
-        """Takes every complete frame out of the buffer, and of the payload what the buffer has."""
+        """Decodes every complete frame in the buffer, and copies the buffered part of its payload."""
         while not self.is_held:
             if self._payload_left:
                 self._take_payload()
@@ -227,7 +229,7 @@ class Connection:
             self._advance(size)
 
     def _advance(self, size: int) -> None:
-        """Counts payload bytes that have arrived, and ends the delivery after the last."""
+        """Counts `size` payload bytes as arrived, and finishes the message after the last."""
         self._payload_left -= size
         delivery = self.delivery
         if delivery is not None:

@@ -1,4 +1,4 @@
-"""What messages between two ranks may take instead of their connection: memory that both map, say."""
+"""Link: a path of messages between two ranks beside their TCP connection, such as memory that both map."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from echelon.errors import EchelonError, ProtocolError
 
 
 class Head(NamedTuple):
-    """What a message says of itself."""
+    """Header of a message, decoded."""
 
     tag: Tag
     shape: tuple[int, ...]
     dtype: torch.dtype
     note: str
     num_bytes: int
-    """Of its payload."""
+    """Size of the payload."""
     is_signed: bool
-    """Whether it is that of a collective."""
+    """Whether the message belongs to a collective."""
 
     @classmethod
     def of(cls, frame: wire.Frame) -> Head:
         """Reads a frame.
 
         Raises:
-            ProtocolError: it is not that of a message.
+            ProtocolError: the frame is no message.
             UnsupportedOp: this torch does not have its dtype.
         """
         if frame.kind != wire.FrameKind.DATA:
@@ -43,19 +43,19 @@ class Head(NamedTuple):
 
 
 class Arrivals(ABC):
-    """What becomes of the messages that one rank sends."""
+    """Receiver of the messages that one rank sends."""
 
     @abstractmethod
     def take_small(self, head: Head, address: int) -> None:
-        """Takes a message in whose payload is there, at this place in memory."""
+        """Takes a message whose whole payload stands at `address`."""
 
     @abstractmethod
     def open(self, head: Head, *, comes_whole: bool) -> IncomingMessage:
-        """Returns what takes the payload of a message; `comes_whole`: see `IncomingMessage`."""
+        """Returns the incoming message that takes the payload; `comes_whole`: see `IncomingMessage`."""
 
 
 class Link(ABC):
-    """Both directions to one other rank. Not locked, and no call waits."""
+    """Both directions between this rank and one other. Not locked; no call blocks."""
 
     @property
     @abstractmethod
@@ -65,12 +65,12 @@ class Link(ABC):
     @property
     @abstractmethod
     def wants_to_write(self) -> bool:
-        """Whether something is still queued."""
+        """Whether a message is still queued."""
 
     @property
     @abstractmethod
     def owes(self) -> bool:
-        """Whether something is queued that somebody waits for."""
+        """Whether a message is queued that has not been abandoned."""
 
     @abstractmethod
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
@@ -85,72 +85,72 @@ class Link(ABC):
 
     @abstractmethod
     def put(self, head: bytes, tensor: torch.Tensor) -> bool:
-        """Writes a message if there is room for all of it, and nothing before it; returns whether it did."""
+        """Writes a message now if the queue is empty and all of it fits. False, without effect, otherwise."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Writes of what is queued as much as there is room for."""
+        """Writes queued messages until there is no more room."""
 
     @abstractmethod
     def take_in(self, arrivals: Arrivals) -> bool:
-        """Takes in the next message, or what there is of it; returns whether another may follow.
+        """Takes in the next message, or the part of it that has arrived. True if more may follow.
 
         Raises:
-            ProtocolError: the peer wrote what cannot be a message.
+            ProtocolError: the peer wrote bytes that are no message.
         """
 
     @abstractmethod
     def has_written(self) -> bool:
-        """Says whether the peer has written something that was not taken in. Needs no lock."""
+        """Whether the peer has written messages that were not taken in. Needs no lock."""
 
     @abstractmethod
     def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
-        """Takes in the next message if it is like the last one with its tag; None, having done nothing, if not.
+        """Fast path: takes in the next message if its header equals the last one with `tag`. None otherwise.
 
         Args:
             tag: of the message.
-            out: where it is to go; None: in a new tensor.
-            note: of the message; None: whatever it is.
+            out: overwritten with the message; None: it comes as a new tensor.
+            note: of the message; None: any.
         """
 
     @abstractmethod
     def abandon(self, context: int, error: EchelonError) -> None:
-        """Ends the messages of a context's collectives that are queued; one that has begun goes on, but for nobody."""
+        """Fails the queued messages of a context's collectives; a partly written one is still written to its end."""
 
     @abstractmethod
     def fail(self, error: EchelonError) -> None:
-        """Ends everything that is under way."""
+        """Fails all messages in flight."""
 
 
 class Memory(Protocol):
-    """Where lines write and a rank looks for it, while it polls."""
+    """Memory that the links of one rank write to, and that the rank polls."""
 
     @property
     def doorbell(self) -> int:
-        """A file descriptor that can be read, anew, when something was written while this rank slept."""
+        """File descriptor that becomes readable, with a new edge, when a peer writes while this rank sleeps."""
         ...
 
     @property
     def is_full(self) -> bool:
-        """Whether something that is to be written has no room."""
+        """Whether a queued message has no room."""
         ...
 
     def has_news(self) -> bool:
-        """Says whether something was written since `look`."""
+        """Whether peers have written since `look`."""
         ...
 
     def look(self) -> bool:
-        """Takes what is written by now for seen, before the lines take it in; returns what `has_news` would have."""
+        """Snapshots the peers' counters, before the links are read. True if they have changed."""
         ...
 
     def look_again(self) -> None:
-        """Takes back `look`: not all was taken in."""
+        """Discards the snapshot of `look`, because not all messages were taken in."""
         ...
 
     def fall_asleep(self) -> bool:
-        """Says to the peers that this rank sleeps; returns whether it may, because there is no news."""
+        """Publishes that this rank sleeps. False if peers have written, so it must not sleep."""
         ...
 
     def wake_up(self) -> None:
-        """Takes back `fall_asleep`."""
+        """Publishes that this rank is awake again."""
         ...

@@ -1,7 +1,7 @@
-"""The lines of one rank: how messages from and to the ranks that share memory with it are taken in and written.
+"""The links of one rank, and the limit on memory for messages that nobody has asked for.
 
-Called with the lock of `Progress` held; nothing here waits. What is taken in at a time has an end, so a peer that sends
-as fast as this rank reads keeps no other thread from the lock, and no other peer from being heard.
+Called with the lock of `Progress` held; nothing here blocks. The number of messages per turn is limited. So a peer that
+sends as fast as this rank reads keeps no other thread from the lock, and no other peer from its turn.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ from echelon.backends.tcp.link import Arrivals, Link, Memory
 from echelon.backends.work import Work
 from echelon.errors import EchelonError, PeerFailed, ProtocolError
 
-# How much of a peer's messages is kept before anybody asks for them.
-
 _LARGEST_KERNEL_BUFFER_BYTES = 64 << 20
-"""More than the kernels of two hosts hold of a connection, unless they are set up for more."""
+"""More bytes than the kernels of two hosts buffer for one connection, unless they are configured for more."""
 
 logger = logging.getLogger("echelon")
 
 
 class UnclaimedLimit:
-    """The most that one peer's unclaimed messages may take, beyond one message of any size."""
+    """Limit on the memory of one peer's unclaimed messages, beyond one message of any size."""
 
     def __init__(self, mailbox: Mailbox, max_bytes: int) -> None:
-        """Nobody has reached it yet."""
+        """Starts with no rank at the limit."""
         self._mailbox = mailbox
         self._max_bytes = max_bytes
         self.reached_by: set[int] = set()
         """Ranks whose next message must wait until others are claimed."""
 
     def exceeded_by(self, rank: int, own_bytes: int = 0) -> bool:
-        """Says whether there is no memory for a rank's next message, and warns when that begins.
+        """Whether a rank's unclaimed messages exceed the limit; logs a warning when that begins.
 
         Args:
             rank: the sender.
-            own_bytes: what the message is counted with already.
+            own_bytes: size with which the next message is counted already.
         """
         unclaimed = self._mailbox.unclaimed_bytes(rank)
         if unclaimed - own_bytes <= self._max_bytes:
@@ -60,29 +58,29 @@ class UnclaimedLimit:
         return True
 
     def is_far_exceeded(self, rank: int) -> bool:
-        """Whether a rank's unclaimed messages take twice what they may: so much is in no kernel's buffer."""
+        """Whether a rank's unclaimed messages exceed twice the limit, and more than kernels buffer."""
         return self._mailbox.unclaimed_bytes(rank) > 2 * self._max_bytes + _LARGEST_KERNEL_BUFFER_BYTES
 
 
 _MOST_AT_END = 1 << 15
-"""How many messages, or parts, are taken in of a peer that has told its end. A ring has room for 8192 of the smallest
-messages, and nothing is written to it later."""
+"""Messages, or parts of them, that are read at most from a peer that has announced its end. A ring has room for 8192 of
+the smallest messages, and the peer writes no more."""
 _MOST_AT_ONCE = 64
-"""How many messages of one peer, or parts of a large one, are taken in before others are looked at."""
+"""Messages of one peer, or parts of a large one, that are read before the other peers get their turn."""
 
 
 class LinkTable:
-    """Of one rank, by peer; none before `use`."""
+    """The links of one rank, by peer. Empty before `use`."""
 
     def __init__(
         self, arrivals: Mapping[int, Arrivals], limit: UnclaimedLimit, on_failure: Callable[[int, PeerFailed], None]
     ) -> None:
-        """Has no lines yet.
+        """Starts without links.
 
         Args:
-            arrivals: what becomes of each rank's messages.
-            limit: on those that nobody asks for.
-            on_failure: called when a peer wrote what cannot be a message, or reads what it cannot have.
+            arrivals: takes the messages, by rank of their sender.
+            limit: on unclaimed messages.
+            on_failure: called with a peer that broke the protocol of a link.
         """
         self._arrivals = arrivals
         self._limit = limit
@@ -91,28 +89,28 @@ class LinkTable:
         self._memory: Memory | None = None
 
     def use(self, lines: Mapping[int, Link], memory: Memory) -> None:
-        """Has messages to and from these ranks take lines from now on, which write to this memory."""
+        """Routes messages to and from these ranks over links from now on; the links write to `memory`."""
         self._lines.update(lines)
         self._memory = memory
 
     def all(self) -> list[Link]:
-        """Returns every line."""
+        """Returns every link."""
         return list(self._lines.values())
 
     def owing(self) -> list[int]:
-        """Returns the ranks whose lines have no room for all that is to be sent to them."""
+        """Returns the ranks with messages that are still queued for their link."""
         return [rank for rank, line in self._lines.items() if line.owes]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all links."""
         self._lines.clear()
 
     def of(self, rank: int) -> Link | None:
-        """Returns the line to a rank, if there is one."""
+        """Returns the link to a rank. None if there is none."""
         return self._lines.get(rank)
 
     def send(self, rank: int, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> bool:
-        """Writes or queues a message, see `Line.send`; returns False if there is no line to that rank."""
+        """Writes or queues a message, see `Link.send`. False if there is no link to the rank."""
         line = self._lines.get(rank)
         if line is None:
             return False
@@ -125,12 +123,13 @@ class LinkTable:
     # Taking in
 
     def take_in(self) -> None:
-        """Takes in what has been written, and writes what there is room for now."""
+        """Takes in new messages of all peers, and writes queued messages as far as there is room."""
+        # A copy: a link that fails is removed while the loop runs.
         for rank, line in list(self._lines.items()):
             self._go_on(rank, line)
 
     def on_post(self, receive: Receive) -> bool:
-        """Takes in what was put off, as far as it concerns a receive that was posted; returns whether there was any."""
+        """Resumes reading the paused peers that a new receive may match. True if one was read."""
         found = False
         for rank in (receive.src, *receive.sources) if receive.sources else (receive.src,):
             line = self._lines.get(rank)
@@ -140,13 +139,13 @@ class LinkTable:
         return found
 
     def take_in_last(self, rank: int) -> None:
-        """Takes in all that a rank has written before it told its end. There is no more to come, so no limit counts."""
+        """Drains the link of a rank that has announced its end, ignoring the unclaimed limit: no more is coming."""
         line = self._lines.get(rank)
         if line is not None:
             self._finish(rank, line)
 
     def end(self, rank: int) -> Link | None:
-        """Takes in the last of a rank, and returns its line, which is used no more; None if it has none."""
+        """Drains and removes the link of a rank, and returns it. None if there is none."""
         line = self._lines.pop(rank, None)
         if line is not None:
             self._finish(rank, line)
@@ -174,12 +173,12 @@ class LinkTable:
                     return
         except EchelonError as error:
             self._on_failure(rank, PeerFailed(rank, str(error)))
-        else:
+        else:  # the turn was used up: the peer may have written more, so the poller must come back
             assert self._memory is not None
             self._memory.look_again()
 
     def _is_held(self, rank: int, line: Link) -> bool:
-        """Says whether nothing is taken in for the time being; finds a place for a message that needs one."""
+        """Whether reading from a rank is paused by the limit. Allocates a buffer for the next message if not."""
         delivery = line.delivery
         if delivery is None:
             return self._limit.exceeded_by(rank)

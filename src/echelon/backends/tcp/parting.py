@@ -1,11 +1,11 @@
-"""Comparison of calls at the end: how many each rank has made, told to its peers right before its goodbye.
+"""Comparison of calls at close: each rank sends its counts of calls to its peers right before its CLOSE frame.
 
-A rank that closes its group tells each peer two things, in frames that precede its goodbye: for each group that both
-are in, the last collective that it called; and how many messages of that peer it has received. A rank that closes later
-compares them with its own. So a call too many is noticed even if it was the very last and no rank had to wait for it.
+A rank that closes its group sends each peer two counts, in TALLY frames. The first is the last collective of each group
+that both are in; the second is the number of messages of that peer that it has received. A rank that closes later
+compares them with its own. So a call too many is detected even if it was the very last and no rank waited for it.
 
-Nobody waits for these words. They cost a rank that closes first nothing, and it learns nothing: no peer has told it.
-After a failure, a withdrawn receive or a call of `keep_silent` a rank tells nothing and compares nothing, because then
+No rank waits for these frames. A rank that closes first sends them and detects nothing: no peer has sent any to it.
+After a failure, a withdrawn receive or a call of `keep_silent` a rank sends nothing and compares nothing, because then
 ranks may end with different calls in good order.
 
 Called with the lock of `Progress` held.
@@ -23,23 +23,23 @@ from echelon.operation_records import FlightRecorder
 from echelon.wording import counted
 
 MAX_TALLIES = 256
-"""The most groups that a rank tells each peer about; of more, the ones that were made last."""
+"""Most frames that a rank sends to each peer, one of them for messages. Of more groups, the newest are compared."""
 _ADVICE = "every rank must call the same operations in the same order with the same arguments"
 
 
 class Parting:
-    """Calls of one rank and of its peers, as far as they are compared when it closes."""
+    """Counts of calls of one rank and of its peers, compared when it closes."""
 
     def __init__(self, rank: int, recorder: FlightRecorder, mailbox: Mailbox) -> None:
-        """Begins with no group.
+        """Starts with no group.
 
         Args:
-            rank: this one.
-            recorder: of its collectives.
-            mailbox: of its messages.
+            rank: this rank.
+            recorder: records its collectives.
+            mailbox: counts its received messages.
         """
         self.sent: defaultdict[int, int] = defaultdict(int)
-        """The number of messages that were sent to each rank, those of collectives left out."""
+        """Number of messages sent to each rank, without the messages of collectives."""
         self._rank = rank
         self._recorder = recorder
         self._mailbox = mailbox
@@ -49,7 +49,7 @@ class Parting:
 
     def join(self, context: int, ranks: Sequence[int]) -> None:
         """Adds a group of these ranks, this one included."""
-        self._groups.pop(context, None)
+        self._groups.pop(context, None)  # a group that joins again counts as the newest
         self._groups[context] = tuple(ranks)
 
     def keep_silent(self) -> None:
@@ -57,7 +57,7 @@ class Parting:
         self._keeps_silent = True
 
     def words_for(self, peer: int) -> Iterator[wire.Frame]:
-        """Yields what a peer is to hear right before the goodbye of this rank."""
+        """Yields the TALLY frames for a peer, to be sent right before the CLOSE frame of this rank."""
         if self._is_silent():
             return
         kind = wire.FrameKind.TALLY
@@ -69,10 +69,10 @@ class Parting:
                 yield wire.Frame(kind, context, last.sequence, last.signature, note=last.with_marks())
 
     def hear(self, peer: int, tally: wire.Frame) -> None:
-        """Takes in one of the words of a peer.
+        """Stores one TALLY frame of a peer.
 
         Raises:
-            ProtocolError: they are more than a rank has to say.
+            ProtocolError: the peer has sent more than `MAX_TALLIES`.
         """
         tallies = self._tallies.setdefault(peer, [])
         if len(tallies) == MAX_TALLIES:
@@ -80,7 +80,7 @@ class Parting:
         tallies.append(tally)
 
     def difference(self) -> CollectiveMismatch | None:
-        """Returns the first difference between the calls of this rank, which closes, and those of its peers."""
+        """Returns the first difference between the calls of this rank and of its peers. None if there is none."""
         if self._is_silent():
             return None
         for peer, tallies in sorted(self._tallies.items()):

@@ -1,17 +1,17 @@
-"""The other ranks as one rank sees them: what arrives from them, what is written to them, and when one of them is gone.
+"""Peers of one rank: their connections and links, control frames, backpressure, and detection of failed peers.
 
 Strategy. A peer is gone when its connection ends, when it says so, or, on the same machine, when its process ends
-(pidfd), even while children of that process still hold its sockets. The first cause stays, but whatever the kernel has
-of a peer's last words is read before it is given up: the words may be the cause. Everything here is called with the
-lock of `Progress` held, and none of it waits.
+(pidfd), even while children of that process still hold its sockets. The first cause stays. But the kernel's buffer is
+drained before a peer is given up: its last frames may hold the cause. Everything here is called with the lock of
+`Progress` held, and nothing blocks.
 
-A message that nobody has asked for takes memory. A large one is left with the kernel for some milliseconds, so that a
-receive that comes meanwhile has it written straight to its place; and when a peer's unclaimed messages reach a limit,
-nothing more is read from it until some are claimed. What is left unread holds up what the peer sends after it. So it is
-read, limit permitting, as soon as a receive waits for something else of that peer, and after those milliseconds at the
-latest: within the limit, no order of sends and receives can block.
+An unclaimed message takes memory. A large one is left in the kernel for 5 ms, so that a receive that is posted
+meanwhile gets it written straight into its buffer. When a peer's unclaimed messages reach a limit, reading from it is
+paused until some are claimed. An unread message holds up all that the peer sends after it. So it is read, limit
+permitting, as soon as a receive waits for another message of that peer, and after 5 ms at the latest: within the limit,
+no order of sends and receives can block.
 
-Reading one connection can free another one that was held, or find that a socket takes no answers any more. Such
+Reading one connection can resume another one that was paused, or find that a socket takes no answers any more. Such
 connections are queued and read one after the other (`_read`), so the depth of the stack does not depend on the number
 of frames or peers. A peer that exceeds a limit of this module is dropped with a ProtocolError.
 """
@@ -46,11 +46,9 @@ from echelon.backends.work import Work
 from echelon.errors import CollectiveMismatch, EchelonError, Failure, PeerFailed, ProtocolError
 from echelon.operation_records import FlightRecorder
 
-# Questions to other ranks that are on their way, and the answers that have come.
-
 
 class StatusQuery:
-    """One question to several ranks. Its Work is completed when nobody is left who could answer."""
+    """One question to several ranks, and their answers. Its Work completes when no rank is left that could answer."""
 
     def __init__(self, question: Question, ranks: Iterable[int], work: Work[None]) -> None:
         self.question = question
@@ -60,12 +58,12 @@ class StatusQuery:
         self._look()
 
     def take(self, rank: int, status: Status) -> None:
-        """Takes an answer in."""
+        """Stores the answer of a rank."""
         self.answers[rank] = status
         self.drop(rank)
 
     def drop(self, rank: int) -> None:
-        """Says that a rank will not answer any more."""
+        """Stops waiting for the answer of a rank."""
         self.awaited -= {rank}
         self._look()
 
@@ -74,14 +72,11 @@ class StatusQuery:
             self.work.complete()
 
 
-# What becomes of the messages of one rank: each finds its receive, or is kept until one is posted for it.
-
-
 class MailboxArrivals(Arrivals):
-    """Has the messages of one rank find their receives."""
+    """Hands the messages of one rank to a mailbox: each finds its receive, or is kept until one is posted."""
 
     def __init__(self, rank: int, mailbox: Mailbox, last_notes: dict[int, str]) -> None:
-        """Hands the messages of `rank` to a mailbox, and writes down the note of its last collective."""
+        """Stores the note of the last collective message of `rank` in `last_notes`."""
         self._rank = rank
         self._mailbox = mailbox
         self._last_notes = last_notes
@@ -98,23 +93,24 @@ class MailboxArrivals(Arrivals):
 
 
 MAX_UNCLAIMED_BYTES = 1 << 30
-"""How much of a peer's messages is kept before they are asked for, beyond one message of any size."""
+"""Limit on the memory of one peer's unclaimed messages, beyond one message of any size."""
 _HOLD_BYTES = 1 << 16
-"""Messages of more bytes are left with the kernel until somebody asks for them."""
+"""Unclaimed messages of more bytes are left in the kernel at first."""
 _HOLD_SECONDS = 0.005
-"""For how long."""
+"""Seconds for which they are. It took a stream of messages of 1 MiB from 1.24 times the bare socket's time to 0.98
+(benchmarks/tcp)."""
 _LOOPBACK_BUFFER_BYTES = 1 << 18
-"""How much is on its way over loopback: so little that it is still in the cache when it is received. All copies go
-through memory otherwise, and an all-reduce of 64 MiB takes up to a third longer. Elsewhere, between two network
-namespaces of one machine too, the kernel finds out how much a link holds: 1 Gbit/s with 1 ms was a fifth slower so."""
+"""Bytes in flight over loopback: so few that they are still in the cache when they are received. All copies go through
+memory otherwise, and an all-reduce of 64 MiB takes up to a third longer. Elsewhere, between two network namespaces of
+one machine too, the kernel sizes its own buffer: with this limit 1 Gbit/s with 1 ms was a fifth slower."""
 _LAST_WORDS_SECONDS = 0.05
-"""How long what a dead process has sent may still be on its way."""
+"""Seconds that the last bytes of a dead process may still be in flight."""
 _MAX_LAST_WORDS_SECONDS = 1.0
-"""How long the connection of a dead process is read at most: a child that holds the socket may send without end."""
+"""Seconds that the connection of a dead process is read at most: a child that holds the socket may send without end."""
 MAX_REVOKED_CONTEXTS = 16_384
-"""How many groups one peer may end. Each is remembered for good, in up to 4 KiB."""
+"""Number of groups that one peer may revoke. Each is remembered for good, in up to 4 KiB."""
 MAX_UNSENT_WORDS = 4_096
-"""How many frames without payload may wait for a peer that goes on asking questions. Each takes up to 2 KiB."""
+"""Number of control frames that may wait for a peer that goes on asking questions. Each takes up to 2 KiB."""
 
 
 class Peers:
@@ -131,7 +127,7 @@ class Peers:
     ) -> None:
         self._limit = UnclaimedLimit(mailbox, max_unclaimed_bytes)
         self._held: dict[int, int] = {}
-        """Ranks from which nothing is read, because their next message has no place, and the number of that hold."""
+        """Paused ranks, whose next message has no buffer, and the number of the pause: an old alarm is ignored."""
         self._num_holds = 0
         self._poller = poller
         self._progress = progress
@@ -139,20 +135,20 @@ class Peers:
         self._recorder = recorder
         self._inquiries: list[StatusQuery] = []
         self.last_notes: dict[int, str] = {}
-        """Of each rank, the note of its last message of a collective."""
+        """The note of the last collective message of each rank."""
         self._connections: dict[int, Connection] = {}
         self._arrivals: dict[int, MailboxArrivals] = {}
         self._lines = LinkTable(self._arrivals, self._limit, self.fail)
-        """What messages take instead of a connection, where they do."""
+        """Messages to and from a rank with a link take the link, not the connection."""
         self._writing: set[int] = set()
-        """Ranks whose socket is full: the epoll watches for room."""
+        """Ranks whose socket is full: epoll watches for room."""
         self._to_read: deque[Connection] = deque()
-        """Connections to be read as soon as the one that is being read is done."""
+        """Connections to be read after the current one."""
         self._is_reading = False
         self._broken: dict[int, str] = {}
-        """Ranks whose socket takes nothing any more, and the reason; what they sent before is still read."""
+        """Ranks whose socket takes no more bytes, and the reason; bytes that they sent before are still read."""
         self._num_revoked: Counter[int] = Counter()
-        """By rank: how many contexts it was the first to revoke."""
+        """Number of contexts that each rank was the first to revoke."""
         self._pidfds: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
         self._words: dict[wire.FrameKind, Callable[[int, wire.Frame], None]] = {
@@ -168,6 +164,7 @@ class Peers:
 
     def connect(self, rank: int, sock: socket.socket, max_message_bytes: int) -> None:
         """Takes over the socket to a rank."""
+        # A host that vanishes without a FIN is detected after 10 s + 3 * 5 s.
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -180,7 +177,7 @@ class Peers:
         self._poller.watch(sock.fileno(), lambda events: self._on_socket(connection, events))
 
     def watch_process(self, member: Member) -> None:
-        """Has the end of a process on this machine count as the end of its rank."""
+        """Fails the rank of a process on this machine when the process ends."""
         try:
             pidfd = os.pidfd_open(member.pid)
         except OSError as error:
@@ -192,20 +189,20 @@ class Peers:
         self._poller.watch(pidfd, lambda _: self._on_process_end(member))
 
     def use_lines(self, lines: Mapping[int, Link], memory: Memory) -> None:
-        """Has messages to and from these ranks take lines from now on, which write to this memory.
+        """Routes messages to and from these ranks over links from now on; the links write to `memory`.
 
-        A rank that came to this earlier may have sent, and left, already: what it wrote comes before its goodbye.
+        A rank that did so earlier may have sent, and closed, already: its messages are taken in before its end.
         """
         self._lines.use(lines, memory)
         self._poller.watch_memory(memory, self._lines.take_in)
         self._lines.take_in()
         for rank in [rank for rank in lines if rank not in self._connections]:
-            self.fail(rank, PeerFailed(rank, "it is gone"))  # as it was told before: the first cause stays
+            self.fail(rank, PeerFailed(rank, "it is gone"))  # this text is not shown: the first cause stays
 
     # Sending
 
     def send(self, rank: int, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
-        """Queues a message and writes at once what there is room for. The peer must not have failed."""
+        """Queues a message and writes as much of it as fits now. The peer must not have failed."""
         line = self._lines.of(rank)
         others_wait = line is not None and line.wants_to_write
         if self._lines.send(rank, head, tensor, tag, work):
@@ -214,33 +211,34 @@ class Peers:
             return
         connection = self._connections[rank]
         connection.enqueue(head, bytes_of(tensor), tag, work)
-        if rank not in self._writing:
+        if rank not in self._writing:  # a full socket: the poller flushes it when there is room
             self._flush(connection)
 
     def line(self, rank: int) -> Link | None:
-        """Returns what messages to and from a rank take instead of a connection, if they do."""
+        """Returns the link to a rank. None if messages take the connection."""
         return self._lines.of(rank)
 
     def tell(self, frame: wire.Frame, ranks: Iterable[int] | None = None) -> None:
-        """Sends a frame without payload to those of `ranks` (None: all) that are still there."""
+        """Sends a control frame to `ranks` (None: all); ranks that are gone are left out."""
+        # A copy, and looked up again: a flush may fail peers while the loop runs.
         for rank in list(self._connections if ranks is None else ranks):
             if connection := self._connections.get(rank):
                 connection.enqueue_word(frame.encode())
                 self._flush(connection)
 
     def ask(self, inquiry: StatusQuery) -> None:
-        """Sends a question; ranks that have gone are not waited for."""
+        """Sends a question; the answers of ranks that are gone are not waited for."""
         question = inquiry.question
         self._inquiries.append(inquiry)
         frame = wire.Frame(wire.FrameKind.QUESTION, question.context, question.sequence, question.signature)
         for rank in inquiry.awaited:
             if rank in self._connections:
                 self.tell(frame, [rank])
-            if rank not in self._connections:
+            if rank not in self._connections:  # gone before, or found gone by the flush
                 inquiry.drop(rank)
 
     def forget(self, inquiry: StatusQuery) -> None:
-        """Says that answers are no longer waited for."""
+        """Stops waiting for the answers to a question."""
         self._inquiries.remove(inquiry)
 
     def _flush(self, connection: Connection) -> None:
@@ -249,7 +247,7 @@ class Peers:
         others_wait = connection.rank in self._writing
         try:
             connection.flush()
-        except OSError as error:
+        except OSError as error:  # the frames that the peer sent before may hold the cause, so it is read first
             self._broken[connection.rank] = error.strerror or str(error)
             self._read(connection)
             return
@@ -260,7 +258,8 @@ class Peers:
             self._progress.wake_waiters()
 
     def _watch(self, connection: Connection) -> None:
-        """Tells the poller what to look for on a socket. The end of a connection shows in any case."""
+        """Sets the epoll events of a socket."""
+        # EPOLLRDHUP: a paused peer is not read, but the end of its connection still shows.
         events = select.EPOLLRDHUP if connection.rank in self._held else select.EPOLLIN
         if connection.rank in self._writing:
             events |= select.EPOLLOUT
@@ -269,14 +268,14 @@ class Peers:
     # Receiving
 
     def deliveries(self) -> list[IncomingMessage]:
-        """Returns the messages whose payload is arriving, or is held."""
+        """Returns the messages whose payload is arriving or paused."""
         ends: list[Connection | Link] = [*self._connections.values(), *self._lines.all()]
         return [end.delivery for end in ends if end.delivery is not None]
 
     def on_post(self, receive: Receive) -> None:
-        """Reads on where that was put off, as far as it concerns a receive that was posted."""
+        """Resumes reading the paused peers that a new receive may match."""
         if self._lines.on_post(receive):
-            self._progress.wake()  # what others wait for may be there, and more to be taken in
+            self._progress.wake()  # messages for other threads may have come, and more may stand in the link
         for rank in [rank for rank in self._held if rank == receive.src or rank in receive.sources]:
             if rank in self._limit.reached_by or not receive.work.is_completed():
                 self._take_in(rank)
@@ -291,9 +290,9 @@ class Peers:
                 self._read(connection)
 
     def _read(self, connection: Connection) -> None:
-        """Reads a connection, and those that this frees. A call from within another one leaves its part to that one."""
+        """Reads a connection, and the connections that this resumes. A nested call only queues its connection."""
         self._to_read.append(connection)
-        if self._is_reading:
+        if self._is_reading:  # the outer call reads it: see "depth of the stack" above
             return
         self._is_reading = True
         try:
@@ -330,7 +329,7 @@ class Peers:
         delivery.on_place = lambda: self._read_on(connection)
         self._watch(connection)
         self._poller.call_in(_HOLD_SECONDS, lambda: self._end_hold(rank, number))
-        self._progress.wake()  # a thread that polls knows nothing of the alarm
+        self._progress.wake()  # a thread that sleeps in the poller does not know of the alarm yet
 
     def _end_hold(self, rank: int, number: int) -> None:
         if self._held.get(rank) == number:
@@ -343,10 +342,10 @@ class Peers:
         if rank in self._connections:
             self._watch(connection)
             self._read(connection)
-            self._progress.wake_waiters()  # what others wait for may have come behind this message
+            self._progress.wake_waiters()  # messages for other threads may have come after this one
 
     def _take_in(self, rank: int) -> None:
-        """Finds a place for the message that is held, unless the limit is reached."""
+        """Allocates a buffer for the paused message, unless the limit is reached."""
         delivery = self._connections[rank].delivery
         assert delivery is not None
         if not self._limit.exceeded_by(rank, delivery.memory_bytes):
@@ -356,6 +355,7 @@ class Peers:
         if frame.kind == wire.FrameKind.DATA:
             delivery = self._arrivals[rank].open(Head.of(frame), comes_whole=False)
             is_small = frame.payload_bytes <= _HOLD_BYTES
+            # `awaits`: a receive waits for a message behind this one, so this one may not stay in the kernel.
             if (
                 not delivery.is_placed
                 and (is_small or self._mailbox.awaits(rank))
@@ -386,7 +386,7 @@ class Peers:
         """Revokes a context because a peer says so.
 
         Raises:
-            ProtocolError: it has ended more groups than are remembered.
+            ProtocolError: the peer has revoked more contexts than this rank remembers.
         """
         if self._mailbox.revoked(context) is None:
             if self._num_revoked[rank] >= MAX_REVOKED_CONTEXTS:
@@ -420,8 +420,8 @@ class Peers:
     # The end of a peer
 
     def fail(self, rank: int, error: PeerFailed) -> None:
-        """Ends everything with a peer; the first cause stays."""
-        line = self._lines.end(rank)  # what it wrote before is there
+        """Fails all operations with a peer and closes its connection; the first cause stays."""
+        line = self._lines.end(rank)  # drains the link first: the messages in it have arrived
         cause = self._mailbox.fail_peer(rank, error)
         if line is not None:
             line.fail(cause)
@@ -439,17 +439,18 @@ class Peers:
         self._progress.wake()
 
     def revoke(self, context: int, failure: Failure) -> Failure:
-        """Ends what is under way for the collectives of a context; returns the first cause ever given."""
+        """Fails the pending collectives of a context, and its later ones. Returns the first cause ever given."""
         first = self._mailbox.fail_context(context, failure, self.deliveries())
         ends: list[Connection | Link] = [*self._connections.values(), *self._lines.all()]
         for end in ends:
             end.abandon(context, first)
-        self._lines.take_in()  # what was dropped may have kept others out
+        self._lines.take_in()  # dropped messages make room below the limit, so paused peers may go on
         self._progress.wake()
         return first
 
     def _on_process_end(self, member: Member) -> None:
-        """Called again and again from the end of the process on, until its last words have arrived or are overdue."""
+        """Fails a rank whose process has ended, once its last bytes have arrived or are overdue."""
+        # The pidfd stays readable, so the poller calls this again and again until the rank has failed.
         if connection := self._connections.get(member.rank):
             now = time.monotonic()
             ended_at = self._ended_at.setdefault(member.rank, now)
@@ -459,9 +460,9 @@ class Peers:
         self.fail(member.rank, _ended(member))
 
     def _drain(self, connection: Connection) -> bool:
-        """Reads what the kernel has of a peer that is gone; returns whether that was anything.
+        """Drains the kernel's buffer of a peer that is gone. True if it held anything.
 
-        Raises nothing, and ends after a second: somebody else may hold the other end of the socket, and go on sending.
+        Raises nothing. Ends after a second: a child of the peer may hold the other end of the socket and go on sending.
         """
         found = False
         deadline = time.monotonic() + _MAX_LAST_WORDS_SECONDS
@@ -477,7 +478,7 @@ class Peers:
     # The end of this rank
 
     def take_in_lines(self) -> None:
-        """Takes in what stands in the lines, as far as no limit keeps it out."""
+        """Takes in the messages that stand in the links, up to the unclaimed limit."""
         self._lines.take_in()
 
     def ranks(self) -> list[int]:
@@ -485,7 +486,8 @@ class Peers:
         return list(self._connections)
 
     def is_busy(self) -> bool:
-        """Says whether anything is under way that needs driving."""
+        """Whether a receive, a send or a payload is in flight, so that a thread must poll."""
+        # Called without the lock too (`Progress`): hence the copy of the connections.
         if self._mailbox.num_posted or self._writing:
             return True
         for line in self._lines.all():
@@ -497,22 +499,22 @@ class Peers:
         return False
 
     def unsent(self) -> list[int]:
-        """Returns the ranks that are still to get something which the kernel has not taken."""
+        """Returns the ranks with messages that neither the kernel nor a link has taken."""
         owing = [rank for rank, connection in self._connections.items() if connection.owes]
         return sorted({*owing, *self.unwritten()})
 
     def unwritten(self) -> list[int]:
-        """Returns the ranks whose lines have no room for all that is to be sent to them."""
+        """Returns the ranks with messages that are still queued for their link."""
         return self._lines.owing()
 
     def has_unconfirmed(self) -> bool:
-        """Says whether any bytes are queued, or in the kernel without the confirmation of a peer's kernel."""
+        """Whether bytes are queued, or in the kernel and not confirmed by a peer's kernel."""
         return any(
             connection.wants_to_write or connection.unacknowledged_bytes for connection in self._connections.values()
         )
 
     def close(self, error: EchelonError) -> None:
-        """Closes all sockets; what is under way ends with `error`."""
+        """Closes all sockets; messages in flight end with `error`."""
         for line in self._lines.all():
             line.fail(error)
         self._lines.clear()
@@ -524,7 +526,7 @@ class Peers:
         self._pidfds.clear()
 
     def close_in_child(self) -> None:
-        """Closes a forked child's copies, so that the parent's end is the end of its connections."""
+        """Closes a forked child's copies of sockets and pidfds: else the parent's end would not end its connections."""
         for connection in self._connections.values():
             connection.sock.close()
         for pidfd in self._pidfds.values():

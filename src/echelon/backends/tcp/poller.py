@@ -1,9 +1,9 @@
-"""What a waiting thread watches: file descriptors with their handlers, in one epoll.
+"""Poller of one backend: an epoll of file descriptors with handlers, alarms, and memory that peers write to.
 
 Strategy. `wait` is called by one thread at a time, without the lock that guards the rest. A thread that has a core to
-itself first looks again and again without sleeping: to put a thread to sleep and wake it takes longer than most answers
-take to come. Where several waits in a row took longer than that, as while a link brings a large message, it sleeps at
-once, until a wait was short again.
+itself spins before it sleeps: to put a thread to sleep and wake it takes longer than most answers take to come. After
+several waits in a row that were longer, as while a large message arrives over a network, it sleeps at once, until a
+wait was short again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from echelon.backends.tcp.link import Link, Memory
 Handler: TypeAlias = Callable[[int], None]
 """Called with the events of a file descriptor, with the lock held."""
 Events: TypeAlias = list[tuple[int, int]]
-"""File descriptors and what happened to them."""
+"""Pairs of a file descriptor and its epoll events."""
 
 _LOOKS = 100
-"""How often a thread that has a core to itself looks into memory before it looks at files as well."""
+"""Polls of memory alone, before a spinning thread polls files as well."""
 _NEWS_BEFORE_FILES = 16
-"""How many waits may end with news from memory before files are looked at."""
+"""Number of waits that memory may end before files are polled, so that a busy link does not starve the sockets."""
 SPIN_SECONDS = 200e-6
-"""How long a thread looks again and again. Waking one that sleeps took 60 us on the machine of benchmarks/tcp."""
+"""Seconds for which a thread spins. Waking a sleeping one took 60 us on the machine of benchmarks/tcp."""
 _MOST_SPINS_IN_VAIN = 4
-"""After how many waits in a row that took longer nobody looks again and again."""
+"""Number of longer waits in a row after which threads no longer spin."""
 _MEMORY_SPIN_SECONDS = 2e-3
-"""The same where peers write to memory, about as long as a stage of a small pipeline computes. Between two looks the
-core is offered to others."""
+"""Seconds for which a thread spins where peers write to memory: about as long as a stage of a small pipeline computes.
+Between two polls the core is offered to other threads."""
 
 
 class Poller:
@@ -46,39 +46,41 @@ class Poller:
         self._on_news: Callable[[], None] = _nothing
         self._num_news = 0
         self._num_in_vain = 0
-        """How many waits in a row were longer than it is looked again and again."""
+        """Number of waits in a row that were longer than `SPIN_SECONDS`."""
         self.watch(self._wakeup, self._on_wakeup)
 
     def watch(self, fd: int, handler: Handler) -> None:
-        """Has `handler` called when `fd` can be read."""
+        """Registers `handler`, which `dispatch` calls when `fd` can be read."""
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
     def watch_memory(self, memory: Memory, on_news: Callable[[], None]) -> None:
-        """Has `on_news` called when peers have written something there."""
+        """Registers `on_news`, which `dispatch` calls when peers have written to `memory`."""
         self._memory, self._on_news = memory, on_news
         self._handlers[memory.doorbell] = _ignore
-        self._epoll.register(memory.doorbell, select.EPOLLIN | select.EPOLLET)  # every ring counts, so none is read
+        self._epoll.register(memory.doorbell, select.EPOLLIN | select.EPOLLET)  # edge-triggered: need not be read
 
     def watch_for(self, fd: int, events: int) -> None:
-        """Has the handler of `fd` called for these events from now on (select.EPOLLIN and so on)."""
+        """Sets the events of `fd` (select.EPOLLIN and so on)."""
         self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Takes back `watch`; to be called before `fd` is closed."""
+        """Unregisters `fd`; to be called before it is closed."""
         del self._handlers[fd]
         self._epoll.unregister(fd)
 
     def call_in(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Has `callback` called by `dispatch` after so many seconds, if anybody waits then, or else later."""
+        """Sets an alarm: `dispatch` calls `callback` after `seconds`, or later if no thread polls then."""
         self._alarms.append((time.monotonic() + seconds, callback))
 
     def wait(self, seconds: float, spins: bool) -> Events:
-        """Returns what has happened, as soon as anything has or when the time is up. To be called without the lock.
+        """Blocks until an event, an alarm, a write to memory or the end of the time. To be called without the lock.
+
+        Returns the events of files, none if memory or the time ended the wait.
 
         Args:
             seconds: below 0: for ever.
-            spins: look again and again before sleeping.
+            spins: poll for a while before sleeping.
         """
         if self._alarms:
             left = max(0.0, min(when for when, _ in self._alarms) - time.monotonic())
@@ -93,7 +95,7 @@ class Poller:
         return events
 
     def _look_again_and_again(self, begin: float, seconds: float) -> Events:
-        """Looks at files until something has happened or looking takes too long; not where that was in vain before."""
+        """Spins on files until there are events or the spin is over. Returns at once where spins were in vain."""
         if self._num_in_vain >= _MOST_SPINS_IN_VAIN:
             return []
         until = begin + (min(seconds, SPIN_SECONDS) if seconds >= 0 else SPIN_SECONDS)
@@ -104,7 +106,7 @@ class Poller:
                 return events
 
     def _wait_for_both(self, memory: Memory, seconds: float, spins: bool) -> Events:
-        """Waits for files and for news in memory. News are quick to see; every so often files come first."""
+        """Waits for files and for memory. Memory is polled first: that takes no system call."""
         self._num_news += 1
         if self._num_news % _NEWS_BEFORE_FILES == 0 and (events := self._epoll.poll(0)):
             return events
@@ -123,16 +125,17 @@ class Poller:
                 os.sched_yield()
         if seconds == 0:
             return self._epoll.poll(0)
+        # First publish the sleep, then look once more: a peer that writes after that look rings the doorbell.
         try:
             return self._epoll.poll(seconds) if memory.fall_asleep() else []
         finally:
             memory.wake_up()
 
     def look_for(self, line: Link) -> bool:
-        """Looks again and again whether a peer has written something; returns whether it did before one would sleep.
+        """Spins until a peer has written to its link. False if a thread would go to sleep first.
 
-        In the end it is `wait` that looks at all there is, so nothing else is looked at here: not while something of
-        this rank's own waits for room, however.
+        Polls this link alone: `wait` polls the rest afterwards. False at once while a message of this rank waits for
+        room, because only `wait` writes it.
         """
         if self._memory is None or self._memory.is_full:
             return False
@@ -147,28 +150,28 @@ class Poller:
         return False
 
     def dispatch(self, events: Events) -> None:
-        """Calls the handlers of what has happened, and what is due."""
+        """Calls the handlers of `events`, of memory and of due alarms. To be called with the lock."""
         for fd, mask in events:
-            if handler := self._handlers.get(fd):
+            if handler := self._handlers.get(fd):  # a handler before it may have closed the file
                 handler(mask)
         if self._memory is not None and self._memory.look():
             self._on_news()
         if self._alarms:
             now = time.monotonic()
             due = [alarm for alarm in self._alarms if alarm[0] <= now]
-            self._alarms = [alarm for alarm in self._alarms if alarm[0] > now]
+            self._alarms = [alarm for alarm in self._alarms if alarm[0] > now]  # first, as a callback may set others
             for _, callback in due:
                 callback()
 
     def wake(self) -> None:
-        """Ends the wait of whoever waits now, or else the next one."""
+        """Ends the current `wait`, or else the next one."""
         os.eventfd_write(self._wakeup, 1)
 
     def _on_wakeup(self, _: int) -> None:
         os.eventfd_read(self._wakeup)
 
     def close(self) -> None:
-        """Closes what is its own. Nobody may wait: closing an epoll does not wake who sleeps in it."""
+        """Closes epoll and eventfd. No thread may wait: closing an epoll does not wake a thread that sleeps in it."""
         self._epoll.close()
         os.close(self._wakeup)
 

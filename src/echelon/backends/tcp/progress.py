@@ -1,11 +1,11 @@
-"""Who polls: the threads that wait on a backend's one poller, and the background thread that stands in.
+"""Progress engine of one backend: waiting threads take turns to poll, and a background thread polls if none waits.
 
-Strategy. One lock guards everything; no call blocks while it holds it. A thread that waits on a Work polls for all
-until its Work is done; at most one thread polls at a time, the others sleep on a condition, and the one that stops
-polling wakes another, whether it waited itself or only had a look. Whoever completes something while another thread
-polls pokes that thread (eventfd). A background thread polls only while something is under way that no thread waits for;
-a thread that comes to wait pokes it and takes over. Closing pokes whoever polls, and frees the poller only when nobody
-does.
+Strategy. One lock guards all state; no call blocks while it holds the lock. At most one thread polls at a time. A
+thread that waits on a Work polls for all until its Work is done; the others sleep on a condition. A thread that stops
+polling wakes another one, whether it waited itself or only polled once. A thread that completes a Work while another
+one polls wakes that thread (eventfd). The background thread polls only while operations are in flight that no thread
+waits for; a thread that begins to wait wakes it and takes over. Closing wakes the polling thread, and frees the poller
+only when no thread polls.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from echelon.backends.work import Work
 from echelon.errors import Closed
 
 _GLANCE_SECONDS = 0.25
-"""While nothing is under way, the background thread looks this often whether a peer asks where this rank is."""
+"""Seconds between two polls of the background thread while nothing is in flight: a peer may ask for this rank's
+status."""
 _STEP_SECONDS = 60.0
-"""A thread that waits looks again after this long at the latest."""
+"""Seconds after which a waiting thread polls again at the latest."""
 _LEAVE_SECONDS = 1.0
-"""How long closing waits for the thread that polls to notice."""
+"""Seconds that closing waits for the polling thread to notice."""
 
 
 class Progress:
-    """Drives everything that is under way in one backend. Methods are to be called with `lock` held unless they say
-    otherwise."""
+    """Drives all operations in flight of one backend. Methods are called with `lock` held unless they say otherwise."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Progress:
 
         Args:
             rank: shown in warnings and the name of the thread.
-            poller: what to poll; closed by `free`.
-            is_busy: says whether anything is under way; also called without the lock.
-            may_spin: says whether the calling thread, which waits, has a core to itself.
-            closed_error: makes what waits end with when the backend is closed.
+            poller: closed by `free`.
+            is_busy: whether operations are in flight; also called without the lock.
+            may_spin: whether the calling thread may spin while it waits.
+            closed_error: makes the error of waits that closing ends.
         """
         self.lock = threading.Lock()
         self.is_closed = False
@@ -60,14 +60,14 @@ class Progress:
         self._is_polling = False
         self._background_polls = False
         self._background_was_kept_out = False
-        """Whether the background thread sleeps because another one polled, which waits for nothing."""
+        """Whether the background thread sleeps only because another thread was in `poll_once`."""
         self._background: threading.Thread | None = None
         self._attendance = WaitScope(self._on_leave)
 
     # Waiting
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Polls, or waits for the thread that does, until `work` is completed; returns False when the time is up.
+        """Polls, or waits for the polling thread, until `work` is completed. False if the time is up first.
 
         Takes the lock itself.
         """
@@ -83,13 +83,13 @@ class Progress:
                 return True
             finally:
                 self._num_waiters -= 1
-                if self._num_waiters:
+                if self._num_waiters:  # hands the poller over: this thread may have been the one that polled
                     self._changed.notify_all()
                 else:
                     self.call_background()
 
     def step(self, seconds: float) -> None:
-        """Polls once, or sleeps until the thread that polls has something to say; gives up the lock meanwhile."""
+        """Polls once, or sleeps until the polling thread wakes it. Releases the lock for at most `seconds`."""
         self._step(seconds, own_waits=0)
 
     def _step(self, seconds: float, own_waits: int) -> None:
@@ -98,12 +98,12 @@ class Progress:
         if not self._is_polling:
             self._poll(seconds, self._may_spin(), own_waits)
             return
-        if self._background_polls:
+        if self._background_polls:  # makes it stop: a waiting thread that polls itself saves a switch of threads
             self._poller.wake()
         self._changed.wait(seconds)
 
     def poll_once(self) -> None:
-        """Polls without waiting, unless another thread polls; gives up the lock meanwhile."""
+        """Polls without blocking, unless another thread polls. Releases the lock meanwhile."""
         if self.is_closed:
             raise self._closed_error()
         if not self._is_polling:
@@ -112,25 +112,27 @@ class Progress:
                 self._background_wanted.notify()
 
     def wake(self) -> None:
-        """Has every waiting thread look again, because something was completed outside of polling."""
+        """Wakes every waiting thread, because a Work may have completed outside of polling."""
         if self._is_polling and not self.is_closed:
             self._poller.wake()
         self._changed.notify_all()
 
     def wake_waiters(self) -> None:
-        """Has every thread that waits look again, because the calling one may have completed what is theirs."""
+        """Wakes every waiting thread, if there is one, because the caller may have completed its Work."""
         if self._num_waiters:
             self.wake()
 
     def will_wait(self) -> WaitScope:
-        """Returns a context in which the calling thread waits for all that it starts. Needs no lock."""
+        """Returns a context in which the caller waits for its own operations; the background thread stays asleep.
+
+        Needs no lock.
+        """
         return self._attendance
 
     def _on_leave(self) -> None:
-        """Leaves what is still under way to the background thread.
-
-        What the calling thread has begun it sees without the lock. Who begins something else later calls for itself.
-        """
+        """Leaves operations that are still in flight to the background thread."""
+        # Checked without the lock first: the caller sees its own operations, and another thread that starts one later
+        # calls the background thread itself.
         if self._is_busy():
             with self.lock:
                 self.call_background()
@@ -138,7 +140,7 @@ class Progress:
     # The thread in the background
 
     def call_background(self) -> None:
-        """Has the background thread drive what is under way, unless a thread waits, or said that it will."""
+        """Wakes the background thread if operations are in flight and no thread waits, or has said that it will."""
         if self._num_waiters or self._attendance.includes_caller() or self.is_closed or not self._is_busy():
             return
         if not self._background_polls:
@@ -156,6 +158,7 @@ class Progress:
                 seconds = -1.0
                 if self._num_waiters or self._is_polling or not self._is_busy():
                     self._background_was_kept_out = self._is_polling and not self._num_waiters
+                    # After a quarter of a second without a call it polls once, for questions of peers.
                     if self._background_wanted.wait(_GLANCE_SECONDS) or self._num_waiters or self._is_polling:
                         continue
                     seconds = 0.0
@@ -164,15 +167,15 @@ class Progress:
                 self._background_polls = False
 
     def _poll(self, seconds: float, spins: bool, own_waits: int = 0) -> None:
-        """Polls once; `own_waits` is 1 if the calling thread is one of those that wait, else 0."""
-        self._is_polling = True
+        """Polls once without the lock; `own_waits` is 1 if the calling thread counts as a waiter, else 0."""
+        self._is_polling = True  # under the lock, so no second thread polls
         self.lock.release()
         try:
             events = self._poller.wait(seconds, spins)
         finally:
             self.lock.acquire()
             self._is_polling = False
-        if self.is_closed:
+        if self.is_closed:  # `close` waits for this thread to leave the poller
             self._changed.notify_all()
             return
         self._poller.dispatch(events)
@@ -187,7 +190,7 @@ class Progress:
         self._poller.wake()
         self._changed.notify_all()
         self._background_wanted.notify_all()
-        # Closing an epoll does not wake who sleeps in it, and its number may be another file's a moment later.
+        # Closing an epoll does not wake a thread that sleeps in it, and another file may get its number at once.
         self._changed.wait_for(lambda: not self._is_polling, _LEAVE_SECONDS)
 
     def free(self) -> None:
@@ -197,9 +200,9 @@ class Progress:
         self._poller.close()
 
     def become_child(self) -> None:
-        """Closes in a forked child what belongs to the parent; takes no lock.
+        """Closes a forked child's copies of the parent's files; takes no lock.
 
-        The lock is replaced: the thread that may have held it is not here, and neither are those that waited.
+        The lock is replaced: the thread that may have held it does not exist in the child, nor do waiting threads.
         """
         self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)
@@ -209,17 +212,17 @@ class Progress:
 
 
 class WaitScope:
-    """The threads that wait for all that they start. Needs no lock: a thread changes only its own entry."""
+    """Set of threads that wait for their own operations. Needs no lock: a thread changes only its own entry."""
 
     __slots__ = ("_counts", "_on_leave")
 
     def __init__(self, on_leave: Callable[[], None]) -> None:
-        """Calls `on_leave` in a thread that no longer attends."""
+        """Calls `on_leave` in a thread that leaves its outermost scope."""
         self._counts: dict[int, int] = {}
         self._on_leave = on_leave
 
     def includes_caller(self) -> bool:
-        """Says whether the calling thread attends."""
+        """Whether the calling thread is inside a scope."""
         return threading.get_ident() in self._counts
 
     def __enter__(self) -> None:

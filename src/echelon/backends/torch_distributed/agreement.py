@@ -1,7 +1,7 @@
-"""How the ranks of a group find out, before an engine begins, that all of them have called the same.
+"""Agreement of a group before an engine (c10d backend) begins: all ranks have called the same operation.
 
 Strategy. The engines carry no notes: ranks that differ are aborted by Gloo and hang in NCCL. So each operation begins
-with an agreement, which also brings what a rank must know of the others before it can make room: numbers of rows, say.
+with an agreement, which also brings the facts that a rank needs to allocate its result, such as numbers of rows.
 Ranks of one host gather it over shared memory, where every operation announces itself. Others exchange it in
 ceil(log2(ranks)) rounds of small messages (dissemination: in round k a rank hears from the one 2**k before it). A rank
 that gets through all rounds has heard, over others, from all ranks that their notes are equal to its own; one that does
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 Agreement: TypeAlias = Callable[[Call, Sequence[int]], Sequence[Sequence[int]]]
-"""Returns what each rank has told the others, by rank, once all have come with the same note. Raises as `exchange`."""
+"""Returns the facts of each rank, by rank, once all have come with the same note. Raises as `exchange`."""
 
 
 def agreement_of(backend: Backend, context: int, ranks: Sequence[int]) -> Agreement:
@@ -60,7 +60,7 @@ def exchange(
         ranks: the backend's rank of each member.
         rank: this one, among the members.
         call: the operation.
-        facts: what the others are to know.
+        facts: of this rank, for the others.
 
     Raises:
         CollectiveMismatch: a rank has another note. PeerFailed, Timeout.
@@ -81,7 +81,7 @@ def exchange(
 
 
 def _wait(backend: Backend, work: Work[T], peer: int, call: Call) -> T:
-    """Waits for a message; has the operation looked into when that takes long."""
+    """Waits for a message; queries the peer when the wait takes long."""
     while True:
         try:
             return work.wait(max(0.0, min(call.deadline, call.lookout.next_check_at) - backend.now()))

@@ -44,10 +44,10 @@ from echelon.backends.work import Message, Received, Work
 from echelon.errors import ConnectError, EchelonError, PeerFailed, Timeout
 
 _SEQUENCE = (1 << 64) - 2
-"""Of the message that says where the store is."""
+"""Sequence number of the message with the port of the store."""
 _LOOK_SECONDS = 0.02
 _NEWS_SECONDS = 2.0
-"""How long a rank whose engine failed waits to hear which rank was the cause."""
+"""Seconds that a rank whose engine failed waits to learn which rank was the cause."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable by which torch is told which network Gloo is to use."""
 
@@ -63,7 +63,7 @@ class TorchBackend(Carried):
 
         Args:
             tcp: connects all ranks.
-            notes: what they agree over before an engine begins; carried by `tcp`, or that itself.
+            notes: for agreements before an engine begins; carried by `tcp`, or `tcp` itself.
             name: one of `ENGINES`.
             store: that all ranks can reach, and nobody else uses.
         """
@@ -144,7 +144,7 @@ class TorchBackend(Carried):
         return AcceleratorStreamScope(self._streams[context])
 
     def finish_queued(self) -> None:
-        """Returns when this rank's device has done what the calling thread's stream holds."""
+        """Blocks until this rank's device has run all work on the caller's stream."""
         if self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
 
@@ -156,25 +156,25 @@ class TorchBackend(Carried):
             raise error
 
     def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
-        """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
+        """Raises the reason to stop waiting, if there is one: revocation, a rank's death, or Timeout."""
         self._tcp.poll_once()
         self.check(context)
         for rank in ranks:
             error = self._tcp.failure(rank, context)
-            # One that has closed its group has done its part of an operation that all had agreed on.
+            # A rank that has closed its group has done its part of an operation that all had agreed on.
             if isinstance(error, PeerFailed) and not error.has_closed:
                 raise error
         if self.now() >= deadline:
             raise Timeout(f"{self._name}: its time is up")
 
     def explain(self, failure: EngineFailed, call: Call, context: int, ranks: Sequence[int]) -> NoReturn:
-        """Raises the failure of a rank that an engine's failure follows from, else what the engine says."""
+        """Raises the failure of a rank that caused an engine's failure, else an error with the engine's text."""
         raise self._cause(
             failure, partial(self.check_liveness, call.deadline, context, ranks), context, ranks
         ) from failure
 
     def fail_channel(self, failure: EngineFailed, look: Look, route: Route) -> EchelonError:
-        """Returns the failure of a rank that an engine's failure follows from, else what the engine says."""
+        """Returns the failure of a rank that caused an engine's failure, else an error with the engine's text."""
         try:
             return self._cause(failure, look, 0, [rank for rank in route[1:] if rank != self.rank])
         except EchelonError as error:
@@ -209,11 +209,11 @@ class TorchBackend(Carried):
         look: Look,
         begin: Callable[[dist.ProcessGroup], None],
     ) -> Engine:
-        """Returns an engine with which all ranks have done what `begin` does; calls `look` while it waits."""
+        """Returns a new engine, after `begin` has run on its process group; calls `look` while it waits."""
         rank, patience = list(ranks).index(self.rank), timedelta(seconds=max(1.0, seconds))
         members = self._tcp.members
         host = members[self.rank].host if members and _INTERFACE not in os.environ else ""
-        # A connection of its own: who waits at one keeps other threads, which make other groups, from using it.
+        # A connection of its own: a thread that waits on one blocks other threads, which make other groups.
         store = PrefixStore(prefix, self._store.clone())  # type: ignore[attr-defined] # not in its stub
         made: list[dist.ProcessGroup] = []
         problems: list[Exception] = []

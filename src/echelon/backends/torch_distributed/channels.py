@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Route(NamedTuple):
-    """Where messages of one group go: from rank `src` of the world to rank `dst`."""
+    """Direction of messages in one group: from rank `src` of the world to rank `dst`."""
 
     context: int
     src: int
@@ -28,11 +28,11 @@ class Route(NamedTuple):
 
 
 class Opener(Protocol):
-    """What channels and messages need of the backend."""
+    """Part of the backend that channels and messages use."""
 
     @property
     def device(self) -> torch.device:
-        """Where a tensor comes that no place was given for."""
+        """Device of received tensors without `out`."""
         ...
 
     def open_channel(self, route: Route, look: Look) -> Engine:
@@ -44,11 +44,11 @@ class Opener(Protocol):
         ...
 
     def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
-        """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
+        """Raises the reason to stop waiting, if there is one: revocation, a rank's death, or Timeout."""
         ...
 
     def fail_channel(self, failure: EngineFailed, look: Look, route: Route) -> EchelonError:
-        """Returns what the failure of an engine means."""
+        """Returns the error to raise for an engine's failure: a rank's failure if that was the cause."""
         ...
 
 
@@ -73,12 +73,12 @@ class Channel:
         self._early: dict[int, Callable[[], None]] = {}
 
     def next_number(self) -> int:
-        """Returns which message of this channel the next one is, from 1 on; for the rank that receives."""
+        """Returns the number of this channel's next message, from 1 on; for the receiving rank."""
         self._num_numbered += 1
         return self._num_numbered
 
     def in_order(self, number: int, begin: Callable[[], None]) -> None:
-        """Calls `begin` for each message in the order of their numbers, as soon as those before have come."""
+        """Calls `begin` once all messages with lower numbers have begun: now, or in a later call."""
         self._early[number] = begin
         while act := self._early.pop(self._num_begun + 1, None):
             self._num_begun += 1
@@ -111,7 +111,7 @@ class Channel:
                 act(engine)
         except BaseException as error:
             self._failure = error
-            with suppress(Exception):  # what the engine still says does not matter any more
+            with suppress(Exception):  # the first failure is the one to report
                 self.close()
             if isinstance(error, EngineFailed):
                 self._failure = self._opener.fail_channel(error, look, self._route)

@@ -23,10 +23,8 @@ from echelon.backends.torch_distributed.engine import Engine, EngineFailed
 from echelon.backends.torch_distributed.engines import native_op
 from echelon.errors import PeerFailed
 
-# The collectives that combine what the ranks have.
-#
-# 8- and 16-bit floats are combined as float32. What the engines cannot combine, or not as we promise, they only carry:
-# each rank gets its part of all tensors, and combines it in the order of the ranks.
+# Reductions. 8- and 16-bit floats are combined as float32. Where engines lack a reduction, or do it otherwise than we
+# promise, they only carry the data: each rank gets its part of all tensors, and combines it in the order of the ranks.
 
 
 def all_reduce(engine: Engine, tensor: torch.Tensor, operator: Operator) -> None:
@@ -83,7 +81,7 @@ def reduce_scatter(engine: Engine, tensor: torch.Tensor, operator: Operator, pla
 
 
 def _combined_part(engine: Engine, parts: Sequence[torch.Tensor], operator: Operator) -> torch.Tensor:
-    """Returns this rank's part, combined over all ranks; `parts` are those of its own tensor."""
+    """Returns this rank's part, combined over all ranks; `parts` split this rank's own tensor."""
     mine = parts[engine.rank]
     came = list(mine.new_empty((engine.num_ranks, *mine.shape)))
     engine.exchange([part.contiguous() for part in parts], came)
@@ -93,7 +91,7 @@ def _combined_part(engine: Engine, parts: Sequence[torch.Tensor], operator: Oper
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what is combined: contiguous, in the dtype to add up in; the tensor itself where it is so already."""
+    """Returns a tensor as contiguous, in its accumulation dtype; the tensor itself if it is so already."""
     return tensor.to(accumulation_dtype(tensor.dtype)).contiguous()
 
 
@@ -103,10 +101,10 @@ def _keep(tensor: torch.Tensor, result: torch.Tensor) -> None:
         tensor.copy_(result.view(tensor.shape))
 
 
-# The collectives that move what the ranks have, as bytes, so that the dtype does not matter.
+# Data movement, as bytes, so that the dtype does not matter.
 
 Facts = Sequence[Sequence[int]]
-"""What each rank has told the others."""
+"""The facts of each rank, by rank, from the agreement."""
 
 
 def broadcast(engine: Engine, tensor: torch.Tensor, src: int) -> None:
@@ -149,7 +147,7 @@ def gather(engine: Engine, told: Facts, rows: torch.Tensor, dst: int, place: All
 
 
 def scatter_facts(tensor: torch.Tensor | None, device: torch.device) -> list[int]:
-    """Returns what the rank that scatters tells the others: whether the tensor is on the device, dtype, shape."""
+    """Returns the facts of the scattering rank: 1 if the tensor is on the device, else 0; dtype code; shape."""
     if tensor is None:
         return []
     return [int(tensor.device.type == device.type), dtype_code(tensor.dtype), *tensor.shape]
@@ -158,7 +156,7 @@ def scatter_facts(tensor: torch.Tensor | None, device: torch.device) -> list[int
 def scatter(
     engine: Engine, told: Facts, tensor: torch.Tensor | None, src: int, device: torch.device, place: AllocateAny
 ) -> torch.Tensor:
-    """Returns this rank's part of the tensor of rank `src`, which has told the others what it looks like."""
+    """Returns this rank's part of the tensor of rank `src`; `told` holds its device, dtype and shape."""
     is_on_device, code, num_rows, *row = told[src]
     where = device if is_on_device else torch.device("cpu")
     count = len(range(engine.rank, num_rows, engine.num_ranks))  # as torch.tensor_split: the first have one more
@@ -174,7 +172,7 @@ def scatter(
 def all_to_all(
     engine: Engine, told: Facts, parts: Sequence[torch.Tensor], rows: torch.Tensor, place: Allocate
 ) -> Gathered:
-    """Sends each rank its part of this rank's rows, and returns those that came; each has told its parts' sizes."""
+    """Sends each rank its part of this rank's rows, and returns the received rows; `told` holds all sizes."""
     counts = [facts[engine.rank] for facts in told]
     result = place((sum(counts), *rows.shape[1:]))
     engine.exchange([part.contiguous() for part in parts], torch.split(result, counts))
@@ -185,7 +183,7 @@ T = TypeVar("T")
 
 
 class Host(Protocol):
-    """What a group needs of the backend."""
+    """Part of the backend that a group uses."""
 
     @property
     def rank(self) -> int:
@@ -202,19 +200,19 @@ class Host(Protocol):
         ...
 
     def finish_queued(self) -> None:
-        """Returns when this rank's device has done what the calling thread's stream holds."""
+        """Blocks until this rank's device has run all work on the caller's stream."""
         ...
 
     def check(self, context: int) -> None:
-        """Raises why the group cannot begin an operation."""
+        """Raises Closed, or the failure that revoked the group, if it cannot begin an operation."""
         ...
 
     def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
-        """Raises why this rank need not wait longer: what it was told, a rank's death, or that its time is up."""
+        """Raises the reason to stop waiting, if there is one: revocation, a rank's death, or Timeout."""
         ...
 
     def explain(self, failure: EngineFailed, call: Call, context: int, ranks: Sequence[int]) -> NoReturn:
-        """Raises what the failure of an engine means."""
+        """Raises the error for an engine's failure: a rank's failure if that was the cause."""
         ...
 
     def open(self, context: int, ranks: Sequence[int], call: Call) -> Engine:
@@ -279,7 +277,7 @@ class TorchCollectives(NativeCollectives):
         return self._pass(call, rows, facts, lambda engine, told: all_to_all(engine, told, parts, rows, place))
 
     def barrier(self, call: Call) -> None:
-        """Returns when all ranks have come, which is what they agree on, and each's GPU has done what it had queued."""
+        """Blocks until all ranks have called it and each rank's GPU has run its queued work."""
 
         def run() -> None:
             self._host.finish_queued()
@@ -338,7 +336,7 @@ class TorchCollectives(NativeCollectives):
 
 
 def _forget_operation(failure: BaseException) -> None:
-    """Lets go of what the functions that an error came through had in hand: the operation holds the connections."""
+    """Clears the frames of an error's traceback: their operation would keep the connections open."""
     error: BaseException | None = failure
     while error is not None:
         traceback.clear_frames(error.__traceback__)

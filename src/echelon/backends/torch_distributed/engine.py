@@ -1,4 +1,4 @@
-"""One group's process group of torch.distributed, as something that can be waited on and given up.
+"""Engine: one group's process group of torch.distributed (a c10d backend), with waits that can be given up.
 
 Strategy. One operation at a time, begun by all ranks at about the same time: they have agreed on it before. What works
 on CPU tensors is waited for in pieces of 20 ms; in between this rank looks around, so that it does not wait for one
@@ -25,14 +25,14 @@ _MARGIN = timedelta(seconds=1)
 """How much longer than the caller the engine waits, so that the caller can say for whom."""
 
 Look = Callable[[], None]
-"""Raises why an operation need not be waited for any longer."""
+"""Raises the reason to stop waiting for an operation. Returns if there is none."""
 
 # The name of torch 2.13, and that of the versions before it.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class EngineFailed(Exception):
-    """An engine gave up in the middle of an operation; says what torch said."""
+    """Failure of an engine in the middle of an operation, with torch's text."""
 
 
 def greet(group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Engine:
             group: nobody else uses it.
             rank: this one, among its `num_ranks`.
             num_ranks: of the group.
-            is_timed: it can be told how long an operation may take.
+            is_timed: whether its operations take a timeout.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -65,7 +65,7 @@ class Engine:
 
     @contextmanager
     def limited(self, seconds: float, look: Look) -> Iterator[None]:
-        """Says how long the operation inside may take, and what to call while it is waited for."""
+        """Limits the operation inside to `seconds`, and calls `look` while it waits."""
         self._look = look
         if self._is_timed:
             self._group.set_timeout(timedelta(seconds=max(0.0, seconds)) + _MARGIN)
@@ -75,7 +75,7 @@ class Engine:
             self._look = _nothing
 
     def close(self) -> None:
-        """Lets go of the process group; its connections end with it, and so does what other ranks do over them."""
+        """Drops the process group. Its connections end, so pending operations of peers fail."""
         del self._group
 
     def all_reduce(self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
@@ -99,7 +99,7 @@ class Engine:
         self._run(lambda: _reduce_scatter(out, flat, op, group=self._group, async_op=True), out)
 
     def exchange(self, parts: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-        """Sends part r to each rank r, and writes what comes from rank r into place r; any dtypes, any sizes."""
+        """Sends part r to each rank r, and receives from rank r into place r; any dtypes, any sizes."""
         sends, gets = [as_bytes(part) for part in parts], [as_bytes(place) for place in places]
         sizes = [len(get) for get in gets]
         given = torch.cat(sends)
@@ -121,7 +121,8 @@ class Engine:
         self._pass(lambda: dist.irecv(data, group=self._group, group_src=src), data)
 
     def _pass(self, begin: Callable[[], dist.Work | None], tensor: torch.Tensor) -> None:
-        """Moves one message. What is not on a device is waited for in a thread: Gloo's pairs end with a wait's time."""
+        """Moves one message; a CPU tensor in a thread."""
+        # Gloo closes the pair of two ranks when a wait times out, so waits of 20 ms would end the channel.
         if tensor.device.type != "cpu":
             self._run(begin, tensor)
             return

@@ -1,4 +1,4 @@
-"""Which engines of torch.distributed a backend's name stands for, and what they can do."""
+"""Engines of torch.distributed (c10d backends): their availability, timeouts and reductions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from echelon.backends.torch_distributed.engine_names import ENGINES
 from echelon.errors import LaunchError
 
 _TIMED = frozenset({"gloo", "nccl"})
-"""The engines that can be told how long an operation may take."""
+"""Engines whose operations take a timeout."""
 
 
 class _Need(NamedTuple):
-    """What has to be there for an engine."""
+    """Requirement of an engine: a check of this build of torch, and advice if it fails."""
 
     is_there: Callable[[], bool]
     advice: str
@@ -32,7 +32,7 @@ _NEEDS: Mapping[str, _Need] = {
 }
 
 _DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8})
-"""Those that every engine can add up."""
+"""Dtypes that every engine can add up."""
 _OPS: Mapping[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -58,7 +58,7 @@ def check_available(name: str) -> None:
 
 
 def is_timed(name: str) -> bool:
-    """Says whether all engines of the backend of that name can be told how long an operation may take."""
+    """Whether the operations of all engines of a backend take a timeout."""
     return _TIMED.issuperset(ENGINES[name].values())
 
 

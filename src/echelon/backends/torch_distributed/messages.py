@@ -39,7 +39,7 @@ _ANNOUNCED = "a tensor that the engine carries"
 _NOTHING = 0
 """The answer of a receive that the message does not fit, or that needs no bytes of it. Others number what comes."""
 _ANSWERS = 1 << 62
-"""Set in the sequence number, or for messages of users in the context, of what answers a message."""
+"""Bit of an answer's sequence number; for messages of users, of its context."""
 _ANY_LANE = -(1 << 65)
 """Whose stream receives from any rank are queued on: the sender is not known when they are called. Channels have the
 lanes below; those of groups are numbered by their 64 bits."""
@@ -63,7 +63,7 @@ class EngineMessages:
         self._expected: dict[Work[Any], Work[Any]] = {}
         """For each receive that waits for a message: the receive of its announcement."""
         self._leaving: dict[Work[None], None] = {}
-        """What was sent and has not been queued yet."""
+        """Sends that have not been queued on the device yet."""
         self._lock = threading.Lock()
         self._announcing = threading.Lock()
 
@@ -110,7 +110,7 @@ class EngineMessages:
         return work
 
     def irecv_any(self, sources: Mapping[int, int], tag: Tag, note: str | None) -> Work[Received]:
-        """Starts to receive a tensor from whichever rank sends first; see `Backend.irecv_any`."""
+        """Starts to receive a tensor from the first rank that sends; see `Backend.irecv_any`."""
         work: Work[Received] = Work(self._tcp, f"receive from any rank, {tag}", self._tcp.timeout)
         receive = Receive(work, ANY, tag, None, note, sources)
         coming = self._tcp.irecv_any({src: src for src in sources}, tag, note=None)
@@ -126,7 +126,7 @@ class EngineMessages:
         self._tcp.end(lambda: work.complete(error=error))
 
     def finish(self, timeout: float) -> bool:
-        """Waits until what was sent has left, or failed; says whether it has within the time."""
+        """Waits until all sends have left or failed. False if the time is up first."""
         deadline = time.monotonic() + timeout
         return all(
             self._tcp.drive(work, max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ class EngineMessages:
         self._tcp.when_ended(coming, lambda: self._came(receive, coming, aside))
 
     def _came(self, receive: Receive, coming: Work[Any], aside: StreamScope | None) -> None:
-        """Takes in what came over TCP: a message, or the announcement of one."""
+        """Takes in a message that came over TCP, or the announcement of one."""
         del self._expected[receive.work]
         if error := coming.exception():
             receive.work.complete(error=error)
@@ -231,7 +231,7 @@ class EngineMessages:
         work.complete(error=error)
 
     def _look(self, peer: int, tag: Tag) -> Look:
-        """Returns what raises why a message need not be waited for any longer."""
+        """Returns a function that raises the reason to stop waiting for a message, if there is one."""
         context = tag.context if tag.sequence else 0  # messages of users outlive the collectives of their group
         deadline = self._tcp.now() + self._tcp.timeout
         return lambda: self._opener.check_liveness(deadline, context, [peer])
@@ -262,7 +262,7 @@ def _elsewhere(receive: Receive, device: torch.device) -> EchelonError | None:
 
 
 def _answer_tag(tag: Tag) -> Tag:
-    """Returns the tag of what answers a message; it ends with its group's collectives if the message does."""
+    """Returns the tag of the answer to a message; it is revoked with its group's collectives if the message is."""
     if tag.sequence:
         return tag._replace(sequence=tag.sequence | _ANSWERS)
     return tag._replace(context=tag.context ^ _ANSWERS)
