@@ -52,3 +52,10 @@ def test_an_error_of_its_own_blames_nobody():
     unrelated = caused(ValueError("bad"), PeerFailed(3, "gone"))
     unrelated.__suppress_context__ = True
     assert blamed_rank(unrelated) is None
+
+
+def test_a_kill_that_is_noticed_after_the_report_of_a_survivor_is_the_first_cause():
+    """torch's C++ hides which rank the survivor blames, and its report came first on a busy host."""
+    survivor = RankFailure(0, 2.0, "raised RuntimeError: rank 1 failed", traceback="Traceback ...")
+    assert first_cause([survivor, RankFailure(1, 2.5, "was killed by SIGKILL", status=137)]).rank == 1
+    assert first_cause([survivor, RankFailure(1, 4.0, "was killed by SIGKILL", status=137)]).rank == 0

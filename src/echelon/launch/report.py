@@ -51,9 +51,19 @@ class RankFailure:
         return f"rank {self.rank} {self.summary}"
 
 
+_NOTICED_LATE = 1.0
+"""Seconds by which a kill may be noticed late: survivors on a busy host report before the launcher sees the process."""
+
+
 def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Returns the earliest failure that blames no other rank. The earliest of all if each blames one."""
-    return min(failures, key=lambda failure: (failure.blames is not None, failure.at))
+    return min(failures, key=lambda failure: (failure.blames is not None, _began(failure)))
+
+
+def _began(failure: RankFailure) -> float:
+    # torch's C++ keeps only the text of an error that comes by a future, so a survivor may seem to blame nobody.
+    is_kill = failure.status > 128 and not failure.traceback
+    return failure.at - _NOTICED_LATE if is_kill else failure.at
 
 
 def describe_exit(returncode: int) -> str:
