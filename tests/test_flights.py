@@ -105,8 +105,15 @@ def test_without_a_group_there_is_nothing():
 def test_what_init_does_itself_is_no_operation_of_the_user():
     """A rank that had called nothing was said to be past a broadcast of a group that nobody had made."""
     recorder = FlightRecorder()
-    flight = recorder.begin(TUNED_TABLE, 2, 1, 7, "broadcast_object(src=0)")
-    assert recorder.activity().startswith("in echelon.init at ")
+
+    def broadcast():
+        return begin()
+
+    def begin():  # as far below the caller as in a group
+        return recorder.begin(TUNED_TABLE, 2, 1, 7, "broadcast_object(src=0)")
+
+    flight = broadcast()
+    assert recorder.activity().startswith(f"in echelon.init at {__file__}:")
     flight.end()
     assert recorder.activity().startswith("before its first operation, now at ")
     assert recorder.records() == ()
