@@ -159,7 +159,7 @@ class Lanes:
         return queue
 
     def _run(self, lane: int, queue: SimpleQueue[Callable[[], None] | None]) -> None:
-        """Runs what is queued, until the end of all lanes or until nothing has come for long."""
+        """Runs the queue of one lane. Ends with all lanes, or after `IDLE_SECONDS` without work."""
         while True:
             try:
                 job = queue.get(timeout=IDLE_SECONDS)
