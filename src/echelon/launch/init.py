@@ -24,8 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from echelon.arguments import check_default_timeout
 from echelon.backends.base import Backend
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.torch_distributed.engine_names import ENGINES
-from echelon.backends.torch_distributed.engines import check_available
+from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import ConnectError, LaunchError
 from echelon.exits import describe_exit_of, status_of

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size
-from echelon.backends.torch_distributed.engine_names import ENGINES
-from echelon.backends.torch_distributed.engines import check_available
+from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError
 from echelon.launch import environment
