@@ -366,7 +366,7 @@ class _Send(Function):
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dst: int, tag: int, is_gradient: bool) -> Tensor:
         ctx.group, ctx.dst, ctx.tag = group, dst, tag
         if is_gradient:
-            group.backend.send(plain(tensor), group.ranks[dst], _gradient_tag(group, tag), group.timeout)
+            group.backend.messages.send(plain(tensor), group.ranks[dst], _gradient_tag(group, tag), group.timeout)
         else:
             group.send(tensor, dst, tag)
         return tensor.new_empty(0)
@@ -389,7 +389,7 @@ class _Recv(Function):
         """Takes a token without elements: autograd runs backward only for functions with an input that requires it."""
         ctx.group, ctx.src, ctx.tag = group, src, tag
         if is_gradient:
-            return group.backend.recv(group.ranks[src], _gradient_tag(group, tag), timeout=group.timeout)
+            return group.backend.messages.recv(group.ranks[src], _gradient_tag(group, tag), timeout=group.timeout)
         return group.recv(src, tag)
 
     @staticmethod
@@ -407,9 +407,9 @@ class _SendRecv(Function):
             return group.sendrecv(tensor, dst, src, tag)
         backend, place = group.backend, _gradient_tag(group, tag)
         # Both at once, so that two ranks which exchange do not wait for each other.
-        with backend.will_wait():
-            sent = backend.isend(plain(tensor), group.ranks[dst], place)
-            came = backend.recv(group.ranks[src], place, timeout=group.timeout)
+        with backend.messages.will_wait():
+            sent = backend.messages.isend(plain(tensor), group.ranks[dst], place)
+            came = backend.messages.recv(group.ranks[src], place, timeout=group.timeout)
             sent.wait(group.timeout)
         return came
 

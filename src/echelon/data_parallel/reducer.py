@@ -41,7 +41,7 @@ def can_overlap(group: ProcessGroup) -> bool:
     """
     if not group.backend.shares_memory or len(set(group.hosts)) > 1:
         return True
-    hosts = group.backend.hosts
+    hosts = group.backend.control.hosts
     num_local = hosts.count(hosts[group.backend.rank])
     return num_local * torch.get_num_threads() < len(os.sched_getaffinity(0))
 
@@ -402,7 +402,7 @@ class GradientReducer:
         # The first cause wins: `revoke` returns the failure that the group already has, which the later groups take.
         cause: Failure = failure_of(error, rank) if isinstance(error, Timeout) else PeerFailed(rank, reason)
         for group in self._failed_first():
-            cause = group.backend.revoke(group.context, group.ranks, cause)
+            cause = group.backend.control.revoke(group.context, group.ranks, cause)
         self._failure = (
             f"an earlier reduction of gradients was given up because {cause}: end all ranks, or wrap the model anew on "
             "all of them"
@@ -437,7 +437,7 @@ class GradientReducer:
             return self._group_of(memory.number).all_reduce(memory.flat, "mean", async_op=True)
         bucket = memory.bucket(1.0 if self._average == "ranks" else float(self._tally.num_samples))
         description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
-        work = group.backend.start(lambda: hook.reduce(bucket, group), description, group.context)
+        work = group.backend.lanes.start(lambda: hook.reduce(bucket, group), description, group.context)
         # A hook may call any collective, so a late one is looked up in the flight recorder instead of being known here.
         latest = partial(group.backend.flight_recorder.latest, group.context)
         work.lateness = Lateness(group.backend, group.ranks, group.timeout, latest)

@@ -95,7 +95,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self.timeout = backend.timeout if timeout is None else check_seconds(timeout)
         self.name = name
         self.context = context
-        hosts = backend.hosts
+        hosts = backend.control.hosts
         self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
         self._caller = CollectiveRunner(backend, self.ranks, context, name, self._selector)
         self._num_subgroups = 0
@@ -196,7 +196,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             raise
         self._call_back()
         self._caller.check_seen()
-        if not was_closed and self._owns_backend and (difference := self.backend.difference()):
+        if not was_closed and self._owns_backend and (difference := self.backend.control.difference()):
             raise difference
 
     def abort(self, reason: str, origin: int | None = None) -> None:

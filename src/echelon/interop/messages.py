@@ -91,7 +91,7 @@ class Message(TorchWork, Generic[T]):
         outcome: Outcome[list[Tensor]] = Outcome()
         # Not the lane of the group's collectives (its context), so that neither queue waits for the other.
         backend, lane = self._group.backend, ~self._group.context
-        outcome.is_driven_by(backend.start(lambda: outcome.settle(self._come), "the future of a message", lane))
+        outcome.is_driven_by(backend.lanes.start(lambda: outcome.settle(self._come), "the future of a message", lane))
         return outcome
 
     def _come(self) -> list[Tensor]:

@@ -121,7 +121,9 @@ class Running(Identity):
         return work
 
     def _queue(self, function: Callable[[], T]) -> Work[T]:
-        return self.group.backend.start(function, f"the end of a collective of {self.group.name}", self.group.context)
+        return self.group.backend.lanes.start(
+            function, f"the end of a collective of {self.group.name}", self.group.context
+        )
 
     def _complete(self, outcome: Outcome[list[Tensor]], work: Work[list[Tensor]]) -> None:
         """Completes a future in the lane's thread, which then runs its callbacks."""

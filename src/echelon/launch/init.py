@@ -219,7 +219,7 @@ def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
         if launched.rank == 0:
             file.remove()
         # No rank returns before rank 0 has removed the file: a second `init` of the job would read the old secret.
-        backend.barrier(connect_timeout)
+        backend.messages.barrier(connect_timeout)
         return backend
 
 
@@ -257,7 +257,7 @@ def _connect_through_store(launched: Environment, timeout: float, connect_timeou
     )
     # Without the agent's store, rank 0 serves the store, which ends with this function: all must have read it before.
     if not launched.agent_store:
-        backend.barrier(connect_timeout)
+        backend.messages.barrier(connect_timeout)
     return backend
 
 

@@ -171,7 +171,7 @@ def _last_call(recorder: FlightRecorder) -> str:
 
 def _unclaimed(world: World) -> Iterator[str]:
     for rank, mailbox in enumerate(world.mailboxes):
-        for src, tag in mailbox.unclaimed():
+        for src, tag in mailbox.unclaimed:
             if is_plain(tag):
                 yield f"rank {rank} has not received a message of rank {src}, {_name_of(tag)}"
 
@@ -350,7 +350,7 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            with provide(group), backend.memory_meter():
+            with provide(group), self._world.memory_meter(backend.rank):
                 self.results[rank] = self._fn(group, *self._args)
             self._world.returned.add(rank)
             backend.drain()

@@ -6,6 +6,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -201,6 +202,10 @@ class World:
             copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
             self.scheduler.at(passage.done, _Departure(self, src, dst, note, original.detach(), copy, complete))
 
+    def memory_meter(self, rank: int) -> AbstractContextManager[object]:
+        """Inside, the memory of new tensors of a rank is counted, if the simulation has `memory=True`."""
+        return self.memory_meters[rank] if self.memory_meters else nullcontext()
+
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
         # In normal mode: torch refuses to change a tensor of inference mode outside of it, where the receiver may be.
@@ -269,7 +274,7 @@ class World:
         # mailboxes or contexts are examined.
         if self.faults.faults:
             return None
-        if not any(mailbox.has_failures for mailbox in self.mailboxes):
+        if not any(mailbox.failures.has_any for mailbox in self.mailboxes):
             # Sorted, so that the same seed gives the same error.
             for dst, src, tag in sorted(self._unread()):
                 return CollectiveMismatch(
@@ -277,7 +282,7 @@ class World:
                     "receive it there, or do not send it"
                 )
         for dst, src, tag in sorted(self._left_over()):
-            if not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
+            if not any(mailbox.failures.of(src, tag) for mailbox in self.mailboxes):
                 # The name of the collective is in the trace, which has the note of each message.
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
@@ -292,7 +297,7 @@ class World:
     def _left_over(self) -> Iterator[tuple[int, int, Tag]]:
         """Yields receiver, sender and tag of collectives' messages that were not received, in flight or not."""
         for dst, mailbox in enumerate(self.mailboxes):
-            for src, tag in mailbox.unclaimed():
+            for src, tag in mailbox.unclaimed:
                 if not is_plain(tag):
                     yield dst, src, tag
         for action in self.scheduler.actions():
@@ -310,7 +315,7 @@ class World:
     def _unread(self) -> Iterator[tuple[int, int, Tag]]:
         """Yields receiver, sender and tag of a group's plain messages that were not received, in flight or not."""
         for dst, mailbox in enumerate(self.mailboxes):
-            for src, tag in mailbox.unclaimed():
+            for src, tag in mailbox.unclaimed:
                 if tag.sequence == 0 and tag.context:
                     yield dst, src, tag
         for action in self.scheduler.actions():

@@ -68,7 +68,7 @@ def clause_names() -> tuple[str, ...]:
 
 def _names_itself(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> tuple[int, int]:
-        backend.barrier(SECONDS)
+        backend.messages.barrier(SECONDS)
         return backend.rank, backend.world_size
 
     for world_size in (1, 2, 3):
@@ -79,9 +79,9 @@ def _names_itself(run_ranks: RunRanks) -> None:
 def _every_pair_talks(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         others = [rank for rank in range(backend.world_size) if rank != backend.rank]
-        sends = [backend.isend(torch.tensor([backend.rank, dst]), dst) for dst in others]
+        sends = [backend.messages.isend(torch.tensor([backend.rank, dst]), dst) for dst in others]
         for src in others:
-            got = backend.recv(src, timeout=SECONDS).tolist()
+            got = backend.messages.recv(src, timeout=SECONDS).tolist()
             expect(got == [src, backend.rank], f"rank {backend.rank} received {got} from rank {src}")
         for send in sends:
             send.wait(SECONDS)
@@ -103,9 +103,9 @@ def _shape_and_dtype_travel(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         for index, tensor in enumerate(tensors):
             if backend.rank == 0:
-                backend.send(tensor, 1, index, timeout=SECONDS)
+                backend.messages.send(tensor, 1, index, timeout=SECONDS)
             else:
-                got = backend.recv(0, index, timeout=SECONDS)
+                got = backend.messages.recv(0, index, timeout=SECONDS)
                 same = got.dtype == tensor.dtype and got.shape == tensor.shape and torch.equal(got, tensor)
                 expect(same, f"sent {tensor.dtype} {list(tensor.shape)}, received {got.dtype} {list(got.shape)}")
 
@@ -116,16 +116,16 @@ def _writes_where_told(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             for tag in (0, 1):
-                backend.send(torch.full((4,), 7.0), 1, tag, timeout=SECONDS)
-            backend.send(torch.ones(1), 1, 2, timeout=SECONDS)
+                backend.messages.send(torch.full((4,), 7.0), 1, tag, timeout=SECONDS)
+            backend.messages.send(torch.ones(1), 1, 2, timeout=SECONDS)
             return
         place = torch.zeros(6)
-        got = backend.recv(0, 0, out=place[1:5], timeout=SECONDS)
+        got = backend.messages.recv(0, 0, out=place[1:5], timeout=SECONDS)
         expect(place.tolist() == [0, 7, 7, 7, 7, 0], f"out= was filled as {place.tolist()}")
         expect(got.data_ptr() == place[1:].data_ptr(), "recv(out=) returned another tensor")
-        backend.recv(0, 2, timeout=SECONDS)  # tag 1 has arrived before it, unclaimed
+        backend.messages.recv(0, 2, timeout=SECONDS)  # tag 1 has arrived before it, unclaimed
         late = torch.zeros(4)
-        backend.recv(0, 1, out=late, timeout=SECONDS)
+        backend.messages.recv(0, 1, out=late, timeout=SECONDS)
         expect(late.tolist() == [7.0] * 4, f"out= of a message that came early was filled as {late.tolist()}")
 
     run_ranks(2, act)
@@ -139,11 +139,11 @@ def _combines_where_told(run_ranks: RunRanks) -> None:
         values = torch.arange(300_000.0)
         if backend.rank == 0:
             for tag in (0, 1):
-                backend.isend(values, 1, tag).wait(SECONDS)
+                backend.messages.isend(values, 1, tag).wait(SECONDS)
             return
         for tag in (1, 0):  # the second one came unclaimed
             place = torch.full_like(values, 7.0)
-            got = backend.irecv(0, tag, out=place, combine=subtract).wait(SECONDS)
+            got = backend.messages.irecv(0, tag, out=place, combine=subtract).wait(SECONDS)
             expect(torch.equal(place, 7.0 - values), f"tag {tag} was not subtracted from out= once, everywhere")
             expect(got.data_ptr() == place.data_ptr(), "irecv(out=, combine=) returned another tensor")
 
@@ -154,11 +154,11 @@ def _what_need_not_fit_comes_nevertheless(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             for tag in range(4):
-                backend.send(torch.full((4,), 7.0), 1, tag, timeout=SECONDS)
+                backend.messages.send(torch.full((4,), 7.0), 1, tag, timeout=SECONDS)
             return
         wrong, right = torch.zeros(3), torch.zeros(4)
         for tag, place in ((3, wrong), (1, right), (2, right.int()), (0, wrong)):  # the last one came unclaimed
-            got = backend.irecv(0, tag, out=place, must_fit=False).wait(SECONDS)
+            got = backend.messages.irecv(0, tag, out=place, must_fit=False).wait(SECONDS)
             expect(got.tolist() == [7.0] * 4, f"a message of 4 elements came as {got.tolist()}")
             expect((got is place) == (place is right), "a message is not where it should be")
         expect(not wrong.any(), "a message that does not fit was written nevertheless")
@@ -172,10 +172,10 @@ def _tags_never_mix(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             for index, tag in enumerate(tags):
-                backend.send(torch.tensor([index]), 1, tag, timeout=SECONDS)
+                backend.messages.send(torch.tensor([index]), 1, tag, timeout=SECONDS)
             return
         for index, tag in reversed(list(enumerate(tags))):
-            got = backend.recv(0, tag, timeout=SECONDS).item()
+            got = backend.messages.recv(0, tag, timeout=SECONDS).item()
             expect(got == index, f"tag {tag} brought message {got} instead of {index}")
 
     run_ranks(2, act)
@@ -186,11 +186,11 @@ def _order_is_kept(run_ranks: RunRanks) -> None:
 
     def act(backend: Backend) -> None:
         if backend.rank == 0:
-            sends = [backend.isend(torch.full((index * 37 % 4000,), index), 1) for index in range(1, count)]
+            sends = [backend.messages.isend(torch.full((index * 37 % 4000,), index), 1) for index in range(1, count)]
             for send in sends:
                 send.wait(SECONDS)
             return
-        works = [backend.irecv(0) for _ in range(1, count)]
+        works = [backend.messages.irecv(0) for _ in range(1, count)]
         for index, work in enumerate(works, 1):
             got = work.wait(SECONDS)
             expect(bool((got == index).all()), f"message {index} of one tag brought {got[:1].tolist()}")
@@ -206,22 +206,22 @@ def _what_is_done_at_once_keeps_its_order(run_ranks: RunRanks) -> None:
         if backend.rank == 0:
             for index in range(count):
                 tensor = torch.full((1 + index // 7 % 2,), float(index))
-                if index % 5 == 0 or not backend.send_at_once(tensor, 1, tag, note="n"):
-                    backend.isend(tensor, 1, tag, note="n").wait(SECONDS)
+                if index % 5 == 0 or not backend.messages.send_at_once(tensor, 1, tag, note="n"):
+                    backend.messages.isend(tensor, 1, tag, note="n").wait(SECONDS)
             return
         index = 0
         while index < count:
             if index % 4 == 3:
-                works = [backend.irecv(0, tag, note="n") for _ in range(min(2, count - index))]
-                message = backend.recv_at_once(0, tag, note=None)  # must not overtake the posted ones
+                works = [backend.messages.irecv(0, tag, note="n") for _ in range(min(2, count - index))]
+                message = backend.messages.recv_at_once(0, tag, note=None)  # must not overtake the posted ones
                 got = [work.wait(SECONDS) for work in works] + ([] if message is None else [message.tensor])
             else:
                 place = torch.zeros(1) if index % 2 else None
-                message = backend.recv_at_once(0, tag, out=place, note=None)
+                message = backend.messages.recv_at_once(0, tag, out=place, note=None)
                 if message is not None:
                     expect(message.note == "n", f"the note of message {index} came as {message.note!r}")
                     expect(place is None or message.tensor is place, f"message {index} is not where it was to be")
-                got = [backend.irecv(0, tag, note="n").wait(SECONDS) if message is None else message.tensor]
+                got = [backend.messages.irecv(0, tag, note="n").wait(SECONDS) if message is None else message.tensor]
             for tensor in got:
                 wanted = [float(index)] * (1 + index // 7 % 2)
                 expect(tensor.tolist() == wanted, f"message {index} brought {tensor.tolist()}")
@@ -235,18 +235,20 @@ def _what_does_not_fit_is_not_received_at_once(run_ranks: RunRanks) -> None:
         tag = Tag(3, 0, 1)
         if backend.rank == 0:
             for number in range(3):
-                backend.isend(torch.full((4,), float(number)), 1, tag, note="a").wait(SECONDS)
+                backend.messages.isend(torch.full((4,), float(number)), 1, tag, note="a").wait(SECONDS)
             for other in (torch.zeros(4, device="meta"), torch.zeros(4).to_sparse()):
-                expect(not backend.send_at_once(other, 1, tag), f"sent at once: {other}")
+                expect(not backend.messages.send_at_once(other, 1, tag), f"sent at once: {other}")
             return
-        backend.irecv(0, tag, note="a").wait(SECONDS)
+        backend.messages.irecv(0, tag, note="a").wait(SECONDS)
         wrong, ints = torch.zeros(3), torch.zeros(4, dtype=torch.int32)
         for out, note in ((wrong, "a"), (ints, "a"), (None, "b")):
-            expect(backend.recv_at_once(0, tag, out=out, note=note) is None, f"received at once: {out}, {note!r}")
-        expect(backend.recv_at_once(0, Tag(3, 0, 2)) is None, "a message with another tag was received")
+            expect(
+                backend.messages.recv_at_once(0, tag, out=out, note=note) is None, f"received at once: {out}, {note!r}"
+            )
+        expect(backend.messages.recv_at_once(0, Tag(3, 0, 2)) is None, "a message with another tag was received")
         expect(not wrong.any() and not ints.any(), "a message that does not fit was written nevertheless")
         for number in (1, 2):
-            got = backend.irecv(0, tag, note="a").wait(SECONDS).tolist()
+            got = backend.messages.irecv(0, tag, note="a").wait(SECONDS).tolist()
             expect(got == [float(number)] * 4, f"message {number} brought {got}")
 
     run_ranks(2, act)
@@ -258,8 +260,8 @@ def _send_does_not_wait_for_the_receiver(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         for numel in (1, 3_000_000):
             other = 1 - backend.rank
-            backend.send(torch.full((numel,), float(backend.rank)), other, timeout=SECONDS)
-            got = backend.recv(other, timeout=SECONDS)
+            backend.messages.send(torch.full((numel,), float(backend.rank)), other, timeout=SECONDS)
+            got = backend.messages.recv(other, timeout=SECONDS)
             expect(bool((got == other).all()) and got.numel() == numel, f"{numel} elements did not arrive whole")
 
     run_ranks(2, act)
@@ -268,14 +270,14 @@ def _send_does_not_wait_for_the_receiver(run_ranks: RunRanks) -> None:
 def _nothing_arrives_before_it_is_sent(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
-            backend.recv(1, 1, timeout=SECONDS)
-            backend.send(torch.tensor([4]), 1, timeout=SECONDS)
+            backend.messages.recv(1, 1, timeout=SECONDS)
+            backend.messages.send(torch.tensor([4]), 1, timeout=SECONDS)
             return
-        work = backend.irecv(0)
+        work = backend.messages.irecv(0)
         expect(not work.is_completed(), "a receive is done before anything was sent")
         expect_error(Timeout, work.result, "result() of an operation under way")
         expect_error(Timeout, lambda: work.wait(0.05), "waiting for a message that nobody has sent")
-        backend.send(torch.ones(1), 0, 1, timeout=SECONDS)
+        backend.messages.send(torch.ones(1), 0, 1, timeout=SECONDS)
         expect(work.wait(SECONDS).item() == 4, "the message after a timeout is another")
         expect(work.is_completed() and work.exception() is None, "a finished Work does not say so")
 
@@ -285,16 +287,16 @@ def _nothing_arrives_before_it_is_sent(run_ranks: RunRanks) -> None:
 def _a_timeout_withdraws_the_receive(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
-            backend.recv(1, 1, timeout=SECONDS)
-            backend.send(torch.ones(2), 1, timeout=SECONDS)
-            backend.send(torch.full((2,), 2.0), 1, 1, timeout=SECONDS)
+            backend.messages.recv(1, 1, timeout=SECONDS)
+            backend.messages.send(torch.ones(2), 1, timeout=SECONDS)
+            backend.messages.send(torch.full((2,), 2.0), 1, 1, timeout=SECONDS)
             return
         place = torch.zeros(2)
-        expect_error(Timeout, lambda: backend.recv(0, out=place, timeout=0.05), "recv with a timeout")
-        backend.send(torch.ones(1), 0, 1, timeout=SECONDS)
-        expect(backend.recv(0, 1, timeout=SECONDS).tolist() == [2.0, 2.0], "the connection is out of step")
+        expect_error(Timeout, lambda: backend.messages.recv(0, out=place, timeout=0.05), "recv with a timeout")
+        backend.messages.send(torch.ones(1), 0, 1, timeout=SECONDS)
+        expect(backend.messages.recv(0, 1, timeout=SECONDS).tolist() == [2.0, 2.0], "the connection is out of step")
         expect(place.tolist() == [0.0, 0.0], "a receive whose time was up wrote into its tensor later")
-        expect(backend.recv(0, 0, timeout=SECONDS).tolist() == [1.0, 1.0], "the message itself was lost")
+        expect(backend.messages.recv(0, 0, timeout=SECONDS).tolist() == [1.0, 1.0], "the message itself was lost")
 
     run_ranks(2, act)
 
@@ -303,19 +305,19 @@ def _a_mismatch_leaves_the_connection_usable(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
             for tag in range(4):
-                backend.isend(torch.ones(100), 1, tag, note="a" if tag == 3 else "").wait(SECONDS)
-            backend.send(torch.tensor([1.5]), 1, 9, timeout=SECONDS)
+                backend.messages.isend(torch.ones(100), 1, tag, note="a" if tag == 3 else "").wait(SECONDS)
+            backend.messages.send(torch.tensor([1.5]), 1, 9, timeout=SECONDS)
             return
         outs = (torch.zeros(99), torch.zeros(10, 10), torch.zeros(100, dtype=torch.int32))
         for tag, out in enumerate(outs):
-            receive = partial(backend.recv, 0, tag, out=out, timeout=SECONDS)
+            receive = partial(backend.messages.recv, 0, tag, out=out, timeout=SECONDS)
             error = expect_error(SizeMismatch, receive, "a message that does not fit")
             expect("100" in str(error), f"the message does not say what came: {error}")
             expect(not out.any(), "a message that does not fit was written nevertheless")
-        work = backend.irecv(0, 3, note="b")
+        work = backend.messages.irecv(0, 3, note="b")
         error = expect_error(CollectiveMismatch, lambda: work.wait(SECONDS), "different notes")
         expect("a" in str(error) and "b" in str(error), f"the message does not show both sides: {error}")
-        expect(backend.recv(0, 9, timeout=SECONDS).item() == 1.5, "the connection is out of step")
+        expect(backend.messages.recv(0, 9, timeout=SECONDS).item() == 1.5, "the connection is out of step")
 
     run_ranks(2, act)
 
@@ -323,13 +325,15 @@ def _a_mismatch_leaves_the_connection_usable(run_ranks: RunRanks) -> None:
 def _bad_arguments_are_named(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         one = torch.ones(1)
-        expect_error(InvalidRank, lambda: backend.isend(one, 2), "a rank too high")
-        expect_error(InvalidRank, lambda: backend.irecv(-1), "a negative rank")
-        expect_error(SelfSend, lambda: backend.isend(one, backend.rank), "a send to itself")
-        expect_error(SelfSend, lambda: backend.irecv(backend.rank), "a receive from itself")
-        expect_error(UnsupportedOp, lambda: backend.isend(torch.ones(2, 2).t(), 1 - backend.rank), "a strided tensor")
-        expect_error(UnsupportedOp, lambda: backend.isend(one.to("meta"), 1 - backend.rank), "a meta tensor")
-        backend.barrier(SECONDS)
+        expect_error(InvalidRank, lambda: backend.messages.isend(one, 2), "a rank too high")
+        expect_error(InvalidRank, lambda: backend.messages.irecv(-1), "a negative rank")
+        expect_error(SelfSend, lambda: backend.messages.isend(one, backend.rank), "a send to itself")
+        expect_error(SelfSend, lambda: backend.messages.irecv(backend.rank), "a receive from itself")
+        expect_error(
+            UnsupportedOp, lambda: backend.messages.isend(torch.ones(2, 2).t(), 1 - backend.rank), "a strided tensor"
+        )
+        expect_error(UnsupportedOp, lambda: backend.messages.isend(one.to("meta"), 1 - backend.rank), "a meta tensor")
+        backend.messages.barrier(SECONDS)
 
     run_ranks(2, act)
 
@@ -342,8 +346,8 @@ def _what_has_no_memory_is_refused(run_ranks: RunRanks) -> None:
         group = ProcessGroup(backend, [0, 1], context=7)
         group.all_reduce(torch.ones(2))  # later calls like it take the fast path, which skips checks
         uses: tuple[Callable[[torch.Tensor], object], ...] = (
-            lambda tensor: backend.isend(tensor, other),
-            lambda tensor: backend.irecv(other, out=tensor),
+            lambda tensor: backend.messages.isend(tensor, other),
+            lambda tensor: backend.messages.irecv(other, out=tensor),
             group.all_reduce,
             lambda tensor: group.send(tensor, other),
             lambda tensor: group.recv(other, out=tensor),
@@ -392,17 +396,17 @@ def _without_memory() -> list[tuple[str, Callable[[Callable[[torch.Tensor], obje
 def _a_closed_peer_is_named(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 2:
-            backend.send(torch.tensor([8]), 0, timeout=SECONDS)
+            backend.messages.send(torch.tensor([8]), 0, timeout=SECONDS)
             return
         if backend.rank == 0:
-            waiting = partial(backend.recv, 2, 1, timeout=SECONDS)
+            waiting = partial(backend.messages.recv, 2, 1, timeout=SECONDS)
             error = expect_error(PeerFailed, waiting, "waiting for a rank that left")
             expect(isinstance(error, PeerFailed) and error.rank == 2, f"the error names another rank: {error}")
-            expect(backend.recv(2, timeout=SECONDS).item() == 8, "a message sent before leaving was lost")
-            expect_error(PeerFailed, lambda: backend.send(torch.ones(1), 2, timeout=SECONDS), "sending to it")
+            expect(backend.messages.recv(2, timeout=SECONDS).item() == 8, "a message sent before leaving was lost")
+            expect_error(PeerFailed, lambda: backend.messages.send(torch.ones(1), 2, timeout=SECONDS), "sending to it")
         other = 1 - backend.rank
-        backend.isend(torch.tensor([3]), other).wait(SECONDS)
-        expect(backend.recv(other, timeout=SECONDS).item() == 3, "the ranks that stay cannot talk any more")
+        backend.messages.isend(torch.tensor([3]), other).wait(SECONDS)
+        expect(backend.messages.recv(other, timeout=SECONDS).item() == 3, "the ranks that stay cannot talk any more")
 
     run_ranks(3, act)
 
@@ -412,7 +416,9 @@ def _an_abort_is_told_to_all(run_ranks: RunRanks) -> None:
         if backend.rank == 1:
             backend.abort("the dog ate it")
             return
-        error = expect_error(PeerFailed, lambda: backend.recv(1, timeout=SECONDS), "waiting for a rank that aborted")
+        error = expect_error(
+            PeerFailed, lambda: backend.messages.recv(1, timeout=SECONDS), "waiting for a rank that aborted"
+        )
         expect("the dog ate it" in str(error) and "rank 1" in str(error), f"the reason is missing: {error}")
 
     run_ranks(3, act)
@@ -421,13 +427,13 @@ def _an_abort_is_told_to_all(run_ranks: RunRanks) -> None:
 def _a_revoked_context_ends_its_collectives(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         if backend.rank == 0:
-            backend.revoke(7, [1], PeerFailed(2, "gone"))
-            backend.send(torch.ones(1), 1, Tag(7, 0, 0), timeout=SECONDS)
+            backend.control.revoke(7, [1], PeerFailed(2, "gone"))
+            backend.messages.send(torch.ones(1), 1, Tag(7, 0, 0), timeout=SECONDS)
             return
-        work = backend.irecv(0, Tag(7, 5, 0))
+        work = backend.messages.irecv(0, Tag(7, 5, 0))
         error = expect_error(PeerFailed, lambda: work.wait(SECONDS), "a collective of a revoked context")
         expect(isinstance(error, PeerFailed) and error.rank == 2, f"the first cause is not named: {error}")
-        backend.recv(0, Tag(7, 0, 0), timeout=SECONDS)
+        backend.messages.recv(0, Tag(7, 0, 0), timeout=SECONDS)
 
     run_ranks(2, act)
 
@@ -436,10 +442,10 @@ def _closed_is_closed(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
         peer = 1 - backend.rank
         backend.close()
-        expect_error(Closed, partial(backend.isend, torch.ones(1), peer), "isend after close")
-        expect_error(Closed, partial(backend.irecv, peer), "irecv after close")
-        expect_error(Closed, partial(backend.irecv_any, {peer: peer}), "irecv_any after close")
-        expect_error(Closed, partial(backend.start, bool, "nothing"), "start after close")
+        expect_error(Closed, partial(backend.messages.isend, torch.ones(1), peer), "isend after close")
+        expect_error(Closed, partial(backend.messages.irecv, peer), "irecv after close")
+        expect_error(Closed, partial(backend.messages.irecv_any, {peer: peer}), "irecv_any after close")
+        expect_error(Closed, partial(backend.lanes.start, bool, "nothing"), "start after close")
         backend.close()
         backend.abort("late")
 
@@ -451,14 +457,14 @@ def _lanes_run_beside(run_ranks: RunRanks) -> None:
         other = 1 - backend.rank
 
         def exchange(tag: int) -> int:
-            backend.send(torch.tensor([tag]), other, tag, timeout=SECONDS)
-            return int(backend.recv(other, tag, timeout=SECONDS).item())
+            backend.messages.send(torch.tensor([tag]), other, tag, timeout=SECONDS)
+            return int(backend.messages.recv(other, tag, timeout=SECONDS).item())
 
         order = (0, 1) if backend.rank == 0 else (1, 0)  # a deadlock if both were in one lane
-        works = {lane: backend.start(partial(exchange, lane), f"lane {lane}", lane) for lane in order}
+        works = {lane: backend.lanes.start(partial(exchange, lane), f"lane {lane}", lane) for lane in order}
         for lane, work in works.items():
             expect(work.wait(SECONDS) == lane, f"lane {lane} returned {work.result()}")
-        failing = backend.start(lambda: 1 // 0, "division", 0)
+        failing = backend.lanes.start(lambda: 1 // 0, "division", 0)
         expect_error(ZeroDivisionError, lambda: failing.wait(SECONDS), "an error in a lane")
 
     run_ranks(2, act)
@@ -466,7 +472,7 @@ def _lanes_run_beside(run_ranks: RunRanks) -> None:
 
 def _many_lanes_talk_at_once(run_ranks: RunRanks) -> None:
     def act(backend: Backend) -> None:
-        works = [backend.start(partial(_talk, backend, tag), f"talk {tag}", tag) for tag in range(4)]
+        works = [backend.lanes.start(partial(_talk, backend, tag), f"talk {tag}", tag) for tag in range(4)]
         _talk(backend, len(works))
         for work in works:
             work.wait(SECONDS)
@@ -502,8 +508,8 @@ def _talk(backend: Backend, tag: int) -> None:
     """Exchanges 20 messages with the other rank, under one tag."""
     other = 1 - backend.rank
     for _ in range(20):
-        work = backend.isend(torch.full((tag * 1000 + 1,), tag), other, tag)
-        got = backend.recv(other, tag, timeout=SECONDS)
+        work = backend.messages.isend(torch.full((tag * 1000 + 1,), tag), other, tag)
+        got = backend.messages.recv(other, tag, timeout=SECONDS)
         expect(bool((got == tag).all()), f"tag {tag} brought {got[:1].tolist()}")
         work.wait(SECONDS)
 

@@ -71,9 +71,9 @@ def exchange(
     while distance < size:
         tag = Tag(context, call.sequence, step)
         after, before = ranks[(rank + distance) % size], ranks[(rank - distance) % size]
-        with backend.will_wait():
-            coming = backend.irecv(before, tag, note=note)
-            sent = backend.isend(_pack(known[: size - distance]), after, tag, note=note)
+        with backend.messages.will_wait():
+            coming = backend.messages.irecv(before, tag, note=note)
+            sent = backend.messages.isend(_pack(known[: size - distance]), after, tag, note=note)
             known += _unpack(_wait(backend, coming, before, call))
             _wait(backend, sent, after, call)
         distance, step = distance * 2, step + 1

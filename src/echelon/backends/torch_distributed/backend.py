@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.backends.base import Backend
-from echelon.backends.carried import Carried
 from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import StreamScope
 from echelon.backends.native import NativeCollectives
-from echelon.backends.operators import Combine
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
@@ -30,14 +28,13 @@ from echelon.backends.torch_distributed.collectives import TorchCollectives
 from echelon.backends.torch_distributed.engine import Engines
 from echelon.backends.torch_distributed.engines import ENGINES, MESSAGES
 from echelon.backends.torch_distributed.messages import EngineMessages
-from echelon.backends.work import Message, Received, Work
 from echelon.errors import ConnectError, Timeout
 
 # Sequence number of the message with the port of the store; collectives never get as far.
 _SEQUENCE = (1 << 64) - 2
 
 
-class TorchBackend(Carried):
+class TorchBackend(Backend):
     """Does collectives by an engine of torch.distributed, and moves CPU tensors between two ranks over TCP.
 
     Tensors of a GPU go from rank to rank by the engine, if it takes any.
@@ -53,13 +50,13 @@ class TorchBackend(Carried):
             store: reached by all ranks, used for nothing else.
         """
         self._engines = Engines(tcp, name, store)
-        super().__init__(tcp)
+        types = MESSAGES.get(name, frozenset())
+        self._engine_messages = EngineMessages(tcp, self._engines, types) if types else None
+        super().__init__(self._engine_messages or tcp.messages, tcp.control, tcp.lanes)
+        self._control = tcp.control
         self._notes = notes
         self._name = name
         self.devices = frozenset(ENGINES[name])
-        types = MESSAGES.get(name, frozenset())
-        self.message_devices = types | {"cpu"}
-        self._messages = EngineMessages(tcp, self._engines, types) if types else None
 
     @property
     def name(self) -> str:  # noqa: D102
@@ -75,52 +72,8 @@ class TorchBackend(Carried):
         self._engines.device = device
 
     def __repr__(self) -> str:
-        state = ", closed" if self._tcp.is_closed else ""
+        state = ", closed" if self._control.is_closed else ""
         return f"<TorchBackend: rank {self.rank} of {self.world_size} over {self._name}{state}>"
-
-    # Messages
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
-        if self._messages is None:
-            return super().isend(tensor, dst, tag, note=note)
-        return self._messages.isend(tensor, dst, self.checked_send(tensor, dst, tag), note)
-
-    def irecv(  # noqa: D102
-        self,
-        src: int,
-        tag: int | Tag = 0,
-        *,
-        out: torch.Tensor | None = None,
-        note: str | None = "",
-        must_fit: bool = True,
-        combine: Combine | None = None,
-    ) -> Work[torch.Tensor]:
-        if self._messages is None:
-            return super().irecv(src, tag, out=out, note=note, must_fit=must_fit, combine=combine)
-        return self._messages.irecv(src, self.checked_receive(src, tag, out), out, note, must_fit, combine)
-
-    def irecv_any(  # noqa: D102
-        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
-    ) -> Work[Received]:
-        if self._messages is None:
-            return super().irecv_any(sources, tag, note=note)
-        return self._messages.irecv_any(sources, self.checked_receive_any(sources, tag), note)
-
-    # Fast paths are TCP's. Messages of an engine have none: they wait for an answer at least.
-
-    def send_at_once(self, tensor: torch.Tensor, dst: int, tag: Tag, *, note: str = "") -> bool:  # noqa: D102
-        return self._messages is None and super().send_at_once(tensor, dst, tag, note=note)
-
-    def recv_at_once(  # noqa: D102
-        self, src: int, tag: Tag, *, out: torch.Tensor | None = None, note: str | None = ""
-    ) -> Message | None:
-        return super().recv_at_once(src, tag, out=out, note=note) if self._messages is None else None
-
-    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
-        if self._messages is None:
-            super().cancel(work)
-        else:
-            self._messages.cancel(work)
 
     # Collectives
 
@@ -140,8 +93,8 @@ class TorchBackend(Carried):
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
         has_left = True
-        if self._messages is not None and not self._tcp.is_closed:
-            has_left = self._messages.finish(self.timeout if timeout is None else timeout)
+        if self._engine_messages is not None and not self._control.is_closed:
+            has_left = self._engine_messages.finish(self.timeout if timeout is None else timeout)
             self._engines.finish_scopes()
         self._notes.close(timeout)
         self._engines.close()
@@ -179,9 +132,9 @@ def meet_at_store(tcp: TcpBackend, timeout: float) -> Store:
                 host, port, None, True, patience, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
             )
         for rank in range(1, tcp.world_size):
-            tcp.send(torch.tensor([port], device="cpu"), rank, tag, timeout)
+            tcp.messages.send(torch.tensor([port], device="cpu"), rank, tag, timeout)
         return store
-    port = int(tcp.recv(0, tag, timeout=timeout).item())
+    port = int(tcp.messages.recv(0, tag, timeout=timeout).item())
     try:
         return TCPStore(host, port, None, False, patience, wait_for_workers=False)
     except RuntimeError as error:

@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] #
 
 from echelon._torch_private import all_gather_into, is_in_backward, make_process_group
 from echelon.backends.host_copies import AcceleratorStreamScope, StreamScope
+from echelon.backends.lanes import wait_checking
 from echelon.backends.memory import as_bytes
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.engines import ENGINES, TIMED
@@ -39,7 +40,6 @@ Look = Callable[[], None]
 Begin = Callable[[dist.ProcessGroup], dist.Work | None]
 """Begins an operation of a process group."""
 
-_LOOK_SECONDS = 0.02
 # The engine waits longer than the caller: the caller's own timeout can say which rank is late, the engine's cannot.
 _MARGIN = timedelta(seconds=1)
 # Most seconds that a rank whose engine failed waits to learn which rank was the cause.
@@ -58,12 +58,6 @@ class EngineFailed(Exception):
 def _nothing() -> None: ...
 
 
-def _wait(ends_within: Callable[[float], bool], look: Look) -> None:
-    """Blocks until an operation has ended. Calls `look` every 20 ms; an exception ends the wait."""
-    while not ends_within(_LOOK_SECONDS):
-        look()
-
-
 def in_thread(function: Callable[[], T], name: str, look: Look = _nothing) -> T:
     """Runs a function of torch that may block for ever, in a thread of its own, and returns its result.
 
@@ -78,7 +72,7 @@ def in_thread(function: Callable[[], T], name: str, look: Look = _nothing) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    _wait(lambda seconds: bool(futures.wait([outcome], seconds).done), look)
+    wait_checking(lambda seconds: bool(futures.wait([outcome], seconds).done), look)
     return outcome.result()
 
 
@@ -162,7 +156,7 @@ class Engine:
         if work is None:
             return
         try:
-            _wait(partial(_ends_within, work), self._look)
+            wait_checking(partial(_ends_within, work), self._look)
         except BaseException:
             if not work.is_completed():
                 # The end may be far away, and whoever drops the process group waits for it: a thread does both.
@@ -306,17 +300,14 @@ class Engines:
 
     def check(self, context: int) -> None:
         """Raises Closed or PeerFailed if a group cannot begin an operation."""
-        if self._tcp.is_closed:
-            raise self._tcp.closed_error()
-        if error := self._tcp.revoked(context):
-            raise error
+        self._tcp.control.check_open(context)
 
     def check_liveness(self, deadline: float, context: int, ranks: Sequence[int]) -> None:
         """Raises the reason to stop waiting, if there is one: a revocation, the death of a rank, or Timeout."""
-        self._tcp.poll_once()
+        self._tcp.control.poll()
         self.check(context)
         for rank in ranks:
-            error = self._tcp.failure(rank, context)
+            error = self._tcp.control.failure(rank, context)
             # A rank that has closed its group has done its part of an operation that all had agreed on.
             if isinstance(error, PeerFailed) and not error.has_closed:
                 raise error
@@ -334,10 +325,10 @@ class Engines:
 
         # The engine may notice a broken connection before TCP or the kernel tells which process died.
         try:
-            _wait(is_over, look)
+            wait_checking(is_over, look)
         except EchelonError as error:
             return error
-        failures = (found for rank in ranks if (found := self._tcp.failure(rank, context)))
+        failures = (found for rank in ranks if (found := self._tcp.control.failure(rank, context)))
         return next(failures, PeerFailed(self.rank, f"{self.name} failed: {failure}"))
 
     def scope(self, lane: int) -> StreamScope | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,8 +27,10 @@ from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import StreamScope
 from echelon.backends.memory import as_bytes, bytes_of, dtype_of, new_tensor
+from echelon.backends.messages import Messages
 from echelon.backends.operators import Combine
-from echelon.backends.tcp.backend import Passage, TcpBackend, message_head
+from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.messages import Passage, message_head
 from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Engines, Look
 from echelon.backends.work import Received, Work
 from echelon.errors import EchelonError, Timeout, UnsupportedOp
@@ -132,8 +135,8 @@ def greet(group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-class EngineMessages:
-    """Messages of one rank."""
+class EngineMessages(Messages):
+    """Messages of one rank, over its links or by an engine."""
 
     def __init__(self, tcp: TcpBackend, engines: Engines, types: frozenset[str]) -> None:
         """Opens no channel yet.
@@ -143,7 +146,10 @@ class EngineMessages:
             engines: opens the engines of channels.
             types: device types whose tensors go by an engine.
         """
+        messages = tcp.messages
+        super().__init__(messages.rank, messages.world_size, messages.timeout, types | {"cpu"})
         self._tcp = tcp
+        self._messages = messages
         self._engines = engines
         self._types = types
         self._channels: dict[Route, Channel] = {}
@@ -154,12 +160,13 @@ class EngineMessages:
         self._lock = threading.Lock()
         self._announcing = threading.Lock()
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: Tag, note: str) -> Work[None]:
-        """Starts to send a tensor; see `Backend.isend`."""
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
+        self.check_send(tensor, dst)
+        tag = Tag.of(tag)
         if tensor.device.type not in self._types:
-            return self._tcp.isend(tensor, dst, tag, note=note)
-        work: Work[None] = Work(self._tcp, Passage("send to", dst, tag), self._tcp.timeout)
-        channel = self._channel(Route(tag.context, self._tcp.rank, dst))
+            return self._messages.isend(tensor, dst, tag, note=note)
+        work: Work[None] = Work(self._messages.progress, Passage("send to", dst, tag), self.timeout)
+        channel = self._channel(Route(tag.context, self.rank, dst))
         scope = self._engines.scope(channel.lane)
         if scope is not None:
             work.when_taken(scope.join)
@@ -168,11 +175,11 @@ class EngineMessages:
         self._leaving[work] = None
         # Answers to announcements with one tag come in the order of the announcements.
         with self._announcing:
-            self._tcp.isend(head, dst, tag, note=_ANNOUNCED)
-            answer = self._tcp.irecv(dst, _answer_tag(tag))
+            self._messages.isend(head, dst, tag, note=_ANNOUNCED)
+            answer = self._messages.irecv(dst, _answer_tag(tag))
 
         def send() -> None:
-            channel.send(as_bytes(tensor), self._tcp.timeout, self._look(dst, tag))
+            channel.send(as_bytes(tensor), self.timeout, self._look(dst, tag))
             _keep_until_done(tensor)
 
         def answered() -> None:
@@ -184,24 +191,35 @@ class EngineMessages:
                 act = partial(_queue, scope, send)
                 channel.in_order(number, lambda: self._in_lane(channel, act, partial(self._left, work), work))
 
-        self._tcp.when_ended(answer, answered)
+        self._messages.when_ended(answer, answered)
         return work
 
-    def irecv(
-        self, src: int, tag: Tag, out: torch.Tensor | None, note: str | None, must_fit: bool, combine: Combine | None
+    def irecv(  # noqa: D102
+        self,
+        src: int,
+        tag: int | Tag = 0,
+        *,
+        out: torch.Tensor | None = None,
+        note: str | None = "",
+        must_fit: bool = True,
+        combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
-        """Starts to receive a tensor; see `Backend.irecv`."""
-        work: Work[torch.Tensor] = Work(self._tcp, Passage("receive from", src, tag), self._tcp.timeout)
+        self.check_receive((src,), out)
+        tag = Tag.of(tag)
+        work: Work[torch.Tensor] = Work(self._messages.progress, Passage("receive from", src, tag), self.timeout)
         receive = Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine)
-        lane = self._channel(Route(tag.context, src, self._tcp.rank)).lane
-        self._expect(receive, self._tcp.irecv(src, tag, note=None), self._engines.scope(lane))
+        lane = self._channel(Route(tag.context, src, self.rank)).lane
+        self._expect(receive, self._messages.irecv(src, tag, note=None), self._engines.scope(lane))
         return work
 
-    def irecv_any(self, sources: Mapping[int, int], tag: Tag, note: str | None) -> Work[Received]:
-        """Starts to receive a tensor from the first rank that sends; see `Backend.irecv_any`."""
-        work: Work[Received] = Work(self._tcp, f"receive from any rank, {tag}", self._tcp.timeout)
+    def irecv_any(  # noqa: D102
+        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
+    ) -> Work[Received]:
+        self.check_receive(sources)
+        tag = Tag.of(tag)
+        work: Work[Received] = Work(self._messages.progress, f"receive from any rank, {tag}", self.timeout)
         receive = Receive(work, ANY, tag, None, note, sources)
-        coming = self._tcp.irecv_any({src: src for src in sources}, tag, note=None)
+        coming = self._messages.irecv_any({src: src for src in sources}, tag, note=None)
         self._expect(receive, coming, self._engines.scope(_ANY_LANE))
         return work
 
@@ -209,17 +227,20 @@ class EngineMessages:
         """Withdraws a receive. If its message is under way by the engine, the tensor may still be written."""
         coming = self._expected.get(work)
         if coming is not None:
-            self._tcp.cancel(coming)
+            self._messages.cancel(coming)
         error = Timeout(f"{work.description}: withdrawn after its time was up")
-        self._tcp.end(lambda: work.complete(error=error))
+        self._messages.end(lambda: work.complete(error=error))
 
     def finish(self, timeout: float) -> bool:
         """Waits until all sends have left or failed. False if the time is up first."""
         deadline = time.monotonic() + timeout
         return all(
-            self._tcp.drive(work, max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]
+            self._messages.progress.drive(work, max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]
             for work in list(self._leaving)
         )
+
+    def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102
+        return self._messages.will_wait()
 
     def _channel(self, route: Route) -> Channel:
         with self._lock:
@@ -232,7 +253,7 @@ class EngineMessages:
         if scope is not None:
             receive.work.when_taken(scope.join)
         self._expected[receive.work] = coming
-        self._tcp.when_ended(coming, lambda: self._came(receive, coming, scope))
+        self._messages.when_ended(coming, lambda: self._came(receive, coming, scope))
 
     def _came(self, receive: Receive, coming: Work[Any], scope: StreamScope | None) -> None:
         """Processes a message that came over TCP, or the announcement of a message by the engine."""
@@ -251,7 +272,7 @@ class EngineMessages:
             else:
                 receive.work.complete(error=error)
             return
-        channel = self._channel(Route(receive.tag.context, src, self._tcp.rank))
+        channel = self._channel(Route(receive.tag.context, src, self.rank))
 
         def end(error: BaseException | None) -> None:
             if error is not None:
@@ -269,7 +290,7 @@ class EngineMessages:
         error = receive.refusal(src, shape, dtype, frame.note) or _elsewhere(receive, device)
         number = _NOTHING if error is not None or not frame.payload_bytes else channel.next_number()
         answer = torch.tensor([number], dtype=torch.int64, device="cpu")
-        self._tcp.isend(answer, src, _answer_tag(receive.tag))
+        self._messages.isend(answer, src, _answer_tag(receive.tag))
         if error is not None:
             raise error
 
@@ -277,14 +298,14 @@ class EngineMessages:
             out, combine = receive.out, receive.combine
             place = new_tensor(shape, dtype, device) if out is None or combine is not None else out.detach()
             if number != _NOTHING:
-                channel.receive(as_bytes(place), self._tcp.timeout, self._look(src, receive.tag))
+                channel.receive(as_bytes(place), self.timeout, self._look(src, receive.tag))
                 _keep_until_done(place)
             if out is not None and combine is not None:
                 combine(out.detach(), place)
             return place if out is None else out
 
         tensor = _queue(scope, fetch)
-        self._tcp.end(lambda: receive.complete(tensor, src, frame.note))
+        self._messages.end(lambda: receive.complete(tensor, src, frame.note))
 
     def _in_lane(
         self,
@@ -301,10 +322,10 @@ class EngineMessages:
                 act()
             except BaseException as error:  # whoever waits for the Work raises it
                 failure = error
-            self._tcp.end(lambda: end(failure))
+            self._messages.end(lambda: end(failure))
 
         try:
-            self._tcp.start(run, str(work.description), channel.lane)
+            self._tcp.lanes.start(run, str(work.description), channel.lane)
         except EchelonError as error:
             end(error)
 
@@ -316,7 +337,7 @@ class EngineMessages:
         """Returns a function that raises the reason to stop waiting for a message, if there is one."""
         # Context 0 is never revoked: messages of users outlive the collectives of their group.
         context = tag.context if tag.sequence else 0
-        deadline = self._tcp.now() + self._tcp.timeout
+        deadline = self._tcp.now() + self.timeout
         return lambda: self._engines.check_liveness(deadline, context, [peer])
 
 

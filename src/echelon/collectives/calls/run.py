@@ -97,7 +97,7 @@ def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = 
     """
     tag = Tag(channel.context, channel.sequence)
     # This thread polls for its own messages, so the background thread need not wake.
-    with channel.backend.will_wait():
+    with channel.backend.messages.will_wait():
         for steps in plan.rounds[channel.rank]:
             _run_round(steps, channel, tag, chunks, combine)
 
@@ -111,13 +111,13 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
     hows = [_in_order(step, combine) if chunks.combines_in_place else None for step in coming]
     receives = [
         [
-            backend.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how)
+            backend.messages.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how)
             for place in chunks.places(step, busy)
         ]
         for step, how in zip(coming, hows, strict=True)
     ]
     sends = [
-        (backend.isend(part, ranks[step.peer], tag, note=note), ranks[step.peer])
+        (backend.messages.isend(part, ranks[step.peer], tag, note=note), ranks[step.peer])
         for step in leaving
         for part in chunks.outgoing(step)
     ]

@@ -90,7 +90,7 @@ class Failures:
     def _revoke(self, failure: Failure) -> Failure:
         """Revokes the groups of the replicas and of the pipeline. Returns the first cause that is known."""
         for group in (*self._replicas, self._group):
-            failure = group.backend.revoke(group.context, group.ranks, failure)
+            failure = group.backend.control.revoke(group.context, group.ranks, failure)
         return failure
 
 

@@ -148,7 +148,7 @@ class PendingSends:
     def _attend(self) -> None:
         if self._attendance is None:
             self._attendance = ExitStack()
-            self._attendance.enter_context(self._group.backend.will_wait())
+            self._attendance.enter_context(self._group.backend.messages.will_wait())
 
     def _leave(self) -> None:
         if self._attendance is not None:
@@ -204,8 +204,8 @@ class Transfers:
         for tensor, note in _messages(value):
             # Fast path: a message that can leave now needs no Work. Within a step a send took 143 us, and takes 100
             # (benchmarks/pipeline).
-            if not backend.send_at_once(tensor, dst, tag, note=note):
-                work = backend.isend(tensor, dst, tag, note=note)
+            if not backend.messages.send_at_once(tensor, dst, tag, note=note):
+                work = backend.messages.isend(tensor, dst, tag, note=note)
                 work.lateness = MessageLateness(backend, (dst,), self._group.ranks, self._group.context)
                 works.append(work)
             tag = tag._replace(step=tag.step + 1)
@@ -235,7 +235,7 @@ class PendingReceive:
         self._seen = seen
         self._buffers = buffers
         self._works: list[Work[torch.Tensor]] = []
-        if not group.backend.keeps_messages(src):
+        if not group.backend.messages.keeps_messages(src):
             self._works += [self._post(part) for part in range(max(1, len(seen)))]
 
     def wait(self) -> Value:
@@ -256,7 +256,7 @@ class PendingReceive:
     def withdraw(self) -> None:
         """Cancels the receives, so that the next value with the same tags does not arrive here."""
         for work in self._works:
-            self._group.backend.cancel(work)
+            self._group.backend.messages.cancel(work)
 
     def _arrived(self) -> tuple[str, list[torch.Tensor]]:
         """Waits for all messages. Returns the structure and the tensors."""
@@ -267,7 +267,7 @@ class PendingReceive:
         count = num_tensors(structure) + (note == _APART)
         # Fewer or more tensors than the last time: receives without a message are cancelled, missing ones are posted.
         for work in self._works[count:]:
-            self._group.backend.cancel(work)
+            self._group.backend.messages.cancel(work)
         if self._works:
             self._works += [self._post(part) for part in range(len(self._works), count)]
         arrived = [first, *(self._take(part).tensor for part in range(1, count))]
@@ -284,7 +284,7 @@ class PendingReceive:
         else:
             tag, place = self._tag_of(part), self._place(part)
             # Fast path, as in `Transfers.send`: within a step a receive took 133 us, and takes 80.
-            if message := group.backend.recv_at_once(self._src, tag, out=place, note=None):
+            if message := group.backend.messages.recv_at_once(self._src, tag, out=place, note=None):
                 return message
             work = self._post(part, place)
         return Message(wait_for(group.backend, work, [self._src], group.ranks, group.context, group.timeout), work.note)
@@ -302,12 +302,12 @@ class PendingReceive:
             return None
         spec = self._seen[part]
         num_bytes = spec.shape.numel() * spec.dtype.itemsize
-        return None if self._group.backend.brings_memory(self._src, num_bytes) else self._buffers.take(*spec)
+        return None if self._group.backend.messages.brings_memory(self._src, num_bytes) else self._buffers.take(*spec)
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
         place = self._place(part) if place is None else place
         # must_fit=False: shapes may change from step to step, and are known only when the message is there.
-        return self._group.backend.irecv(self._src, self._tag_of(part), out=place, note=None, must_fit=False)
+        return self._group.backend.messages.irecv(self._src, self._tag_of(part), out=place, note=None, must_fit=False)
 
 
 def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
