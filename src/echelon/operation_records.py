@@ -83,7 +83,6 @@ class OperationRecord:
     __slots__ = (
         "_clock",
         "_watch",
-        "_watched_by",
         "begun",
         "context",
         "deadline",
@@ -98,10 +97,10 @@ class OperationRecord:
         "signature",
         "started",
         "thread",
+        "watched_by",
     )
     _clock: Callable[[], float]
     _watch: LivenessCheck | None
-    _watched_by: Callable[[OperationRecord], LivenessCheck]
     group: str
     context: int
     sequence: int
@@ -122,12 +121,15 @@ class OperationRecord:
     """End of a collective's time, in the backend's time."""
     ended: float | None
     error: str
+    watched_by: Callable[[OperationRecord], LivenessCheck] | None
+    """Makes `lookout`."""
 
     @property
     def lookout(self) -> LivenessCheck:
         """Diagnosis of this collective. Made by the first long wait, because most calls never wait long."""
         if self._watch is None:
-            self._watch = self._watched_by(self)
+            assert self.watched_by is not None, "a collective in flight"
+            self._watch = self.watched_by(self)
         return self._watch
 
     @property
@@ -209,8 +211,7 @@ class FlightRecorder:
         record = OperationRecord.__new__(OperationRecord)
         record._clock = clock = self.clock
         record._watch = None
-        if watched_by is not None:
-            record._watched_by = watched_by
+        record.watched_by = watched_by
         record.group, record.context, record.sequence, record.signature = group, context, sequence, signature
         record.operation, record.num_bytes, record.marks = operation, num_bytes, marks
         frame = sys._getframe(2)  # begin's caller and its caller are ours

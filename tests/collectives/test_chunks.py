@@ -11,7 +11,7 @@ from echelon.collectives.calls.run import Channel, run
 from echelon.collectives.plans.algorithms import build
 from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.collectives.plans.select import Selector
-from echelon.operation_records import FlightRecorder
+from tests.helpers.collective_calls import call_of
 
 
 class LateBackend:
@@ -51,9 +51,7 @@ def play(plan, own, comes):
     """Runs rank 0 and returns what it sent."""
     backend = LateBackend(comes)
     ranks = range(plan.num_ranks)
-    record = FlightRecorder().begin("world", 1, 1, 0, "plan")
-    record.deadline = 1.0
-    record.lookout = None  # nothing takes long
+    record = call_of(1, "plan", deadline=1.0)
     channel = Channel(backend, ranks, 0, 1, record, Selector((0,) * plan.num_ranks))
     run(plan, channel, FlatChunks.equal(own, plan.num_chunks), torch.Tensor.add_)
     return backend.sent

@@ -93,7 +93,7 @@ class Odd(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.is_conj:  # what every collective asks before it reads the values
+        if function is torch.add:  # the arithmetic of a sum
             raise RuntimeError("the kernel is out of order")
         return super().__torch_function__(function, types, args, kwargs or {})
 

@@ -84,6 +84,19 @@ class Collective(NamedTuple):
         assert self.dtype is not None, "a reduction has a tensor"
         return operator(self.op, self.dtype)
 
+    def checked(self, run: Callable[..., tuple[Tensor, Sequence[int]]]) -> Run:
+        """Returns the function of an all-to-all, from one that also returns how many rows came from each rank.
+
+        The numbers are checked after the collective has left the executor, so that other ranks finish theirs.
+        """
+
+        def run_and_check(call: OperationRecord, rows: Tensor | None, out: Tensor | None) -> Tensor:
+            result, counts = run(call, rows, out)
+            self.check_counts(counts)
+            return result
+
+        return run_and_check
+
     def check_counts(self, counts: Sequence[int]) -> None:
         """Raises CollectiveMismatch unless the ranks have sent as many rows as `out_splits` says."""
         if self.out_splits is not None and tuple(counts) != self.out_splits:

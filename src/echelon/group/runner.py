@@ -95,6 +95,8 @@ class CollectiveRunner:
         # Errors of asynchronous operations that nobody has waited for yet, by sequence number; `close` raises them.
         self._unseen: dict[int, Exception] = {}
         self._prepared: dict[tuple[object, ...], Prepared] = {}
+        # Refers to no group: records outlive theirs.
+        self._watched_by = partial(_diagnosis, backend, ranks)
         self.is_closed = False
         """Whether the group is closed, or a forked child's copy."""
         # Compared with the current process, to tell a forked child.
@@ -295,7 +297,7 @@ class CollectiveRunner:
                 prepared.note,
                 prepared.num_bytes,
                 marks,
-                self._watched,
+                self._watched_by,
             )
 
     def _run(
@@ -320,16 +322,15 @@ class CollectiveRunner:
             self._fail(error, record)
         # Ended before the result is written: an `out` that does not fit is an error of this rank alone.
         record.ended = self._clock()
+        record.watched_by = None
         return result if out is None else _write_out(out, result, prepared.note)
-
-    def _watched(self, record: OperationRecord) -> HangDiagnosis:
-        begun = record.started if record.begun is None else record.begun
-        return HangDiagnosis(self._backend, self._ranks, record, begun)
 
     def _fail(self, error: BaseException, record: OperationRecord) -> NoReturn:
         """Ends an operation on all ranks and raises the reason."""
-        told = self._give_up(error, self._watched(record), f"rank {self._backend.rank} in {record}")
+        watch = _diagnosis(self._backend, self._ranks, record)
+        told = self._give_up(error, watch, f"rank {self._backend.rank} in {record}")
         record.end(told)
+        record.watched_by = None
         if told is error:
             raise error
         raise told from without_frames(error)
@@ -407,6 +408,10 @@ class Lateness:
             return HangDiagnosis(self._backend, self._ranks, record, begun).timeout(min(seconds, ANSWER_SECONDS))
         except CollectiveMismatch as mismatch:
             return Timeout(str(mismatch))
+
+
+def _diagnosis(backend: Backend, ranks: Sequence[int], record: OperationRecord) -> HangDiagnosis:
+    return HangDiagnosis(backend, ranks, record, record.started if record.begun is None else record.begun)
 
 
 def _explained(error: BaseException, watch: HangDiagnosis, operation: str) -> BaseException:

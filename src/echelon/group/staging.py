@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -102,13 +102,17 @@ def admit(
         UnsupportedOp: a tensor cannot be moved, or not be written.
         LaunchError: as `check_fallback`.
     """
-    is_here = tensor is None or check_dense(tensor, backend.devices, kind)
-    if tensor is not None and writes:
+    if tensor is None and kind in ("scatter", "barrier"):
+        if out is not None:
+            check_out(backend, out, kind)
+        return None, None
+    # Raises for None too.
+    is_here = check_dense(cast("Tensor", tensor), backend.devices, kind)
+    assert tensor is not None
+    if writes:
         check_writable(tensor, kind)
     if out is not None:
         check_out(backend, out, kind)
-    if tensor is None:
-        return None, None
     if not is_here:
         return _staged(to_host(backend, tensor, kind), kind, tensor, out, writes)
     # The memory of a lazy conjugate or negative does not hold the values.

@@ -185,15 +185,14 @@ def scatter(
 
 
 def all_to_all(
-    engine: Engine, told: Facts, collective: Collective, rows: torch.Tensor, out: torch.Tensor | None
-) -> torch.Tensor:
-    """Sends each rank its part of this rank's rows, and returns the received rows; `told` holds all sizes."""
+    engine: Engine, told: Facts, _: Collective, rows: torch.Tensor, out: torch.Tensor | None
+) -> tuple[torch.Tensor, list[int]]:
+    """Sends each rank its part of this rank's rows. Returns the received rows and their numbers; `told` holds all."""
     counts = [facts[engine.rank] for facts in told]
     result = result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
     parts = torch.split(rows, list(told[engine.rank]))
     engine.exchange([part.contiguous() for part in parts], torch.split(result, counts))
-    collective.check_counts(counts)
-    return result
+    return result, counts
 
 
 class Host(Protocol):
@@ -255,7 +254,10 @@ class EngineExecutor(CollectiveExecutor):
         self._interrupted: int | None = None
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        return partial(self._run, collective)
+        if collective.op:
+            _ = collective.reduction  # raises now, before the collective has a number
+        run = partial(self._run, collective)
+        return collective.checked(run) if collective.kind == "all_to_all" else run
 
     def close(self) -> None:
         """Takes the process group apart, if there is one."""

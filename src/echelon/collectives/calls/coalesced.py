@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from echelon.backends.collective import Collective
 from echelon.backends.memory import describe, is_plain, plain
-from echelon.backends.modes import outside_autograd, overwrite
+from echelon.backends.modes import in_normal_mode, outside_autograd, overwrite
 from echelon.backends.operators import check_op, operator
 
 # Every packed tensor begins at a multiple of this many bytes, so that the bytes can be viewed as its dtype.
@@ -35,18 +35,21 @@ class Packed(NamedTuple):
     """Maps the result of the collective to that of the values."""
 
 
+@in_normal_mode
 def all_reduce_coalesced(tensors: Sequence[Tensor], op: str) -> list[Packed]:
     """Returns the collectives, one per dtype, that combine each tensor over all ranks, in place."""
     op = check_op(op)
     return _in_place("all_reduce", f"all_reduce_coalesced({op})", tensors, op)
 
 
+@in_normal_mode
 def reduce_coalesced(tensors: Sequence[Tensor], dst: int, op: str, is_dst: bool) -> list[Packed]:
     """Returns the collectives, one per dtype, that combine each tensor over all ranks, in place on rank `dst`."""
     op = check_op(op)
     return _in_place("reduce", f"reduce_coalesced({op}, dst={dst})", tensors, op, dst, keeps=is_dst)
 
 
+@in_normal_mode
 def reduce_scatter_coalesced(
     tensors: Sequence[Tensor], op: str, rank: int, num_ranks: int, results: list[Tensor]
 ) -> list[Packed]:
@@ -74,6 +77,7 @@ def reduce_scatter_coalesced(
     return _for_each_dtype(note, tensors, op, pack)
 
 
+@in_normal_mode
 def all_gather_coalesced(tensors: Sequence[Tensor]) -> Packed:
     """Returns the collective that concatenates each tensor over all ranks along dim 0."""
     own = _rows_of(tensors)
@@ -82,6 +86,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor]) -> Packed:
     return Packed(collective, packed, lambda came: _unpack(came, own))
 
 
+@in_normal_mode
 def gather_coalesced(tensors: Sequence[Tensor], dst: int) -> Packed:
     """Returns the collective that concatenates each tensor over all ranks, on rank `dst` only. None on other ranks."""
     own = _rows_of(tensors)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from echelon.backends.collective import Collective
+from echelon.backends.modes import in_normal_mode
 from echelon.collectives.calls.coalesced import Packed
 from echelon.errors import ProtocolError, UnsupportedOp
 
@@ -19,12 +20,14 @@ JsonLike = None | bool | int | float | str | list["JsonLike"] | dict[str, "JsonL
 _HEAD = 8
 
 
+@in_normal_mode
 def all_gather_object(value: JsonLike) -> Packed:
     """Returns the collective that gathers the values of all ranks on all ranks."""
     data = _encode(value)
     return Packed(Collective("all_gather", data.shape, data.dtype, name="all_gather_object"), data, _decode_all)
 
 
+@in_normal_mode
 def gather_object(value: JsonLike, dst: int) -> Packed:
     """Returns the collective that gathers the values of all ranks on rank `dst`. Its result is None on others."""
     data = _encode(value)
@@ -32,6 +35,7 @@ def gather_object(value: JsonLike, dst: int) -> Packed:
     return Packed(collective, data, lambda came: None if came is None else _decode_all(came))
 
 
+@in_normal_mode
 def broadcast_object(value: JsonLike, src: int, is_source: bool) -> Packed:
     """Returns the collective that sends the value of rank `src` to all. The values of other ranks are ignored."""
     data = _encode(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -39,6 +43,7 @@ def broadcast_object(value: JsonLike, src: int, is_source: bool) -> Packed:
     return Packed(collective, data, _decode_one)
 
 
+@in_normal_mode
 def scatter_object(values: Sequence[JsonLike] | None, src: int) -> Packed:
     """Returns the collective that sends each rank its value of rank `src`. Other ranks pass None for `values`."""
     name = f"scatter_object(src={src})"

@@ -50,6 +50,8 @@ class PlanExecutor(CollectiveExecutor):
         self._selector = selector
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
+        if collective.op:
+            _ = collective.reduction  # raises now, before the collective has a number
         return partial(self._run, _PARTS[collective.kind], collective)
 
     def _run(
@@ -147,7 +149,7 @@ def _empty(_: Channel, collective: Collective, __: None, ___: Tensor | None) -> 
 def _widen(tensor: Tensor) -> Tensor:
     """Returns the values to combine: contiguous, in the accumulation dtype. The tensor itself if it is both already."""
     dtype = accumulation_dtype(tensor.dtype)
-    return plain(tensor) if dtype is tensor.dtype else tensor.to(dtype, memory_format=_PACKED)
+    return tensor.contiguous() if dtype is tensor.dtype else tensor.to(dtype, memory_format=_PACKED)
 
 
 def _keep(tensor: Tensor, result: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class SharedMemoryExecutor(CollectiveExecutor):
         self._interrupted: int | None = None
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        return partial(self._run, _ACTS[collective.kind](collective))
+        run = partial(self._run, _ACTS[collective.kind](collective))
+        return collective.checked(run) if collective.kind == "all_to_all" else run
 
     def _run(self, act: _Act, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None) -> Any:
         """Runs an operation when its turn has come. Blocks for earlier ones of the group."""

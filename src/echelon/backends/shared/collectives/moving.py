@@ -82,8 +82,8 @@ def scatter(
 
 def all_to_all(
     collective: Collective, shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
-) -> torch.Tensor:
-    """Sends `in_splits[r]` rows to each rank r, and returns the rows received, in rank order.
+) -> tuple[torch.Tensor, list[int]]:
+    """Sends `in_splits[r]` rows to each rank r. Returns the rows received, in rank order, and their numbers.
 
     Without `in_splits`, rows are split as torch.tensor_split does.
     """
@@ -94,8 +94,7 @@ def all_to_all(
     counts = [head.facts[rank] for head in exchange.heads]
     result = result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
     exchange.collect(result, range(count), rank)
-    collective.check_counts(counts)
-    return result
+    return result, counts
 
 
 def _show_rows(shared: Shared, call: OperationRecord, rows: torch.Tensor, unread: int | None) -> Exchange:
