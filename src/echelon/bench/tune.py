@@ -10,22 +10,95 @@ from __future__ import annotations
 import math
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from echelon.bench.figures import Case
-from echelon.bench.measure import measure_case
+from echelon.bench.measure import measure_case, network_of
+from echelon.bench.request import DEFAULT_RANKS, Case, Tuning, is_launched
 from echelon.bench.subject import EchelonSubject
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
 from echelon.collectives.plans.algorithms.hosts import Hosts, is_nested
-from echelon.collectives.plans.select import ANY_SIZE, SIZED, Rule, Table, Where, choose
+from echelon.collectives.plans.select import ANY_SIZE, SIZED, Rule, Table, Where, choose, variable_of
 from echelon.collectives.plans.tuning import from_text, to_text
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
+from echelon.launch.init import init
+from echelon.launch.spawn import spawn
+from echelon.launch.tuned import VARIABLE, default_path
+from echelon.simulation import simulate
+
+
+def run(tuning: Tuning) -> None:
+    """Tunes on new ranks, or as a launched rank. Writes and prints the table.
+
+    Raises:
+        LaunchError: a variable fixes an algorithm, or the table cannot be written.
+    """
+    for variable in map(variable_of, OPERATIONS):
+        if os.environ.get(variable):
+            raise LaunchError(f"{variable} is set and would override the measured algorithms: unset it")
+    path = _path(tuning)
+    # Checked first, since the measurement takes minutes.
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise LaunchError(f"cannot write {path}: give a file in a folder that can be written to, with --output")
+    num_ranks = tuning.num_ranks or DEFAULT_RANKS
+    if is_launched(tuning):
+        with init(tuning.backend) as group:
+            _tune_and_write(group, tuning)
+    elif tuning.backend == "simulated":
+        simulate(_tune_and_write, num_ranks, (tuning,), network=network_of(tuning))
+    else:
+        spawn(_tune_and_write, num_ranks, (tuning,), tuning.backend)
+
+
+def _path(tuning: Tuning) -> Path:
+    return default_path(os.environ) if tuning.output is None else Path(tuning.output)
+
+
+def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
+    found = tune(group, tuning.sizes(), tuning.turns, lambda line: None if tuning.as_json else print(line, flush=True))
+    if group.rank != 0:
+        return
+    path = _path(tuning)
+    _write(path, found.text)
+    if tuning.as_json:
+        print(found.text, end="", flush=True)
+        return
+    print("\n" + "\n".join(_sentences(found.table)))
+    reads = "" if tuning.output is None else f" where {VARIABLE}={path} is set"
+    print(f"\nwrote {path}: new jobs whose rank 0 is on this host use it{reads}", flush=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file atomically: jobs that start meanwhile read the old table or the new one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, since os.replace is atomic only within one file system.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror}; give another place with --output") from None
+
+
+def _sentences(table: Table) -> Iterator[str]:
+    for operation, rules in table.items():
+        for (num_ranks, where), group in groupby(rules, lambda rule: (rule.ranks, rule.where)):
+            yield f"{operation}, {num_ranks} ranks or more, {where}: {', '.join(map(_words, group))}"
+
+
+def _words(rule: Rule) -> str:
+    if (rule.first, rule.last) == (0, ANY_SIZE):
+        return rule.algorithm
+    return f"{rule.algorithm} " + ("above" if rule.last == ANY_SIZE else f"up to {rule.last} bytes")
+
 
 _MARGIN = 1.05
 """The default algorithm is kept up to 1.05 times the best time: a smaller difference may be noise."""
@@ -168,7 +241,7 @@ def time_algorithms(
         subjects = [EchelonSubject(part, part.name) for part in parts if part is not None]
         if not subjects or parts[0] is None:
             continue
-        cases = (Case.of(operation, count, size, "float32", 4, "sum", 0) for size in sizes)
+        cases = (Case.of(operation, count, size) for size in sizes)
         for case in dict.fromkeys(cases):
             row = measure_case(parts[0], case, subjects, turns, seconds=_SECONDS)
             yield Timing(operation, hosts, case.size, {each.subject: each.seconds for each in row.measured})
@@ -190,9 +263,7 @@ def _links(group: ProcessGroup, turns: int, say: Callable[[str], None]) -> dict[
         if pair is None:
             continue
         small, large = (
-            measure_case(pair, Case.of("send_recv", 2, size, "float32", 4, "sum", 0), [EchelonSubject(pair)], turns)
-            .measured[0]
-            .seconds
+            measure_case(pair, Case.of("send_recv", 2, size), [EchelonSubject(pair)], turns).measured[0].seconds
             for size in (8, _MESSAGE)
         )
         bandwidth = (_MESSAGE - 8) / max(large - small, 1e-12)

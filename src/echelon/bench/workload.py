@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.backends.operators import operator
-from echelon.bench.figures import REDUCTIONS, Case
+from echelon.bench.request import REDUCTIONS, Case
 
 _PERIOD = 100_003  # a prime
 _PIECE = 1 << 22
@@ -46,6 +46,10 @@ class Workload:
             return torch.zeros(case.num_elements, dtype=self.dtype)
         splits = case.operation in ("reduce_scatter", "scatter", "all_to_all")
         return self._values(rank, 0, case.num_elements * (case.num_ranks if splits else 1))
+
+    def output(self) -> Tensor:
+        """Returns memory for this rank's result. Empty on a rank that gets none."""
+        return torch.empty(sum(segment.length for segment in self.segments()), dtype=self.dtype)
 
     def segments(self) -> tuple[Segment, ...]:
         """Returns the segments of this rank's result. Empty on a rank that gets none."""

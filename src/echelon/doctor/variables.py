@@ -9,7 +9,7 @@ from echelon import operation_records
 from echelon.collectives.plans.algorithms.registry import OPERATIONS
 from echelon.collectives.plans.select import parse, variable_of
 from echelon.collectives.plans.tuning import from_text
-from echelon.doctor.finding import Finding, error, ok, warning
+from echelon.doctor.checks import Finding, error, ok, warning
 from echelon.errors import EchelonError
 from echelon.group import staging
 from echelon.launch import environment, interface, report, tuned
