@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from echelon.bench.request import Case
 from torch import Tensor
 
 from echelon import ProcessGroup
 from echelon.backends.memory import copy_contiguous
-from echelon.bench.figures import Case
 from echelon.bench.subject import Call, EchelonSubject, Subject
 
 _PIECE = 64 << 10
@@ -26,12 +26,12 @@ class SymmetricSubject(EchelonSubject):
         self._memory = group
         self._kept: Tensor | None = None
 
-    def call(self, case: Case, tensor: Tensor | None) -> Call:
+    def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:
         if case.operation == "barrier":
-            return super().call(case, tensor)
+            return super().call(case, tensor, out)
         shared = self._memory.empty(_length(case), getattr(torch, case.dtype))  # by all ranks, whoever has values
         self._kept = shared  # on ranks that give none as well, or they would not have its block any more
-        return super().call(case, None if tensor is None else shared.copy_(tensor))
+        return super().call(case, None if tensor is None else shared.copy_(tensor), out)
 
 
 class Task(NamedTuple):
@@ -83,7 +83,7 @@ class LimitSubject(Subject):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def call(self, case: Case, _: Tensor | None) -> Call:
+    def call(self, case: Case, _: Tensor | None, __: Tensor) -> Call:
         if case.operation == "barrier":
             return lambda: None
         tasks = _TASKS[case.operation](case, self._group.rank, map_together(self._group, _length(case)))
@@ -93,9 +93,6 @@ class LimitSubject(Subject):
                 task.act()
 
         return act
-
-    def close(self) -> None:
-        """Does nothing: the memory goes with the calls."""
 
 
 def _length(case: Case) -> int:

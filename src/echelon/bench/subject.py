@@ -97,8 +97,14 @@ class EchelonSubject(Subject):
         return calls[case.operation]
 
 
-_OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-"""Reductions of Gloo and MPI, by our names. The product has two names."""
+def _op_of(subject: Subject, case: Case, ops: object, product: str) -> Any:
+    """Returns the reduction of a peer, an attribute of `ops`. The sum for operations that reduce nothing."""
+    names = {"product": product, **{name: name.upper() for name in ("sum", "min", "max", "band", "bor", "bxor")}}
+    if case.operation in REDUCTIONS and case.op not in names:
+        raise UnsupportedOp(f"{subject.name} has no op {case.op!r}: measure another, or leave --vs {subject.name} out")
+    return getattr(ops, names.get(case.op, "SUM"))
+
+
 _SECONDS = timedelta(seconds=60)
 
 
@@ -122,14 +128,11 @@ class GlooSubject(Subject):
         self._num_ranks = group.world_size
 
     def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:  # noqa: D102
-        ops = {**_OPS, "product": "PRODUCT"}
-        if case.operation in REDUCTIONS and case.op not in ops:
-            raise UnsupportedOp(f"gloo has no op {case.op!r}: measure another, or leave --vs gloo out")
+        op = _op_of(self, case, dist.ReduceOp, "PRODUCT")
         if tensor is None:
             if case.operation == "barrier":
                 return lambda: _after(dist.barrier(), out)
             return lambda: _after(dist.scatter(out, None, case.root), out)
-        op = getattr(dist.ReduceOp, ops.get(case.op, "SUM"))
         # Chunks are views, so lists of them cost no copy.
         parts, places = list(tensor.chunk(self._num_ranks)), list(out.chunk(self._num_ranks))
         at_root = places if self._rank == case.root else None
@@ -161,9 +164,7 @@ class MpiSubject(Subject):
         self._mpi = mpi
 
     def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:  # noqa: D102
-        ops = {**_OPS, "product": "PROD"}
-        if case.operation in REDUCTIONS and case.op not in ops:
-            raise UnsupportedOp(f"mpi has no op {case.op!r}: measure another, or leave --vs mpi out")
+        op = _op_of(self, case, self._mpi, "PROD")
         if case.dtype in ("bfloat16", "float16"):  # MPI or numpy has no such type
             raise UnsupportedOp(f"mpi moves no {case.dtype}: measure another --dtype, or leave --vs mpi out")
         world, result = self._world, out.numpy()
@@ -172,7 +173,6 @@ class MpiSubject(Subject):
                 return lambda: _after(world.Barrier(), out)
             return lambda: _after(world.Scatter(None, result, case.root), out)
         mine = tensor.numpy()
-        op = getattr(self._mpi, ops.get(case.op, "SUM"))
         at_root = result if world.rank == case.root else None
         send, receive = partial(world.Send, mine), partial(world.Recv, result)
         calls: dict[str, Call] = {

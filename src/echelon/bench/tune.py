@@ -27,6 +27,7 @@ from echelon.collectives.plans.algorithms.hosts import Hosts, is_nested
 from echelon.collectives.plans.select import ANY_SIZE, SIZED, Rule, Table, Where, choose, variable_of
 from echelon.collectives.plans.tuning import from_text, to_text
 from echelon.errors import LaunchError
+from echelon.files import writing
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.spawn import spawn
@@ -63,29 +64,27 @@ def _path(tuning: Tuning) -> Path:
 
 
 def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
-    found = tune(group, tuning.sizes(), tuning.turns, lambda line: None if tuning.as_json else print(line, flush=True))
+    text = tune(group, tuning.sizes(), tuning.turns, lambda line: None if tuning.as_json else print(line, flush=True))
     if group.rank != 0:
         return
     path = _path(tuning)
-    _write(path, found.text)
+    _write(path, text)
     if tuning.as_json:
-        print(found.text, end="", flush=True)
+        print(text, end="", flush=True)
         return
-    print("\n" + "\n".join(_sentences(found.table)))
+    print("\n" + "\n".join(_sentences(from_text(text, str(path)))))
     reads = "" if tuning.output is None else f" where {VARIABLE}={path} is set"
     print(f"\nwrote {path}: new jobs whose rank 0 is on this host use it{reads}", flush=True)
 
 
 def _write(path: Path, text: str) -> None:
     """Writes a file atomically: jobs that start meanwhile read the old table or the new one."""
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, since os.replace is atomic only within one file system.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             file.write(text)
         os.replace(file.name, path)
-    except OSError as error:
-        raise LaunchError(f"cannot write {path}: {error.strerror}; give another place with --output") from None
 
 
 def _sentences(table: Table) -> Iterator[str]:
@@ -177,16 +176,10 @@ _MESSAGE = 4 << 20
 """Bytes of the messages that measure bandwidth."""
 
 
-class Tuned(NamedTuple):
-    """Result of tuning, the same on every rank."""
-
-    table: Table
-    text: str
-    """Content of the table's file, with the measured times."""
-
-
-def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable[[str], None]) -> Tuned:
+def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable[[str], None]) -> str:
     """Measures all algorithms and decides on rules. Collective: every rank of the group calls it.
+
+    Returns the content of the table's file, with the measured times. It is the same on every rank.
 
     Args:
         group: the ranks to measure on, at least 2.
@@ -207,11 +200,7 @@ def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable
             timings.append(timing)
             say(_line(timing))
         group.barrier()
-    text = to_text(decide(timings), _measured(group, links, timings))
-    # Ranks read the broadcast text, rank 0 too, so that all have the table that a file would give.
-    told = group.broadcast_object(text, src=0)
-    assert isinstance(told, str)
-    return Tuned(from_text(told, "rank 0"), told)
+    return str(group.broadcast_object(to_text(decide(timings), _measured(group, links, timings)), src=0))
 
 
 def _group_sizes(world_size: int) -> list[int]:
@@ -256,21 +245,17 @@ def _links(group: ProcessGroup, turns: int, say: Callable[[str], None]) -> dict[
     """Measures messages from rank 0 within its host and to another host, and the cost of a reduction per byte."""
     found: dict[str, Any] = {}
     for name, same in (("inside a host", True), ("between hosts", False)):
-        others = [rank for rank in range(1, group.world_size) if (group.hosts[rank] == group.hosts[0]) == same]
-        if not others:
-            continue
-        pair = group.subgroup([0, others[0]])
+        other = next((rank for rank in range(1, group.world_size) if (group.hosts[rank] == group.hosts[0]) == same), 0)
+        pair = group.subgroup([0, other]) if other else None
         if pair is None:
             continue
-        small, large = (
-            measure_case(pair, Case.of("send_recv", 2, size), [EchelonSubject(pair)], turns).measured[0].seconds
-            for size in (8, _MESSAGE)
-        )
-        bandwidth = (_MESSAGE - 8) / max(large - small, 1e-12)
+        subjects = [EchelonSubject(pair)]
+        cases = (Case.of("send_recv", 2, size) for size in (8, _MESSAGE))
+        small, large = (measure_case(pair, case, subjects, turns).measured[0].seconds for case in cases)
+        bandwidth = (_MESSAGE - 8) / max(large - small, _LEAST)
         found[name] = {"latency": small, "bandwidth": bandwidth}
         say(f"{name}: {small * 1e6:.4g} us a message, {bandwidth / 1e9:.4g} GB/s")
-    found["combining"] = {"seconds_per_byte": _gamma(turns)}
-    return found
+    return {**found, "combining": {"seconds_per_byte": _gamma(turns)}}
 
 
 def _gamma(turns: int) -> float:

@@ -21,6 +21,7 @@ from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option, held_microbatches, recommend, search_chunks
 from echelon.timeline.timeline import Time
+from echelon.wording import counted
 
 # More forwards take longer than anybody waits.
 _MOST_FORWARDS = 4_000_000
@@ -172,12 +173,13 @@ def plan(options: PlanOptions) -> None:
         (options.chrome, timeline.to_chrome),
         (options.csv, schedule.to_csv),
     )
+    values = as_values(schedule, timeline, held)
     if options.as_json:
         tried = {"searched": list(map(values_searched, searched))} if searched else {}
-        print(to_json({**as_values(schedule, timeline, held), **tried, "files": written}))
+        print(to_json({**values, **tried, "files": written}))
         return
     console = Console(highlight=False)
-    print_plan(console, schedule, timeline, held)
+    print_plan(console, schedule, timeline, values)
     if searched:
         write(console, f"\n{in_words(searched)}")
     for path in written:
@@ -193,12 +195,14 @@ def _compare(options: PlanOptions) -> None:
         capacity=None if options.capacity is None else one_number("--capacity", options.capacity),
         search=options.search,
     )
+    num_ranks, num_microbatches = options.sizes
+    compared = list(map(values_compared, found))
     if options.as_json:
-        num_ranks, num_microbatches = options.sizes
-        sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-        print(to_json({**sizes, "schedules": list(map(values_compared, found))}))
-    else:
-        print_comparison(Console(highlight=False), found)
+        print(to_json({"num_ranks": num_ranks, "num_microbatches": num_microbatches, "schedules": compared}))
+        return
+    console = Console(highlight=False)
+    write(console, f"{counted(num_ranks, 'rank')}, {counted(num_microbatches, 'microbatch')}\n", style="bold")
+    print_comparison(console, compared)
 
 
 class _Made(NamedTuple):

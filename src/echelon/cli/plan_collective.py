@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -104,33 +104,17 @@ def plan_collective(options: CollectiveOptions) -> None:
     plan = build(operation, name, options.num_ranks, options.root, costs.hosts)
     check(plan, goal_of(operation, plan, options.root))
     timeline = simulate(plan, chunk_bytes(operation, plan, size), costs)
-    found = _Found(operation, name, plan, size, timeline)
+    values = _as_values(operation, plan, size, timeline)
     written = write_files(
         (options.svg, timeline.draw), (options.png, timeline.draw), (options.chrome, timeline.to_chrome)
     )
     if options.as_json:
-        print(json.dumps({**_as_values(found), "files": written}, indent=2))
+        sizes = {"operation": operation, "algorithm": name, "bytes": size}
+        print(json.dumps({**sizes, **values, "files": written}, indent=2))
         return
-    _print_plan(console, found)
+    _print_plan(console, plan, 0 if operation == "barrier" else size, values)
     for path in written:
         write(console, f"wrote {path}")
-
-
-class _Found(NamedTuple):
-    """Plan of a collective with its simulated timeline."""
-
-    operation: str
-    algorithm: str
-    plan: Plan
-    num_bytes: int
-    timeline: Timeline
-
-    def bytes_sent(self, rank: int) -> float:
-        size = chunk_bytes(self.operation, self.plan, self.num_bytes)
-        return float(sum(len(step.chunks) for step in self.sends(rank)) * size)
-
-    def sends(self, rank: int) -> list[Send]:
-        return [step for steps in self.plan.rounds[rank] for step in steps if isinstance(step, Send)]
 
 
 def _operation(word: str) -> str:
@@ -169,37 +153,32 @@ def _print_list(console: Console, operation: str, rows: list[dict[str, Any]]) ->
     write(console, f"\n{variable_of(operation)}=NAME makes a group take another one")
 
 
-def _print_plan(console: Console, found: _Found) -> None:
-    plan, timeline = found.plan, found.timeline
-    num_bytes = 0 if found.operation == "barrier" else found.num_bytes
+def _print_plan(console: Console, plan: Plan, num_bytes: int, values: dict[str, Any]) -> None:
     sizes = ((plan.num_ranks, "rank"), (plan.num_chunks, "chunk"), (num_bytes, "byte"))
     write(console, f"{plan.name}: {', '.join(starmap(counted, sizes))}", style="bold")
-    write(console, f"simulated: {counted(plan.num_rounds, 'round')}, {_duration(timeline.makespan)}\n")
+    write(console, f"simulated: {counted(plan.num_rounds, 'round')}, {_duration(values['seconds'])}\n")
     if plan.num_rounds:
         write(console, f"{grid(plan, console.width)}\n\n{legend(plan)}\n")
     rows: list[Sequence[str]] = [("rank", "messages", "bytes sent", "busy", "idle")]
-    for rank in range(min(plan.num_ranks, _MOST_ROWS)):
-        busy = timeline.busy[rank]
-        times = (_duration(busy), _duration(timeline.makespan - busy))
-        rows.append((str(rank), str(len(found.sends(rank))), f"{found.bytes_sent(rank):.12g}", *times))
+    for rank in values["ranks"][:_MOST_ROWS]:
+        times = (_duration(rank["busy"]), _duration(values["seconds"] - rank["busy"]))
+        rows.append((str(rank["rank"]), str(rank["messages"]), f"{rank['bytes_sent']:.12g}", *times))
     print_table(console, rows)
 
 
-def _as_values(found: _Found) -> dict[str, Any]:
-    plan, timeline = found.plan, found.timeline
+def _as_values(operation: str, plan: Plan, num_bytes: int, timeline: Timeline) -> dict[str, Any]:
+    size = chunk_bytes(operation, plan, num_bytes)
+    sends = [[step for steps in rank for step in steps if isinstance(step, Send)] for rank in plan.rounds]
     return {
-        "operation": found.operation,
-        "algorithm": found.algorithm,
         "num_ranks": plan.num_ranks,
         "num_chunks": plan.num_chunks,
         "num_rounds": plan.num_rounds,
-        "bytes": found.num_bytes,
         "seconds": exact(timeline.makespan),
         "ranks": [
             {
                 "rank": rank,
-                "messages": len(found.sends(rank)),
-                "bytes_sent": exact(found.bytes_sent(rank)),
+                "messages": len(sends[rank]),
+                "bytes_sent": exact(float(sum(len(step.chunks) for step in sends[rank]) * size)),
                 "busy": exact(timeline.busy[rank]),
                 "rounds": list(map(text_of_round, plan.rounds[rank])),
             }

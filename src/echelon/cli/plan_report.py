@@ -36,7 +36,7 @@ def as_values(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> 
         "ranks": [
             {
                 "rank": rank,
-                "stages": _stages(schedule, rank),
+                "stages": [stage for stage, holder in enumerate(schedule.placement) if holder == rank],
                 "busy": exact(timeline.busy[rank]),
                 "idle": {cause: exact(time) for cause, time in timeline.idle[rank]._asdict().items()},
                 "peak_activations": exact(timeline.peak_activations[rank]),
@@ -66,8 +66,8 @@ def in_words(searched: Sequence[Option]) -> str:
     return f"searched with {spans}{left_out}"
 
 
-def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> None:
-    """Prints the sizes, the picture and a table of the ranks. `held`: peak of each rank, in microbatches."""
+def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values: dict[str, Any]) -> None:
+    """Prints the sizes, the picture and a table of the ranks. `values`: from `as_values`."""
     counts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
     sizes = ", ".join(starmap(counted, counts))
     in_color = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
@@ -78,7 +78,12 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, held: S
         write(console, _text(line))
     write(console, _legend(timeline, picture, in_color))
     write(console)
-    print_table(console, _table(schedule, timeline, held))
+    rows = [("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")]
+    for rank in values["ranks"][:_MOST_RANKS]:
+        idle = (rank["idle"][cause] for cause in ("warm_up", "other_ranks", "transfer", "drain"))
+        numbers = (rank["busy"], *idle, rank["peak_activations"], rank["peak_microbatches"])
+        rows.append((str(rank["rank"]), ",".join(map(str, rank["stages"])), *map(number, numbers)))
+    print_table(console, rows)
     if schedule.num_ranks > _MOST_RANKS:
         left_out = schedule.num_ranks - _MOST_RANKS
         write(console, f"and {counted(left_out, 'more rank')}: --json lists them, --png FILE draws them")
@@ -118,45 +123,6 @@ _CHARACTERS = {
 }
 
 
-_TITLES = ("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")
-
-
-def _table(schedule: Schedule, timeline: Timeline, held: Sequence[float]) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = [_TITLES]
-    for rank in range(min(schedule.num_ranks, _MOST_RANKS)):
-        idle = timeline.idle[rank]
-        times = (timeline.busy[rank], idle.warm_up, idle.other_ranks, idle.transfer, idle.drain)
-        stages = ",".join(map(str, _stages(schedule, rank)))
-        peak = (timeline.peak_activations[rank], held[rank])
-        rows.append([str(rank), stages, *map(number, times), *map(number, peak)])
-    return rows
-
-
-def _stages(schedule: Schedule, rank: int) -> list[int]:
-    return [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
-
-
-def print_comparison(console: Console, options: Sequence[Option]) -> None:
-    """Prints time and memory of each schedule, in the given order."""
-    first = options[0].schedule
-    write(console, f"{counted(first.num_ranks, 'rank')}, {counted(first.num_microbatches, 'microbatch')}\n", "bold")
-    titles = ("schedule", "chunks", "makespan", "span", "bubble rate", "microbatches", "memory", "fits")
-    rows = (
-        (
-            option.schedule.name,
-            str(option.schedule.num_chunks),
-            number(option.timeline.makespan),
-            number(option.timeline.span),
-            f"{100 * float(option.timeline.bubble_rate):.1f} %",
-            number(max(option.peak_microbatches)),
-            number(max(option.peak_memory)),
-            "yes" if option.fits else "no",
-        )
-        for option in options
-    )
-    print_table(console, [titles, *rows])
-
-
 def values_compared(option: Option) -> dict[str, Any]:
     """Returns the values of a compared schedule, ready for JSON."""
     return {
@@ -167,3 +133,13 @@ def values_compared(option: Option) -> dict[str, Any]:
         "peak_memory": list(map(exact, option.peak_memory)),
         "fits": option.fits,
     }
+
+
+def print_comparison(console: Console, compared: Sequence[dict[str, Any]]) -> None:
+    """Prints time and memory of each schedule, from `values_compared`."""
+    rows = [("schedule", "chunks", "makespan", "span", "bubble rate", "microbatches", "memory", "fits")]
+    for each in compared:
+        times = (number(each["makespan"]), number(each["span"]), f"{100 * each['bubble_rate']:.1f} %")
+        peaks = (number(max(each["peak_microbatches"])), number(max(each["peak_memory"])))
+        rows.append((each["schedule"], str(each["num_chunks"]), *times, *peaks, "yes" if each["fits"] else "no"))
+    print_table(console, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from echelon import operation_records
 from echelon.collectives.plans.algorithms.registry import OPERATIONS
@@ -41,14 +41,7 @@ def check_variables(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _wrong(environ: Mapping[str, str]) -> Iterator[Finding]:
-    readings: tuple[Callable[[Mapping[str, str]], object], ...] = (
-        _read_launcher,
-        lambda environ: environment.read_backend(environ, "auto"),
-        staging.fallback_is_on,
-        _read_table,
-        _read_algorithms,
-    )
-    for read in readings:
+    for read in (_read_launcher, _read_backend, staging.fallback_is_on, _read_table, _read_algorithms):
         try:
             read(environ)
         except EchelonError as problem:
@@ -57,9 +50,12 @@ def _wrong(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _read_launcher(environ: Mapping[str, str]) -> None:
-    launched = environment.read(environ)
-    if launched is not None:
+    if launched := environment.read(environ):
         launched.check_secret()
+
+
+def _read_backend(environ: Mapping[str, str]) -> None:
+    environment.read_backend(environ, "auto")
 
 
 def _read_table(environ: Mapping[str, str]) -> None:
@@ -70,8 +66,8 @@ def _read_table(environ: Mapping[str, str]) -> None:
 
 def _read_algorithms(environ: Mapping[str, str]) -> None:
     for operation in OPERATIONS:
-        if environ.get(variable_of(operation)):
-            parse(operation, environ[variable_of(operation)])
+        if name := environ.get(variable_of(operation)):
+            parse(operation, name)
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[Finding]:

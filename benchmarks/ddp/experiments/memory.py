@@ -1,7 +1,7 @@
 """How much memory does data parallelism take per rank, beside a local model?
 
-    python benchmarks/ddp/memory.py
-    python benchmarks/ddp/memory.py --ranks 4
+    python benchmarks/ddp/experiments/memory.py
+    python benchmarks/ddp/experiments/memory.py --ranks 4
 
 Each variant trains for some steps in processes of its own; the figure is what the kernel counts as this process's
 memory (Pss: a page that n processes map counts 1 / n to each), after the steps less before the model was made, in bytes
@@ -10,11 +10,10 @@ per parameter. Activations are small: one sample a rank.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
-import platform
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +21,9 @@ import torch
 from torch import nn
 
 import echelon
+
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import gloo, options_of, print_environment, print_head, print_row
 
 WIDTH, DEPTH = 2048, 10
 
@@ -45,30 +47,25 @@ def model_of(name: str, group: echelon.ProcessGroup) -> nn.Module:
 
 def measure(group: echelon.ProcessGroup, name: str, optimizer_name: str, store: str) -> float:
     """Returns bytes per parameter."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=group.rank, world_size=group.world_size
-    )
-    inputs = torch.ones(1, WIDTH)
-    (inputs @ torch.ones(WIDTH, WIDTH)).sum()  # what torch's kernels need once
-    group.all_reduce(torch.ones(1))
-    before = resident()
-    model = model_of(name, group)
-    if optimizer_name == "ZeRO":
-        optimizer: torch.optim.Optimizer = echelon.ZeroOptimizer(torch.optim.AdamW, model.parameters(), group)
-    else:
-        kind = torch.optim.AdamW if optimizer_name == "AdamW" else torch.optim.SGD
-        optimizer = kind(model.parameters(), lr=1e-4)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-    group.barrier()
-    grown = resident() - before
-    group.barrier()
-    torch.distributed.destroy_process_group()
-    return grown / (WIDTH * WIDTH * DEPTH)
+    with gloo(group, store):
+        inputs = torch.ones(1, WIDTH)
+        (inputs @ torch.ones(WIDTH, WIDTH)).sum()  # memory that torch's kernels need once
+        group.all_reduce(torch.ones(1))
+        before = resident()
+        model = model_of(name, group)
+        if optimizer_name == "ZeRO":
+            optimizer: torch.optim.Optimizer = echelon.ZeroOptimizer(torch.optim.AdamW, model.parameters(), group)
+        else:
+            kind = torch.optim.AdamW if optimizer_name == "AdamW" else torch.optim.SGD
+            optimizer = kind(model.parameters(), lr=1e-4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        group.barrier()
+        grown = resident() - before
+        group.barrier()
+        return grown / (WIDTH * WIDTH * DEPTH)
 
 
 CASES = (
@@ -82,14 +79,10 @@ CASES = (
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    ranks = parser.parse_args().ranks
-    print(f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}")
-    print(f"{ranks} ranks; {WIDTH * WIDTH * DEPTH / 1e6:.1f}M float32 parameters\n")
-    print("| model | optimizer | bytes per parameter and rank |\n|---|---|---|")
+    ranks = options_of(__doc__, ranks=2).parse_args().ranks
+    print_environment(f"{ranks} ranks; {WIDTH * WIDTH * DEPTH / 1e6:.1f}M float32 parameters")
+    print_head("model | optimizer | bytes per parameter and rank")
     for name, optimizer_name in CASES:
         with tempfile.TemporaryDirectory() as folder:
             arguments = (name, optimizer_name, os.path.join(folder, "store"))
-            worst = max(echelon.spawn(measure, ranks, arguments))
-        print(f"| {name} | {optimizer_name} | {worst:.2f} |", flush=True)
+            print_row(name, optimizer_name, f"{max(echelon.spawn(measure, ranks, arguments)):.2f}")

@@ -1,7 +1,7 @@
 """How good are searched schedules beside published ones, and how long does the largest practical search take?
 
-    python benchmarks/schedules/search.py              # all tables, about 4 minutes
-    python benchmarks/schedules/search.py --quick      # 8 ranks, and no search on a V
+    python benchmarks/schedules/experiments/search.py              # all tables, about 4 minutes
+    python benchmarks/schedules/experiments/search.py --quick      # 8 ranks, and no search on a V
 
 The tables are in docs/search.md and benchmarks/schedules/README.md. Seconds are of the processor: the search runs on
 one core and waits for nothing.
@@ -9,11 +9,9 @@ one core and waits for nothing.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import os
-import platform
 import resource
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,10 @@ from echelon.pipeline import Costs, schedules
 from echelon.pipeline.plan.action import loop
 from echelon.pipeline.search.problem import lower_bound, problem, rank_limits
 
-PUBLISHED = Path(__file__).parents[2] / "tests" / "pipeline" / "published.csv"
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import options_of, print_environment, print_head, print_row
+
+PUBLISHED = Path(__file__).parents[3] / "tests" / "pipeline" / "published.csv"
 # Heads and hidden size of the models, for sequences of 1024 (Zero Bubble Pipeline Parallelism).
 SHAPES = {"1.5B": (24, 2304), "6.2B": (32, 4096), "14.6B": (40, 5120), "28.3B": (48, 6144)}
 
@@ -71,8 +72,7 @@ def chunk_costs(row: dict[str, str], scale: float) -> Costs:
 
 
 def twice_the_memory(quick: bool) -> None:
-    print("| model, ranks, microbatches | printed | searched | bound | all kept: searched | all kept: bound |")
-    print("|---|---|---|---|---|---|")
+    print_head("model, ranks, microbatches | printed | searched | bound | all kept: searched | all kept: bound")
     for row in rows(quick):
         ranks, microbatches, name = sizes(row)
         kept = chunk_costs(row, 2 if row["table"] == "8" else 1)
@@ -81,11 +81,12 @@ def twice_the_memory(quick: bool) -> None:
         for each in (costs, kept):
             cells.append(f"{search(each, ranks, microbatches, 2 * ranks).rate:.4f}")
             cells.append(f"{bound_rate(each, ranks, microbatches, 2 * ranks):.4f}")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        print_row(name, *cells)
 
 
 def on_a_v(quick: bool) -> None:
-    print("\n| model, ranks, microbatches | printed | zb-v | searched | seconds |\n|---|---|---|---|---|")
+    print()
+    print_head("model, ranks, microbatches | printed | zb-v | searched | seconds")
     for row in rows(quick=False):
         if not row["bubble_zb_v"]:
             continue
@@ -96,18 +97,16 @@ def on_a_v(quick: bool) -> None:
         if not quick:
             found = search(costs, ranks, microbatches, ranks, chunks=2)
             cells += [f"{found.rate:.4f}", f"{found.seconds:.0f}"]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        print_row(name, *cells)
 
 
 def small_cases() -> None:
-    print("\n| ranks, microbatches | 1x | 1.5x | 2x | 3x |\n|---|---|---|---|---|")
+    print()
+    print_head("ranks, microbatches | 1x | 1.5x | 2x | 3x")
     costs = Costs(1, 1, 1, transfer=0)
     for ranks, microbatches in ((4, 8), (8, 16)):
-        spans = [
-            str(schedules.search(costs, ranks, microbatches, times * ranks).simulate(costs).span)
-            for times in (1, 1.5, 2, 3)
-        ]
-        print(f"| {ranks}, {microbatches} | {' | '.join(spans)} |")
+        found = (schedules.search(costs, ranks, microbatches, times * ranks) for times in (1, 1.5, 2, 3))
+        print_row(f"{ranks}, {microbatches}", *(schedule.simulate(costs).span for schedule in found))
 
 
 def largest(quick: bool) -> None:
@@ -121,20 +120,21 @@ def largest(quick: bool) -> None:
             2 * ranks,
         ),
     }
-    print(f"\n| {ranks} ranks, {microbatches} microbatches | seconds | bubble rate | bound |\n|---|---|---|---|")
+    print()
+    print_head(f"{ranks} ranks, {microbatches} microbatches | seconds | bubble rate | bound")
     for name, (costs, limit) in table.items():
         found = search(costs, ranks, microbatches, limit)
         least = bound_rate(costs, ranks, microbatches, limit)
-        print(f"| {name} | {found.seconds:.1f} | {found.rate:.4f} | {least:.4f} |", flush=True)
+        print_row(name, f"{found.seconds:.1f}", f"{found.rate:.4f}", f"{least:.4f}")
     print(f"\npeak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000:.0f} MB")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="only the small sizes")
-    arguments = parser.parse_args()
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}\n")
-    twice_the_memory(arguments.quick)
-    on_a_v(arguments.quick)
+    quick = parser.parse_args().quick
+    print_environment()
+    twice_the_memory(quick)
+    on_a_v(quick)
     small_cases()
-    largest(arguments.quick)
+    largest(quick)

@@ -1,6 +1,6 @@
 """Does any order with the memory of interleaved 1F1B pay fewer transfers? Simulated annealing over orders.
 
-    python benchmarks/schedules/interleaved.py         # half a minute
+    python benchmarks/schedules/experiments/interleaved.py         # half a minute
 
 Transfers are counted on the critical path: (span - span without transfers) / transfer. The closed form in
 docs/schedules.md has (2v-1)p - 2 of them, interleaved 1F1B has 2(vp - 1).
@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+from pathlib import Path
 
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.simulate import play
+
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import print_head, print_row
 
 COSTS = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, transfer=0.05)
 SIZES = ((2, 4, 2), (2, 6, 2), (3, 6, 2), (4, 8, 2))
@@ -77,19 +82,14 @@ def fewest_transfers(num_ranks: int, num_microbatches: int, num_chunks: int, sha
 
 
 def main() -> None:
-    print(
-        "| ranks, microbatches, chunks | closed form | interleaved 1F1B | fewest found | with rank 0's memory on each |"
+    print_head(
+        "ranks, microbatches, chunks | closed form | interleaved 1F1B | fewest found | with rank 0's memory on each"
     )
-    print("|---|---|---|---|---|")
-    for ranks, microbatches, chunks in SIZES:
-        found = [
-            min(fewest_transfers(ranks, microbatches, chunks, shared, seed) for seed in SEEDS)
-            for shared in (False, True)
-        ]
+    for sizes in SIZES:
+        found = [min(fewest_transfers(*sizes, shared, seed) for seed in SEEDS) for shared in (False, True)]
+        ranks, _, chunks = sizes
         closed, ours = (2 * chunks - 1) * ranks - 2, 2 * (chunks * ranks - 1)
-        print(
-            f"| {ranks}, {microbatches}, {chunks} | {closed} | {ours} | {found[0]:.0f} | {found[1]:.0f} |", flush=True
-        )
+        print_row(", ".join(map(str, sizes)), closed, ours, *(f"{transfers:.0f}" for transfers in found))
 
 
 if __name__ == "__main__":

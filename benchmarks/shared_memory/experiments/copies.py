@@ -1,7 +1,7 @@
 """What do the copies of a large operation cost, made one way or another, by all ranks at once and while nobody waits?
 
-    python benchmarks/shared_memory/copies.py --ranks 2
-    python benchmarks/shared_memory/copies.py --ranks 4
+    python benchmarks/shared_memory/experiments/copies.py --ranks 2
+    python benchmarks/shared_memory/experiments/copies.py --ranks 4
 
 Any tensor passes through slots of 512 KiB (2 MiB with more than 2 ranks): it is copied into the rank's own, and out of
 a peer's. That, without a word of protocol, is what operations on any tensor cannot do without. Beside it what could be
@@ -11,23 +11,24 @@ all ranks map, from end to end.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
-import platform
-import statistics
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
-from subjects import map_together
 
 import echelon
 
+sys.path.extend(map(str, Path(__file__).parents[1:3]))
+from harness import in_turns, ms, options_of, print_environment, print_head, print_row
+from subjects import map_together
+
 BYTES = 64 << 20
 SLOTS = 4
-TURNS = 9
+TURNS = 8
 Copy = Callable[[int, int, int], None]
 """From an address to an address, so many bytes."""
 
@@ -113,32 +114,19 @@ def ways(group: echelon.ProcessGroup) -> dict[str, Callable[[], None]]:
     return found
 
 
-def measure(group: echelon.ProcessGroup) -> dict[str, float]:
-    """Returns milliseconds by way: medians over turns."""
+def measure(group: echelon.ProcessGroup) -> dict[str, list[float]]:
+    """Returns the seconds of the slowest rank by way."""
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {}
-    acts = ways(group)
-    for _ in range(TURNS):
-        for name, act in acts.items():
-            group.barrier()
-            began = time.perf_counter()
-            act()
-            found.setdefault(name, []).append((time.perf_counter() - began) * 1e3)
-    return {name: statistics.median(times[1:]) for name, times in found.items()}
+    return in_turns(group, ways(group), TURNS, warmup=1).seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    ranks = parser.parse_args().ranks
-    results = echelon.spawn(measure, ranks, backend="shm")
-    print(
-        f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}; "
-        f"64 MiB by each of {ranks} ranks at once, the slowest one, medians of {TURNS - 1} turns\n"
-    )
-    print("| what is copied, and how | ms |\n|---|---|")
-    for name in results[0]:
-        print(f"| {name} | {max(result[name] for result in results):.1f} |")
+    ranks = options_of(__doc__, ranks=2).parse_args().ranks
+    seconds = echelon.spawn(measure, ranks, backend="shm")[0]
+    print_environment(f"64 MiB by each of {ranks} ranks at once, the slowest one, medians of {TURNS} turns")
+    print_head("copy | ms")
+    for name, taken in seconds.items():
+        print_row(name, ms(taken, 1))
 
 
 if __name__ == "__main__":

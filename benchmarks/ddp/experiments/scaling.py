@@ -1,7 +1,7 @@
 """How does a data-parallel step scale from 1 to 64 ranks on 25GbE? Simulated: Echelon's own code on a virtual clock.
 
-    python benchmarks/ddp/scaling.py                     # prints the table and draws docs/images/ddp-scaling.png
-    python benchmarks/ddp/scaling.py --most 16 --image /tmp/scaling.png
+    python benchmarks/ddp/experiments/scaling.py                     # prints the table and draws docs/images/ddp-scaling.png
+    python benchmarks/ddp/experiments/scaling.py --most 16 --image /tmp/scaling.png
 
 Each rank is a host of its own with one link of 25 Gbit/s and 20 us. The model has 10 layers of 1024 x 1024 parameters;
 computing is no part of the simulation, so a layer's forward takes 2 ms and its backward 4 ms by agreement, about what
@@ -10,7 +10,7 @@ the MLP of run.py takes. The gradients are real and are really added up.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 import echelon
 
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import options_of, print_head, print_row
+
 LAYERS, WIDTH = 10, 1024
 SECONDS = {"forward": 2e-3, "backward": 4e-3}
 NETWORK = echelon.Network(latency=20e-6, bandwidth=25e9 / 8)
-IMAGE = Path(__file__).parents[2] / "docs" / "images" / "ddp-scaling.png"
+IMAGE = Path(__file__).parents[3] / "docs" / "images" / "ddp-scaling.png"
 
 
 class Timed(torch.autograd.Function):
@@ -41,9 +44,11 @@ class Timed(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    def __init__(self, group: echelon.ProcessGroup) -> None:
+    """Layers of `width` x `width` parameters."""
+
+    def __init__(self, group: echelon.ProcessGroup, layers: int = LAYERS, width: int = WIDTH) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)])
+        self.weights = nn.ParameterList([torch.zeros(width, width) for _ in range(layers)])
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,15 +113,14 @@ def draw(rows: list[tuple[int, float, float]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--most", type=int, default=64, help="ranks")
     parser.add_argument("--image", type=Path, default=IMAGE)
     options = parser.parse_args()
     table = measure(options.most)
-    print("| ranks | step, ms | scaling efficiency | without overlap, ms | scaling efficiency |")
-    print("|---|---|---|---|---|")
-    for ranks, overlapped, behind in table:
-        alone = table[0][1]
-        cells = (f"{overlapped * 1e3:.1f}", f"{alone / overlapped:.0%}", f"{behind * 1e3:.1f}", f"{alone / behind:.0%}")
-        print(f"| {ranks} | {' | '.join(cells)} |")
+    print_head("ranks | step, ms | scaling efficiency | without overlap, ms | scaling efficiency")
+    for ranks, *steps_of_ranks in table:
+        print_row(
+            ranks, *(cell for step in steps_of_ranks for cell in (f"{step * 1e3:.1f}", f"{table[0][1] / step:.0%}"))
+        )
     draw(table, options.image)

@@ -1,7 +1,7 @@
 """What is each microsecond of a small all-reduce spent on?
 
-    python benchmarks/shared_memory/parts.py
-    python benchmarks/shared_memory/parts.py --ranks 4 --bytes 16K
+    python benchmarks/shared_memory/experiments/parts.py
+    python benchmarks/shared_memory/experiments/parts.py --ranks 4 --bytes 16K
 
 The same ranks do less and less of the same operation, in turns: the whole call, the call without the checks of its
 arguments, without its number and its record, and so on, down to two ranks that only count and look at each other's
@@ -11,14 +11,14 @@ is what that layer costs. The last lines are single calls, repeated by one rank 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -32,6 +32,9 @@ from echelon.bench.request import read_size
 from echelon.collectives.calls import operations
 from echelon.collectives.plans.select import STATIC, Selector
 from echelon.group.runner import CollectiveRunner
+
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import in_turns, options_of, print_environment, print_head, print_row
 
 TURNS = 21
 CALLS = 1000
@@ -148,49 +151,30 @@ def single_calls(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Calla
 
 
 def measure(group: echelon.ProcessGroup, num_bytes: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns microseconds by way, then those by single call: medians over turns."""
+    """Returns microseconds by way, then those of rank 0 by single call: medians over turns."""
     torch.set_num_threads(1)
-    ways = all_ways(group, num_bytes)
-    alone = single_calls(group, num_bytes)
-    found: dict[str, list[float]] = {name: [] for name in (*ways, *alone)}
-    for _ in range(TURNS):
-        for name, act in ways.items():
-            group.barrier()
-            found[name].append(_microseconds(act))
-        for name, act in alone.items():
-            group.barrier()
-            if group.rank == 0:
-                found[name].append(_microseconds(act))
-    medians = {name: statistics.median(times) for name, times in found.items() if times}
-    return {name: medians[name] for name in ways}, {name: medians[name] for name in alone if name in medians}
-
-
-def _microseconds(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    for _ in range(CALLS):
-        act()
-    return (time.perf_counter() - began) / CALLS * 1e6
+    ways = in_turns(group, all_ways(group, num_bytes), TURNS, repeat=CALLS).seconds
+    # Only rank 0 makes the single calls; the others wait at the barriers.
+    alone = single_calls(group, num_bytes) if group.rank == 0 else dict.fromkeys(single_calls(group, num_bytes), int)
+    calls = in_turns(group, alone, TURNS, repeat=CALLS if group.rank == 0 else 1).seconds
+    return tuple({name: statistics.median(taken) * 1e6 for name, taken in each.items()} for each in (ways, calls))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = options_of(__doc__, ranks=2)
     parser.add_argument("--bytes", type=lambda text: read_size("--bytes", text), default=8)
     options = parser.parse_args()
-    results = echelon.spawn(measure, options.ranks, (options.bytes,), backend="shm")
-    print(
-        f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}; "
-        f"all_reduce of {options.bytes} bytes, {options.ranks} ranks, medians of {TURNS} turns\n"
-    )
-    print("| what is done | us | what the next line leaves out | us |\n|---|---|---|---|")
-    names = list(results[0][0])
-    times = [max(ways[name] for ways, _ in results) for name in names]
-    for number, name in enumerate(names):
-        rest = f"{LEFT_OUT[number]} | {times[number] - times[number + 1]:.1f}" if number + 1 < len(names) else " | "
-        print(f"| {name} | {times[number]:.1f} | {rest} |")
-    print("\n| one call, by one rank | us |\n|---|---|")
-    for name, microseconds in results[0][1].items():
-        print(f"| {name} | {microseconds:.2f} |")
+    ways, calls = echelon.spawn(measure, options.ranks, (options.bytes,), backend="shm")[0]
+    print_environment(f"all_reduce of {options.bytes} bytes, {options.ranks} ranks, medians of {TURNS} turns")
+    print_head("call | us | left out by the next line | us")
+    names, times = list(ways), list(ways.values())
+    for number, (name, left_out) in enumerate(zip(names, (*LEFT_OUT, ""), strict=False)):
+        less = f"{times[number] - times[number + 1]:.1f}" if number + 1 < len(names) else ""
+        print_row(name, f"{times[number]:.1f}", left_out if less else "", less)
+    print()
+    print_head("one call, by one rank | us")
+    for name, microseconds in calls.items():
+        print_row(name, f"{microseconds:.2f}")
 
 
 if __name__ == "__main__":

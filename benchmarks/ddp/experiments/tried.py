@@ -1,8 +1,8 @@
 """Where does the time go that DDP adds to a step, and what do other ways to copy and to add gradients make of it?
 
-    python benchmarks/ddp/tried.py                              # 2 ranks, the MLP of 10M, zero_grad(set_to_none=True)
-    python benchmarks/ddp/tried.py --keep-gradients             # set_to_none=False
-    python benchmarks/ddp/tried.py --model gpt40m --rounds 8 --ways "as it is" "preset"
+    python benchmarks/ddp/experiments/tried.py                              # 2 ranks, the MLP of 10M, zero_grad(set_to_none=True)
+    python benchmarks/ddp/experiments/tried.py --keep-gradients             # set_to_none=False
+    python benchmarks/ddp/experiments/tried.py --model gpt40m --rounds 8 --ways "as it is" "preset"
 
 Over shared memory. A step of a local model, of DDP as it is, and of DDP with one thing changed, in turns of random
 order, all ranks together: milliseconds that each adds to the local step, of the slowest rank and of all processors.
@@ -15,22 +15,25 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-import platform
 import random
 import resource
-import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from run import TASKS
 
 import echelon
 from echelon.backends.shared.collectives import reducing
 from echelon.backends.shared.memory.waiting import Waiter
 from echelon.data_parallel import ddp, reducer
 from echelon.data_parallel.bucket_set import BucketMemory
+
+sys.path.extend(map(str, Path(__file__).parents[1:3]))
+from harness import ms, options_of, print_environment, print_head, print_row
+from run import TASKS
 
 KIBIBYTE = 1 << 10
 WARMUP = 3
@@ -307,29 +310,26 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace) -> Measure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, rounds=18, ranks=2)
     parser.add_argument("--model", choices=TASKS, default="mlp10m")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--seconds", type=float, default=600.0, help="after which no other round begins")
     parser.add_argument("--keep-gradients", action="store_true", help="zero_grad(set_to_none=False)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
-    print(f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}")
-    print(f"{options.ranks} ranks, 1 thread each; {options.model}; set_to_none={not options.keep_gradients}; ", end="")
     ranks = echelon.spawn(measure, options.ranks, (options,))
     rounds = ranks[0].rounds
-    print(f"medians of {len(rounds)} rounds, in ms\n")
-    print("| way | step | adds | processors of all, added | forward and optimizer add |\n|---|---|---|---|---|")
+    print_environment(
+        f"{options.ranks} ranks, 1 thread each; {options.model}; set_to_none={not options.keep_gradients}; "
+        f"medians of {len(rounds)} rounds, in ms"
+    )
+    print_head("way | step | adds | processors of all, added | forward and optimizer add")
     for index, name in enumerate(["local", *options.ways]):
-        step = statistics.median(times[index] for times, *_ in rounds)
-        adds = [statistics.median(each[of][index] - each[of][0] for each in rounds) for of in range(3)]
-        print(f"| {name} | {step * 1e3:.1f} | " + " | ".join(f"{value * 1e3:.1f}" for value in adds) + " |")
-    print("\n| part | " + " | ".join(f"rank {rank}" for rank in range(options.ranks)) + " |")
-    print("|---|" + "---|" * options.ranks)
+        added = (ms([each[of][index] - each[of][0] for each in rounds], 1) for of in range(3))
+        print_row(name, ms([times[index] for times, *_ in rounds], 1), *added)
+    print()
+    print_head(" | ".join(["part", *(f"rank {rank}" for rank in range(options.ranks))]))
     for part in sorted(ranks[0].parts[-1]):
-        each = [statistics.median(taken.get(part, 0.0) for taken in rank.parts) * 1e3 for rank in ranks]
-        print(f"| {part} | {' | '.join(f'{value:.1f}' for value in each)} |")
+        print_row(part, *(ms([taken.get(part, 0.0) for taken in rank.parts], 1) for rank in ranks))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much of the communication over 1 Gbit/s and 1 ms can hide behind backward? Simulated: processors do not count.
 
-    python benchmarks/ddp/hidden.py
+    python benchmarks/ddp/experiments/hidden.py
 
 Two ranks of Echelon's own code on a virtual clock, with 40 layers of 1 MiB whose backward takes 15 ms each, as
 link.py's idle10m. What is not hidden is what DDP adds to the local step, as a share of what the same reduction takes
@@ -9,11 +9,16 @@ with nothing beside it.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
-from scaling import Timed
-from torch import nn
+from scaling import Model
 
 import echelon
+
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import print_head, print_row
 
 LAYERS, WIDTH = 40, 512
 SECONDS = {"forward": 0.0, "backward": 15e-3}
@@ -21,21 +26,9 @@ NETWORK = echelon.Network(latency=1e-3, bandwidth=1e9 / 8)
 BUCKETS_MB = (25, 10, 5, 2)
 
 
-class Model(nn.Module):
-    def __init__(self, group: echelon.ProcessGroup) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)])
-        self.group = group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = Timed.apply(x, weight, self.group)
-        return x
-
-
 def step_and_reduction(group: echelon.ProcessGroup, bucket_mb: float) -> tuple[float, float]:
     """Returns the virtual seconds of a step, the second, and of the reduction of its gradients once more."""
-    ddp = echelon.DDP(Model(group), group, bucket_mb=bucket_mb)
+    ddp = echelon.DDP(Model(group, LAYERS, WIDTH), group, bucket_mb=bucket_mb)
     for _ in range(2):
         ddp.zero_grad()
         group.barrier()
@@ -55,10 +48,9 @@ def slowest(num_ranks: int, bucket_mb: float) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    print("| buckets | local step, ms | step | the reduction alone | hidden |")
-    print("|---|---|---|---|---|")
+    print_head("buckets | local step, ms | step | the reduction alone | hidden")
     for bucket_mb in BUCKETS_MB:
         local, _ = slowest(1, bucket_mb)
         step, alone = slowest(2, bucket_mb)
         cells = (f"{seconds * 1e3:.0f}" for seconds in (local, step, alone))
-        print(f"| {bucket_mb} MiB | {' | '.join(cells)} | {1 - (step - local) / alone:.0%} |")
+        print_row(f"{bucket_mb} MiB", *cells, f"{1 - (step - local) / alone:.0%}")

@@ -1,6 +1,6 @@
 """How much memory do a message and an all-reduce of 1 GiB need beside their tensors?
 
-    python benchmarks/tcp/memory.py                # about 10 seconds, 1 GiB in each of 2 processes
+    python benchmarks/tcp/experiments/memory.py                # about 10 seconds, 1 GiB in each of 2 processes
 
 Shows by how much the peak of each process's resident memory is above what it had before (VmHWM and VmRSS).
 """

@@ -1,8 +1,8 @@
 """How much of the communication over 1 Gbit/s and 1 ms is hidden behind backward, and what does torch's DDP take?
 
-    python benchmarks/ddp/link.py
-    python benchmarks/ddp/link.py --rounds 12 --bucket-mb 25
-    python benchmarks/ddp/link.py --model idle10m               # a backward that leaves the processors to the link
+    python benchmarks/ddp/experiments/link.py
+    python benchmarks/ddp/experiments/link.py --rounds 12 --bucket-mb 25
+    python benchmarks/ddp/experiments/link.py --model idle10m               # a backward that leaves the processors to the link
 
 Two ranks in network namespaces of their own, joined by a slow link (benchmarks/slow_link.py; it needs root). Steps of a
 local model, of Echelon's DDP over TCP and of torch's on Gloo take turns. What is not hidden is what DDP adds to the
@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from run import NUM_ALONE, TASKS, VARIANTS, WARMUP, measure
-
 import echelon
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(map(str, Path(__file__).parents[1:3]))
+from harness import difference, ms, options_of, print_environment, print_head, ratio
+from run import NUM_ALONE, TASKS, VARIANTS, WARMUP, measure
 from slow_link import LOCAL, Unavailable, run_ranks, slow_link
 
 BITS_PER_SECOND, DELAY = 1e9, 1e-3
@@ -38,15 +36,14 @@ def rank(options: argparse.Namespace) -> None:
         measured = measure(group, options, options.store)
         sent = (sent_bytes() - before) / num_reductions(options)
     if group.rank == 0:
-        local, ours, theirs = (statistics.median(row[0][variant] for row in measured.rounds) for variant in range(3))
-        added = statistics.median(row[0][1] - row[0][0] for row in measured.rounds)
-        alone, alone_busy = statistics.median(measured.reductions), statistics.median(measured.reductions_busy)
-        cells = [f"{seconds * 1e3:.0f}" for seconds in (local, ours, theirs, alone)]
-        hidden = "-" if options.is_local else f"{1 - added / alone:.0%}"
-        busy = [statistics.median(row[1][variant] for row in measured.rounds) for variant in range(3)]
-        shown = " / ".join(f"{seconds * 1e3:.0f}" for seconds in busy)
+        steps, reductions = measured
+        local, ours, theirs = steps.seconds.values()
+        alone = reductions.seconds["alone"]
+        hidden = "-" if options.is_local else f"{1 - difference(ours, local) / statistics.median(alone):.0%}"
+        busy = " / ".join(ms(each, 0) for each in steps.busy.values())
         moved = "-" if options.is_local else f"{sent / 2**20:.1f} MiB"
-        print(f"| {' | '.join(cells)} | {hidden} | {ours / theirs:.2f} | {shown} | {alone_busy * 1e3:.0f} | {moved} |")
+        cells = [*(ms(each, 0) for each in (local, ours, theirs, alone)), hidden, f"{ratio(ours, theirs):.2f}", busy]
+        print(f"| {' | '.join([*cells, ms(reductions.busy['alone'], 0), moved])} |")
 
 
 def num_reductions(options: argparse.Namespace) -> int:
@@ -62,15 +59,13 @@ def sent_bytes() -> int:
 
 def report(options: argparse.Namespace) -> None:
     parameters = sum(parameter.numel() for parameter in TASKS[options.model].make().parameters())
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__}")
-    print(
+    print_environment(
         f"{options.model} of {parameters / 1e6:.2f}M parameters, inputs {TASKS[options.model].batch} a rank; buckets "
-        f"of {options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms; variants {', '.join(VARIANTS)}\n"
+        f"of {options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms; variants {', '.join(VARIANTS)}"
     )
     columns = "local step | Echelon | torch on Gloo | the reduction alone | hidden | Echelon / torch"
     computes = f"the ranks compute: {' / '.join(VARIANTS)} | for the reduction alone"
-    print(f"| link | {columns} | {computes} | each sends for a reduction |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print_head(f"link | {columns} | {computes} | each sends for a reduction")
     given = ["--model", options.model, "--bucket-mb", str(options.bucket_mb), "--rounds", str(options.rounds)]
     busy = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -89,10 +84,9 @@ def report(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, rounds=6)
     parser.add_argument("--model", choices=TASKS, default="gpt10m-large")
     parser.add_argument("--bucket-mb", type=float, default=5, help="mebibytes, for both")
-    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--is-local", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(set_to_none=True)

@@ -1,7 +1,7 @@
 """What does it take to copy new gradients into shared memory, with nothing beside it?
 
-    python benchmarks/ddp/copying.py
-    GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x40000 python benchmarks/ddp/copying.py
+    python benchmarks/ddp/experiments/copying.py
+    GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x40000 python benchmarks/ddp/experiments/copying.py
 
 Copies 10 times 4 MiB, which stay in the cache, into 40 MiB of shared memory, which do not: by torch, and by memmove.
 """

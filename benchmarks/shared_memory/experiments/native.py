@@ -1,6 +1,6 @@
 """What would a small native part make of small messages?
 
-    python benchmarks/shared_memory/native.py
+    python benchmarks/shared_memory/experiments/native.py
 
 A prototype in C, compiled by gcc when this runs, does what 8 bytes need: write them where the peer reads them, count,
 look until the peer has counted. It is measured in a loop in C, and called for each operation through ctypes, as a
@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import echelon
 
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import in_turns, print_environment, print_head, print_row
+
 RANKS = 2
-TURNS = 21
+TURNS, CALLS = 21, 1000
 SOURCE = """
 #include <stdatomic.h>
 #include <stdint.h>
@@ -90,16 +91,13 @@ def compiled(folder: Path) -> Path:
 
 
 def both_ways(send: Callable[[], object], recv: Callable[[], object], rank: int) -> Callable[[int], None]:
-    """Returns what sends and receives a number of times; half of that is one way."""
+    """Returns a function that sends and receives a number of times; half of that is one way."""
+    first, second = (send, recv) if rank == 0 else (recv, send)
 
     def run(times: int) -> None:
         for _ in range(times):
-            if rank == 0:
-                send()
-                recv()
-            else:
-                recv()
-                send()
+            first()
+            second()
 
     return run
 
@@ -135,15 +133,9 @@ def measure(group: echelon.ProcessGroup, folder: str) -> dict[str, float]:
         ),
         "one way, Echelon": (both_ways(lambda: group.send(tensor, peer), lambda: group.recv(peer, out=out), rank), 2),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(TURNS):
-        for name, (run, parts) in ways.items():
-            tensor.fill_(0.0)
-            group.barrier()
-            began = time.perf_counter()
-            run(1000)
-            found[name].append((time.perf_counter() - began) / 1000 / parts * 1e6)
-    return {name: statistics.median(times) for name, times in found.items()}
+    acts = {name: partial(run, CALLS) for name, (run, _) in ways.items()}
+    seconds = in_turns(group, acts, TURNS, before=lambda: tensor.fill_(0.0)).seconds
+    return {name: statistics.median(seconds[name]) / CALLS / parts * 1e6 for name, (_, parts) in ways.items()}
 
 
 def main() -> None:
@@ -153,11 +145,11 @@ def main() -> None:
         compiled(Path(folder))
         for number in range(2):
             (Path(folder) / f"rooms{number}").write_bytes(bytes(4096))
-        results = echelon.spawn(measure, RANKS, (folder,))
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
-    print("| 8 bytes, 2 ranks | us |\n|---|---|")
-    for name in results[0]:
-        print(f"| {name} | {max(result[name] for result in results):.2f} |")
+        found = echelon.spawn(measure, RANKS, (folder,))[0]
+    print_environment()
+    print_head("8 bytes, 2 ranks | us")
+    for name, microseconds in found.items():
+        print_row(name, f"{microseconds:.2f}")
 
 
 if __name__ == "__main__":
