@@ -17,25 +17,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import platform
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from echelon.bench.figures import Case
-from echelon.bench.start import has_mpi4py, run_under_mpi
-from goals import KIB, MIB, OTHERS, Found, lines
 from subjects import LimitSubject, SymmetricSubject
 
 import echelon
 from echelon.bench.measure import measure_case
-from echelon.bench.request import read_size
-from echelon.bench.subject import EchelonSubject, GlooSubject, Subject
+from echelon.bench.mpi import has_mpi4py, run_under_mpi
+from echelon.bench.request import Case, read_size
+from echelon.bench.subject import EchelonSubject, GlooSubject, MpiSubject, Subject
 
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import options_of, print_environment, print_head, print_row
+
+KIB, MIB = 1 << 10, 1 << 20
+OTHERS = ("reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier")
 BESIDE = ("nothing", "python", "matmul")
 
 
@@ -55,6 +57,73 @@ QUESTIONS = {
     "busy": Question(2, ("all_reduce",), (8, MIB), BESIDE),
     "crowded": Question(8, ("all_reduce",), (8, KIB, 256 * KIB, MIB, 16 * MIB)),
 }
+
+
+class Found(NamedTuple):
+    """Seconds of each contestant for one case."""
+
+    num_ranks: int
+    operation: str
+    size: int
+    seconds: dict[str, float]
+
+
+class Goal(NamedTuple):
+    """At least `least` times as fast as `peer`, or at most so many microseconds if that is None; for some cases."""
+
+    contestant: str
+    peer: str | None
+    least: float
+    num_ranks: tuple[int, ...]
+    operations: tuple[str, ...]
+    sizes: range
+    which: str
+
+    def value(self, found: Found) -> float | None:
+        """Returns the ratio or the microseconds of a case. None if the goal is not about it."""
+        wanted = found.num_ranks in self.num_ranks and found.operation in self.operations and found.size in self.sizes
+        if not wanted or not {self.contestant, self.peer or self.contestant} <= set(found.seconds):
+            return None
+        ours = found.seconds[self.contestant]
+        return ours * 1e6 if self.peer is None else found.seconds[self.peer] / ours
+
+    def print(self, rows: Sequence[Found]) -> None:
+        """Prints the least favourable case. Nothing if no case was measured."""
+        # Of microseconds less is better, of ratios more: the sign makes the worst value the least in both.
+        sign = -1 if self.peer is None else 1
+        values = [(sign * value, row) for row in rows if (value := self.value(row)) is not None]
+        if not values:
+            return
+        worst, where = min(values, key=lambda pair: pair[0])
+        missed = sum(value < sign * self.least for value, _ in values)
+        print_row(
+            f"{'/'.join(map(str, self.num_ranks))} ranks, {self.which}, {self.contestant}",
+            f"{self.least:g} us" if self.peer is None else f"{self.least:g} times {self.peer}",
+            f"{abs(worst):.3g} ({where.operation}, {where.num_ranks} ranks, {where.size} B)",
+            f"**missed** in {missed} of {len(values)}" if missed else "met",
+        )
+
+
+def _from(smallest: int, largest: int = 1 << 62) -> range:
+    return range(smallest, largest + 1)
+
+
+_REDUCE, _SEND = ("all_reduce",), ("send_recv",)
+GOALS = (
+    Goal("any tensor", "Gloo", 5, (2,), _REDUCE, _from(0), "all_reduce of every size"),
+    Goal("any tensor", "Gloo", 3, (4,), _REDUCE, _from(0), "all_reduce of every size"),
+    Goal("symmetric", "Gloo", 8, (2, 4), _REDUCE, _from(64 * MIB, 64 * MIB), "all_reduce of 64 MiB"),
+    Goal("symmetric", "Gloo", 15, (2, 4), _REDUCE, _from(MIB, MIB), "all_reduce of 1 MiB"),
+    Goal("any tensor", "Open MPI", 1, (2, 4), _REDUCE, _from(16 * KIB), "all_reduce from 16 KiB"),
+    Goal("symmetric", "Open MPI", 1, (2, 4), _REDUCE, _from(256 * KIB), "all_reduce from 256 KiB"),
+    Goal("symmetric", "Open MPI", 4, (2, 4), _REDUCE, _from(64 * MIB, 64 * MIB), "all_reduce of 64 MiB"),
+    Goal("any tensor", None, 12, (2,), _REDUCE, _from(8, 8), "all_reduce of 8 B"),
+    Goal("any tensor", None, 60, (4,), _REDUCE, _from(8, 8), "all_reduce of 8 B"),
+    Goal("any tensor", None, 5, (2,), _SEND, _from(8, 8), "send_recv of 8 B, one way"),
+    Goal("any tensor", "Open MPI", 1.5, (2,), _SEND, _from(16 * MIB, 16 * MIB), "send_recv of 16 MiB"),
+    Goal("symmetric", "limit", 0.75, (2, 4), _REDUCE, _from(16 * MIB), "all_reduce from 16 MiB"),
+    Goal("any tensor", "Gloo", 3, (2, 4), OTHERS, _from(0), "all other collectives"),
+)
 
 
 def contestants(group: echelon.ProcessGroup, world: object, symmetric: bool) -> list[Subject]:
@@ -121,7 +190,11 @@ def measure(group: echelon.ProcessGroup, options: argparse.Namespace, world: obj
                 if beside == BESIDE[0]:
                     rows.append(found)
     if prints:
-        print("\n".join(["", *lines(rows), f"wrong values: {wrong}"]), flush=True)
+        print()
+        print_head("goal | at least, as fast as | least favourable | ")
+        for goal in GOALS:
+            goal.print(rows)
+        print(f"\nwrong values: {wrong}", flush=True)
     for subject in subjects:
         subject.close()
     return wrong

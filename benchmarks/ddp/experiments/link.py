@@ -2,7 +2,7 @@
 
     python benchmarks/ddp/experiments/link.py
     python benchmarks/ddp/experiments/link.py --rounds 12 --bucket-mb 25
-    python benchmarks/ddp/experiments/link.py --model idle10m               # a backward that leaves the processors to the link
+    python benchmarks/ddp/experiments/link.py --model idle10m  # leaves processors to the link
 
 Two ranks in network namespaces of their own, joined by a slow link (benchmarks/slow_link.py; it needs root). Steps of a
 local model, of Echelon's DDP over TCP and of torch's on Gloo take turns. What is not hidden is what DDP adds to the

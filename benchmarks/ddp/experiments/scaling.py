@@ -1,6 +1,6 @@
 """How does a data-parallel step scale from 1 to 64 ranks on 25GbE? Simulated: Echelon's own code on a virtual clock.
 
-    python benchmarks/ddp/experiments/scaling.py                     # prints the table and draws docs/images/ddp-scaling.png
+    python benchmarks/ddp/experiments/scaling.py  # draws docs/images/ddp-scaling.png
     python benchmarks/ddp/experiments/scaling.py --most 16 --image /tmp/scaling.png
 
 Each rank is a host of its own with one link of 25 Gbit/s and 20 us. The model has 10 layers of 1024 x 1024 parameters;

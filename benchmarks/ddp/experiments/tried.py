@@ -1,7 +1,7 @@
 """Where does the time go that DDP adds to a step, and what do other ways to copy and to add gradients make of it?
 
-    python benchmarks/ddp/experiments/tried.py                              # 2 ranks, the MLP of 10M, zero_grad(set_to_none=True)
-    python benchmarks/ddp/experiments/tried.py --keep-gradients             # set_to_none=False
+    python benchmarks/ddp/experiments/tried.py                   # 2 ranks, the MLP of 10M, set_to_none=True
+    python benchmarks/ddp/experiments/tried.py --keep-gradients  # set_to_none=False
     python benchmarks/ddp/experiments/tried.py --model gpt40m --rounds 8 --ways "as it is" "preset"
 
 Over shared memory. A step of a local model, of DDP as it is, and of DDP with one thing changed, in turns of random

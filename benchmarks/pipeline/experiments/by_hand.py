@@ -1,7 +1,7 @@
 """How near to the ideal does a 1F1B come that is written by hand for one model?
 
-    python benchmarks/pipeline/by_hand.py               # 16 x (Linear 512 + ReLU)
-    python benchmarks/pipeline/by_hand.py --width 8     # a tiny model
+    python benchmarks/pipeline/experiments/by_hand.py               # 16 x (Linear 512 + ReLU)
+    python benchmarks/pipeline/experiments/by_hand.py --width 8     # a tiny model
 
 Two ranks run a loop with nothing in it but the layers, the backwards, a copy of each tensor into a slot of a file that
 both map, and a counter that the other one reads until it has changed: no checks, no names, no random numbers, no loss
@@ -11,18 +11,32 @@ pipeline, torch's and the steps without messages take turns with it, as in run.p
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
-import statistics
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
-from run import RANKS, Alone, Work, costs_of, equal_parts, loss_of, measure, our_step, schedule_of, torch_step
 
 import echelon
-from echelon.pipeline import Pipeline
 from echelon.pipeline.plan.action import actions_of
+
+sys.path.extend(map(str, Path(__file__).parents[1:3]))
+from harness import gloo, in_turns, ms, options_of, print_head, print_row, ratio
+from run import (
+    RANKS,
+    Alone,
+    Work,
+    costs_of,
+    equal_parts,
+    every_rank,
+    loss_of,
+    our_pipeline,
+    our_step,
+    schedule_of,
+    torch_step,
+)
 
 _COUNTERS = 4096
 """Bytes of the file before its slots."""
@@ -81,39 +95,30 @@ class ManualStep:
         return self._slots[1 - self._rank, microbatch]
 
 
-def run(group: echelon.ProcessGroup, work: Work, rounds: int, folder: str) -> list[list[float]]:
-    """Returns of each round the seconds of the slowest rank: by hand, Echelon's, torch's; and the ideal."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=group.rank, world_size=RANKS)
-    schedule = schedule_of(work, group.rank, "1f1b")
-    pipe = Pipeline(list(equal_parts(work.model(), RANKS)), group, schedule, loss_fn=loss_of)
-    ours = our_step(pipe, work)
-    ours()
-    alone = Alone(pipe, work, group.rank)
-    hand = ManualStep(work, group.rank, f"{folder}/slots")
-    times = measure(group, [hand.step, ours, torch_step(work, group.rank, "1f1b"), alone.step], rounds)
-    slowest = group.all_reduce(torch.tensor(times[:3], dtype=torch.float64), "max").tolist()
-    rows = torch.tensor(alone.rounds[-rounds:], dtype=torch.float64)
-    every_row = group.all_gather(rows.transpose(0, 1).contiguous()).transpose(0, 1).tolist()
-    torch.distributed.destroy_process_group()
-    return [*slowest, [float(schedule.simulate(costs_of(one, schedule)).makespan) for one in every_row]]
+def run(group: echelon.ProcessGroup, work: Work, rounds: int, folder: str) -> dict[str, list[float]]:
+    """Returns of each round the seconds of the slowest rank by contestant, and the ideal."""
+    with gloo(group, f"{folder}/store"):
+        pipe = our_pipeline(group, work, "1f1b")
+        ours = our_step(pipe, work)
+        ours()
+        alone, hand = Alone(pipe, work, group.rank), ManualStep(work, group.rank, f"{folder}/slots")
+        steps = {"by hand": hand.step, "Echelon": ours, "torch on Gloo": torch_step(work, group.rank, "1f1b")}
+        seconds = in_turns(group, {**steps, "ideal": alone.step}, rounds).seconds
+        rows = every_rank(group, alone.rounds[-rounds:])
+    schedule = pipe.schedule
+    return {**seconds, "ideal": [float(schedule.simulate(costs_of(one, schedule)).makespan) for one in rows]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=31)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     work = Work(options.width, 16, 16, 8)
     with tempfile.TemporaryDirectory() as folder:
-        *contestants, ideal = echelon.spawn(run, RANKS, (work, options.rounds, folder))[0]
-    print("| 1F1B | ms | of the ideal |\n|---|---|---|")
-    for name, rounds in zip(("by hand", "Echelon", "torch on Gloo"), contestants, strict=True):
-        ratio = statistics.median(one / best for one, best in zip(rounds, ideal, strict=True))
-        print(f"| {name} | {statistics.median(rounds) * 1e3:.2f} | {ratio:.2f} |")
-    print(f"| ideal | {statistics.median(ideal) * 1e3:.2f} | 1 |")
+        seconds = echelon.spawn(run, RANKS, (work, options.rounds, folder))[0]
+    print_head("1F1B | ms | of the ideal")
+    for name, taken in seconds.items():
+        print_row(name, ms(taken), f"{ratio(taken, seconds['ideal']):.2f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does a process take the memory for activations that the plan says?
 
-    python benchmarks/pipeline/memory.py
+    python benchmarks/pipeline/experiments/memory.py
 
 Two processes, 32 x (Linear 256 + GELU), 8 microbatches of 1024. The plan's figure is `pipe.memory().planned`: the peak
 of the schedule with the activations that were measured in a first step. Beside it stands what the system says that the
@@ -16,7 +16,7 @@ import ctypes
 import gc
 import mmap
 import os
-import platform
+import sys
 from pathlib import Path
 
 import torch
@@ -26,6 +26,9 @@ import echelon
 from echelon.backends.formats.arena import ARENA_BYTES
 from echelon.backends.shared.memory.segment import RANGE_BYTES
 from echelon.pipeline import Pipeline, schedules
+
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import print_environment, print_head, print_row
 
 RANKS, MICROBATCHES, SAMPLES, WIDTH, DEPTH = 2, 8, 1024, 256, 32
 CASES = [("gpipe", False), ("1f1b", False), ("zb-h1", False), ("zb-h2", False), ("zb-v", False), ("v-half", False)]
@@ -86,19 +89,15 @@ def cuts(num_stages: int) -> list[str]:
 
 
 def main() -> None:
-    os.environ |= {
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }  # what is freed goes back at once
-    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}\n")
-    print("| schedule | rank | planned (MB) | counted (MB) | the process's (MB) | received (MB) | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    # Memory that is freed goes back at once.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    print_environment()
+    print_head("schedule | rank | planned (MB) | counted (MB) | the process's (MB) | received (MB) | ratio")
     for name, recompute in CASES:
         for rank, sizes in enumerate(echelon.spawn(run, RANKS, (name, recompute))):
             planned, _, taken, _ = sizes
-            cells = " | ".join(f"{size / 1e6:.1f}" for size in sizes)
             title = name + (", recomputed" if recompute else "")
-            print(f"| {title} | {rank} | {cells} | {taken / planned:.2f} |", flush=True)
+            print_row(title, rank, *(f"{size / 1e6:.1f}" for size in sizes), f"{taken / planned:.2f}")
 
 
 if __name__ == "__main__":

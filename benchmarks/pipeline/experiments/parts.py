@@ -1,6 +1,6 @@
 """Where does the time of a pipeline's step go that is not computing?
 
-    python benchmarks/pipeline/parts.py
+    python benchmarks/pipeline/experiments/parts.py
 
 First what each part of a message takes alone, in one process; then a whole message between two ranks, again and again,
 and where both have computed before it. Then what one rank that holds all stages adds to the
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import time
 import timeit
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import torch
-from run import RANKS, Alone, Work, equal_parts, loss_of, measure, our_step, schedule_of
 
 import echelon
 from echelon.backends.formats import wire
@@ -30,6 +31,10 @@ from echelon.backends.work import Work as Operation
 from echelon.pipeline import Pipeline, keyed, schedules
 from echelon.pipeline.run.transfer import Buffers
 from echelon.pipeline.stage.nested import structure_of
+
+sys.path.extend(map(str, Path(__file__).parents[1:3]))
+from harness import in_turns, print_head, print_row
+from run import RANKS, Alone, Work, equal_parts, loss_of, our_pipeline, our_step
 
 TINY = Work(8, 16, 16, 8)
 LOOKS = (0.2e-3, 2e-3, 20e-3)
@@ -107,9 +112,7 @@ def looking(group: echelon.ProcessGroup) -> list[list[float]]:
     torch.set_num_threads(1)
     rows = []
     for name in NAMES:
-        schedule = schedule_of(TINY, group.rank, name)
-        pipe = Pipeline(list(equal_parts(TINY.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
-        step = our_step(pipe, TINY)
+        step = our_step(our_pipeline(group, TINY, name), TINY)
 
         def stepping(seconds: float, step: Callable[[], None] = step) -> Callable[[], None]:
             def run() -> None:
@@ -118,29 +121,30 @@ def looking(group: echelon.ProcessGroup) -> list[list[float]]:
 
             return run
 
-        times = measure(group, [stepping(seconds) for seconds in LOOKS], 25)
-        slowest = group.all_reduce(torch.tensor(times, dtype=torch.float64), "max")
-        rows.append([row.median().item() * 1e3 for row in slowest])
+        taken = in_turns(group, {str(seconds): stepping(seconds) for seconds in LOOKS}, 25).seconds.values()
+        rows.append([statistics.median(each) * 1e3 for each in taken])
     return rows
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("| part of a message | us |\n|---|---|")
+    print_head("part of a message | us")
     for part, microseconds in parts_of_a_message().items():
-        print(f"| {part} | {microseconds:.1f} |")
+        print_row(part, f"{microseconds:.1f}")
     for layers in (0, 4):
         sent, came = (numpy.array(times) for times in echelon.spawn(one_way, RANKS, (layers,)))
         microseconds = float(numpy.median(abs(came - sent)[20:]) * 1e6)
         what = f"after {2 * layers} layers of 512" if layers else "again and again"
-        print(f"| from rank to rank, {what} | {microseconds:.1f} |")
-    print("\n| one rank, no messages | actions | us per action | us around a step |\n|---|---|---|---|")
+        print_row(f"from rank to rank, {what}", f"{microseconds:.1f}")
+    print()
+    print_head("one rank, no messages | actions | us per action | us around a step")
     for name in ("1f1b", "zb-v"):
         count, inside, around = alone(name)
-        print(f"| {name} | {count} | {inside:.0f} | {around:.0f} |")
-    print("\n| ms, looking for | 0.2 ms | 2 ms | 20 ms |\n|---|---|---|---|")
+        print_row(name, count, f"{inside:.0f}", f"{around:.0f}")
+    print()
+    print_head("ms, looking for | 0.2 ms | 2 ms | 20 ms")
     for name, row in zip(NAMES, echelon.spawn(looking, RANKS)[0], strict=True):
-        print(f"| {name} | {' | '.join(f'{milliseconds:.2f}' for milliseconds in row)} |")
+        print_row(name, *(f"{milliseconds:.2f}" for milliseconds in row))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Where does the time go that a step takes over its ideal?
 
-    python benchmarks/pipeline/where.py                 # 2 ranks, 16 x (Linear 512 + ReLU), 8 microbatches of 16
-    python benchmarks/pipeline/where.py --width 8       # a tiny model
+    python benchmarks/pipeline/experiments/where.py            # 2 ranks, 16 x (Linear 512 + ReLU), 8 microbatches of 16
+    python benchmarks/pipeline/experiments/where.py --width 8  # a tiny model
 
 In every round a step without messages (see run.py) and one of Echelon's pipeline take turns. The step's timeline is
 then played again in parts: with its actions as long as they were without messages, one by one instead of the means
@@ -11,17 +11,20 @@ then played again in parts: with its actions as long as they were without messag
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from run import RANKS, Alone, Work, costs_of, equal_parts, loss_of, our_step, schedule_of
 
 import echelon
-from echelon.pipeline import Pipeline
 from echelon.pipeline.plan.simulate import Timeline
+
+sys.path.extend(map(str, Path(__file__).parents[1:3]))
+from harness import options_of, print_head, print_row
+from run import RANKS, Alone, Work, costs_of, every_rank, our_pipeline, our_step
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 WARMUP = 3
@@ -55,16 +58,15 @@ def measure(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequenc
     torch.set_num_threads(1)
     found = []
     for name in names:
-        schedule = schedule_of(work, group.rank, name)
-        pipe = Pipeline(list(equal_parts(work.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
+        pipe = our_pipeline(group, work, name)
+        schedule = pipe.schedule
         step, alone = our_step(pipe, work), Alone(pipe, work, group.rank)
         step()
         parts = []
         for _ in range(WARMUP + rounds):
             group.barrier()
             alone.step()
-            rows = torch.tensor(alone.rounds[-1:], dtype=torch.float64).transpose(0, 1).contiguous()
-            ideal = schedule.simulate(costs_of(group.all_gather(rows).transpose(0, 1)[0].tolist(), schedule))
+            ideal = schedule.simulate(costs_of(every_rank(group, alone.rounds[-1:])[0], schedule))
             each = group.all_gather(torch.tensor(alone.latest, dtype=torch.float64))
             each = each.split([len(order) for order in schedule.orders])
             group.barrier()
@@ -80,17 +82,14 @@ def measure(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequenc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=15)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     work = Work(options.width, 16, 16, 8)
     rows = echelon.spawn(measure, RANKS, (work, options.rounds, NAMES), "auto")[0]
-    print("| schedule | actions | ideal (ms) | uneven (ms) | more (ms) | messages and between (ms) | around (ms) |")
-    print("|---|---|---|---|---|---|---|")
+    print_head("schedule | actions | ideal (ms) | uneven (ms) | more (ms) | messages and between (ms) | around (ms)")
     for name, (*parts, actions) in zip(NAMES, rows, strict=True):
-        cells = [f"{seconds * 1e3:.2f}" for seconds in parts]
-        print(f"| {name} | {actions:.0f} | {' | '.join(cells)} |")
+        print_row(name, f"{actions:.0f}", *(f"{seconds * 1e3:.2f}" for seconds in parts))
 
 
 if __name__ == "__main__":

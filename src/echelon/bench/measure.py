@@ -45,6 +45,7 @@ def run(request: Request) -> int:
         if is_launched(request):
             with init(request.backend) as group:
                 return measure_and_print(group, request)
+        # mpirun starts its own processes, since MPI cannot join those that exist.
         if request.vs == "mpi":
             return mpi.measure_under_mpi(request, num_ranks)
         if request.backend == "simulated":
@@ -53,12 +54,13 @@ def run(request: Request) -> int:
             ).results
         else:
             results = spawn(measure_and_print, num_ranks, (request,), request.backend)
-    return results[0]
+    return results[0]  # all ranks have the same number
 
 
 @contextmanager
 def _fixed_algorithm(request: Request) -> Iterator[None]:
     """Sets the variable of the requested algorithm, for this process and its children, inside the with block."""
+    # By the environment and not by the group's table: the ranks are other processes.
     variable = variable_of(request.operation)
     before = os.environ.get(variable)
     if request.algorithm is not None:
@@ -120,6 +122,7 @@ def measure_and_print(
 
         rows = measure(group, request, subjects, report)
     finally:
+        # After an error, too: the connections of Gloo are not the group's.
         for subject in subjects:
             subject.close()
     if prints:
@@ -211,6 +214,7 @@ def measure_case(
         # Every subject in each turn: other load of the machine hits all of them alike.
         for call, number, mine in zip(calls, numbers, times, strict=True):
             mine.append(_turn(group, call, number))
+    # A ping-pong is two messages, and the time is that of one.
     legs = 2 if case.operation == "send_recv" else 1
     found = (
         Measured(subject.name, statistics.median(mine) / legs, count)
@@ -222,6 +226,7 @@ def measure_case(
 def _count_wrong(group: ProcessGroup, workload: Workload, subject: Subject) -> int:
     """Runs the operation once and returns the number of wrong elements on all ranks."""
     result = subject.call(workload.case, workload.input(), workload.output())()
+    # Summed over ranks, so that all return the same and rank 0 may print it.
     mine = torch.tensor([workload.count_wrong(result)])
     return int(group.all_reduce(mine).item())
 
@@ -240,7 +245,7 @@ def _num_calls(group: ProcessGroup, call: Call, iterations: int | None, seconds:
 def _turn(group: ProcessGroup, call: Call, number: int) -> float:
     """Returns the seconds per call of the slowest rank."""
     group.barrier()  # ranks start together, so that no rank's time contains the lateness of another
-    begin = group.backend.now()
+    begin = group.backend.now()  # virtual on simulated ranks
     for _ in range(number):
         call()
     mine = torch.tensor([group.backend.now() - begin], dtype=torch.float64)

@@ -18,12 +18,13 @@ from echelon.collectives.plans.algorithms import find
 from echelon.errors import InvalidRank, LaunchError, PlanError
 from echelon.launch.environment import is_rank
 
+# A send_recv is a ping-pong between rank 0 and the last rank; its time is half a round trip.
 OPERATIONS = (*COLLECTIVES, "send_recv")
-"""A send_recv is a ping-pong between rank 0 and the last rank; its time is half a round trip."""
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
+# Operations on one part per rank. nccl-tests gives their count per part, and their size for all parts.
 OF_PARTS = frozenset({"all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"})
-"""Operations on one part per rank; their count is that of a part."""
+# Bytes of an element. torch knows them too, but importing it takes seconds.
 DTYPES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
@@ -31,7 +32,6 @@ DTYPES = {
     **dict.fromkeys(("int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Bytes of an element by dtype. torch has them too, but importing it takes seconds."""
 OPERATORS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 PEERS = ("gloo", "mpi")
 
@@ -175,6 +175,7 @@ class Request:
         return named
 
     def _check(self) -> None:
+        # Choices are not typer's, which would not suggest the closest name.
         for what, value, known in (
             ("operation", self.operation, OPERATIONS),
             ("--dtype", self.dtype, tuple(DTYPES)),
@@ -183,7 +184,7 @@ class Request:
         ):
             if value not in known:
                 raise LaunchError(f"{what} {value!r} is unknown: {choices(value, known, 'choose from')}")
-        self.sizes()
+        self.sizes()  # raises if they are wrong
         if self.algorithm is not None:
             if self.backend == "shm":
                 raise LaunchError(
@@ -197,6 +198,7 @@ class Request:
             raise LaunchError(f"--local-network {self.local_network}: there are no hosts; add --hosts, as 2x2")
         if self.vs is not None and self.backend == "simulated":
             raise LaunchError(f"--vs {self.vs} needs processes: leave out --backend simulated")
+        # A launched rank learns the number of ranks from its group, and checks it there.
         if is_launched(self):
             if self.vs == "mpi":
                 raise LaunchError("--vs mpi starts its ranks by mpirun: run it without another launcher")
@@ -250,15 +252,17 @@ class Tuning:
         Raises:
             LaunchError: options that do not go together, or a size that is none.
         """
-        self.sizes()
+        self.sizes()  # raises if they are wrong
         if self.backend not in ("tcp", "simulated"):
             raise LaunchError(f"--backend {self.backend}: algorithms are for messages; give tcp or simulated")
         is_launched(self)
+        # The default file is read by every job of this user, and none has the simulated network.
         if self.backend == "simulated" and self.output is None:
             raise LaunchError("--backend simulated is not this system: name a file of its own, as --output tuned.json")
 
     def sizes(self) -> tuple[int, ...]:
         """Returns the bytes of the arrays, growing. Raises LaunchError if there are none."""
+        # Steps of 8: a rule's boundary lies between two sizes, and each size costs seconds.
         return size_ladder(8, read_size("--max", self.largest), 8)
 
 
@@ -273,7 +277,7 @@ def is_launched(options: Request | Tuning) -> bool:
     """
     is_simulated = options.backend == "simulated"
     for option in ("network", "local_network", "hosts"):
-        value = getattr(options, option, None)
+        value = getattr(options, option, None)  # tuning has no local network
         if value is not None and not is_simulated:
             name = "--" + option.replace("_", "-")
             raise LaunchError(f"{name} {value}: only simulated ranks have that; add --backend simulated")

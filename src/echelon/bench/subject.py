@@ -80,6 +80,7 @@ class EchelonSubject(Subject):
 
     def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:  # noqa: D102
         group = self._group
+        # A table and not a chain of tests: the choice is made before the timing starts.
         if tensor is None:
             return group.barrier if case.operation == "barrier" else lambda: group.scatter(None, case.root, out)
         send, receive = partial(group.send, tensor), partial(group.recv, out=out)
@@ -119,7 +120,7 @@ class GlooSubject(Subject):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_first = group.rank == 0
-        # A store of its own: a launcher's store may hold the keys of another job.
+        # A store of its own, since a launcher may have none.
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_SECONDS) if is_first else None
         port = group.broadcast_object(store.port if store is not None else 0, src=0)
         store = store or TCPStore(host, cast("int", port), is_master=False, timeout=_SECONDS)
@@ -135,6 +136,7 @@ class GlooSubject(Subject):
             return lambda: _after(dist.scatter(out, None, case.root), out)
         # Chunks are views, so lists of them cost no copy.
         parts, places = list(tensor.chunk(self._num_ranks)), list(out.chunk(self._num_ranks))
+        # Gloo refuses a list of results on other ranks.
         at_root = places if self._rank == case.root else None
         send, receive = partial(dist.send, tensor), partial(dist.recv, out)
         calls: dict[str, Call] = {
@@ -173,6 +175,7 @@ class MpiSubject(Subject):
                 return lambda: _after(world.Barrier(), out)
             return lambda: _after(world.Scatter(None, result, case.root), out)
         mine = tensor.numpy()
+        # mpi4py takes no buffer for a result on other ranks.
         at_root = result if world.rank == case.root else None
         send, receive = partial(world.Send, mine), partial(world.Recv, result)
         calls: dict[str, Call] = {

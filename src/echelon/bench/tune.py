@@ -99,11 +99,10 @@ def _words(rule: Rule) -> str:
     return f"{rule.algorithm} " + ("above" if rule.last == ANY_SIZE else f"up to {rule.last} bytes")
 
 
+# The default algorithm is kept up to 1.05 times the best time: a smaller difference may be noise.
 _MARGIN = 1.05
-"""The default algorithm is kept up to 1.05 times the best time: a smaller difference may be noise."""
-
+# Seconds. Lower bound before a logarithm, since an operation of simulated ranks may take no time.
 _LEAST = 1e-12
-"""Seconds. Lower bound before a logarithm, since an operation of simulated ranks may take no time."""
 
 
 class Timing(NamedTuple):
@@ -165,15 +164,14 @@ def _for_all_sizes(timings: Sequence[Timing]) -> list[Rule]:
 
 
 def _best(timing: Timing, seconds: Mapping[str, float]) -> str:
+    # The static table's choice counts as the default even if it was not measured here.
     usual = choose(timing.operation, timing.size, timing.hosts)
     fastest = min(seconds, key=lambda name: (seconds[name], name))
     return usual if seconds.get(usual, math.inf) <= seconds[fastest] * _MARGIN else fastest
 
 
-_SECONDS = 0.02
-"""Target length of a turn."""
-_MESSAGE = 4 << 20
-"""Bytes of the messages that measure bandwidth."""
+_SECONDS = 0.02  # of a turn; shorter than in bench, as there are hundreds of cases
+_MESSAGE = 4 << 20  # bytes of the messages that measure bandwidth
 
 
 def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable[[str], None]) -> str:
@@ -199,7 +197,8 @@ def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable
         for timing in time_algorithms(group, count, sizes, turns):
             timings.append(timing)
             say(_line(timing))
-        group.barrier()
+        group.barrier()  # ranks outside of a small group wait here, and not in the next measurement
+    # Rank 0's text for all: it names the machine, and the cost of combining is measured by each rank.
     return str(group.broadcast_object(to_text(decide(timings), _measured(group, links, timings)), src=0))
 
 
@@ -237,6 +236,7 @@ def time_algorithms(
 
 
 def _candidates(operation: str, hosts: Hosts) -> list[str]:
+    # Without several hosts, one of them with several ranks, a hierarchical algorithm is another one.
     nested = is_nested(hosts)
     return [algorithm.name for algorithm in algorithms_of(operation) if nested or not algorithm.goes_by_hosts]
 
@@ -265,6 +265,7 @@ def _gamma(turns: int) -> float:
         begin = time.perf_counter()
         one.add_(other)
         times.append(time.perf_counter() - begin)
+    # The least time: the first call maps memory, and other load only adds.
     return min(times) / _MESSAGE
 
 

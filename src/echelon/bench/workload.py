@@ -16,11 +16,10 @@ from torch import Tensor
 from echelon.backends.operators import operator
 from echelon.bench.request import REDUCTIONS, Case
 
+# Operations that send another part of the input to each rank.
 _SPLIT = ("reduce_scatter", "scatter", "all_to_all")
-"""Operations that send another part of the input to each rank."""
 _PERIOD = 100_003  # a prime, so that no part of a power of two repeats another
-_PIECE = 1 << 22
-"""Elements compared at a time, which bounds the memory of the comparison."""
+_PIECE = 1 << 22  # elements compared at a time, which bounds the memory of the comparison
 
 
 class Segment(NamedTuple):
@@ -45,6 +44,7 @@ class Workload:
         if case.operation == "barrier" or (case.operation == "scatter" and rank != case.root):
             return None
         if case.operation == "broadcast" and rank != case.root:
+            # Zeros are no rank's values, so a broadcast that moves nothing is counted.
             return torch.zeros(case.num_elements, dtype=self.dtype)
         return self._values(rank, 0, case.num_elements * (case.num_ranks if case.operation in _SPLIT else 1))
 

@@ -62,6 +62,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 def run_app(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit status. Errors of the user become one line on stderr."""
+    # standalone_mode=False: typer would print errors in several lines and end the process itself.
     of_collective = False
     try:
         # `plan` has two sets of options, so the first word decides before typer parses.
@@ -71,6 +72,7 @@ def run_app(arguments: Sequence[str]) -> int:
             status = app(arguments or ["--help"], prog_name="echelon", standalone_mode=False)
     except (EchelonError, UnsupportedTorch) as error:
         print(f"echelon: {error}", file=sys.stderr)
+        # 2 for a wrong argument, as typer's own errors; 1 for a failure of the run.
         return 2 if isinstance(error, ValueError | FileError) else 1
     except _UsageError as error:
         message = error.format_message().rstrip(".")

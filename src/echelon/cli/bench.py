@@ -15,4 +15,4 @@ def bench(request: Request) -> int:
     # Imports torch, which takes seconds: a wrong option is reported before.
     from echelon.bench.measure import run
 
-    return 1 if run(request) else 0
+    return 1 if run(request) else 0  # the number of wrong values may not fit a status

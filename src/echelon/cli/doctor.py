@@ -41,7 +41,7 @@ def doctor(as_json: Json = False) -> int:
 def _print_findings(console: Console, findings: list[Finding]) -> None:
     table = Table("check", "", "found", box=None, pad_edge=False, header_style="bold")
     for finding in findings:
-        found = Text(finding.found)
+        found = Text(finding.found)  # brackets of an IPv6 address are no markup
         if finding.fix:
             found.append(f"\n→ {finding.fix}", style=_STYLES[finding.status])
         table.add_row(finding.check, Text(finding.status, style=_STYLES[finding.status]), found)

@@ -32,6 +32,7 @@ def command(function: Callable[[_Options], int | None]) -> Callable[..., int | N
 
     The annotations of the fields are typer's. The docstring of the function is the help of the command.
     """
+    # eval_str: annotations are strings here, by `from __future__ import annotations`.
     (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
     options: type[_Options] = parameter.annotation
 
@@ -44,8 +45,8 @@ def command(function: Callable[[_Options], int | None]) -> Callable[..., int | N
     return run
 
 
+# Above every real cost; sums of such values still fit a float.
 _LARGEST = 10**100
-"""Above every real cost; sums of such values still fit a float."""
 
 
 def one_number(option: str, text: str) -> Time:
@@ -55,7 +56,7 @@ def one_number(option: str, text: str) -> Time:
         ScheduleError: `text` is not a number from 0 to 1e100.
     """
     try:
-        value = Fraction(text.strip())
+        value = Fraction(text.strip())  # exact, and it refuses "nan" and "inf"
     except (ValueError, ZeroDivisionError):
         raise ScheduleError(f"{option} {text}: not a number; give one, such as 1.5") from None
     if value > _LARGEST:
@@ -71,6 +72,7 @@ def amount(option: str, text: str) -> Amount:
     Raises:
         ScheduleError: a part is not a number of at least 0.
     """
+    # One value is no tuple: `Costs` spreads a number over any number of stages.
     values = tuple(one_number(option, part) for part in text.split(","))
     return values if len(values) > 1 else values[0]
 
@@ -81,6 +83,7 @@ def check_suffixes(svg: str | None, png: str | None) -> None:
     Raises:
         ScheduleError: a name whose suffix is of another format.
     """
+    # The figure's format follows from the name, so `--svg a.png` would write a PNG.
     for path, suffix in ((svg, ".svg"), (png, ".png")):
         if path is not None and not path.lower().endswith(suffix):
             raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")

@@ -13,12 +13,13 @@ from echelon.timeline.timeline import Time
 
 
 def write(console: Console, text: Text | str = "", style: str = "") -> None:
-    """Prints a line verbatim: rich neither wraps nor crops it, nor reads brackets in it as markup."""
+    """Prints a line verbatim: rich neither wraps nor crops it."""
+    # Text and not str: rich would read brackets as markup.
     console.print(text if isinstance(text, Text) else Text(text, style), no_wrap=True, overflow="ignore", crop=False)
 
 
 def print_table(console: Console, rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:
-    """Prints a table. The first row has the titles; columns are right-aligned, except those with an index in `left`."""
+    """Prints a table. The first row has the titles; columns are right-aligned unless their index is in `left`."""
     # rich's own table crops cells to the width of the terminal, and a script would miss them.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for index, cells in enumerate(rows):
@@ -29,6 +30,7 @@ def print_table(console: Console, rows: Sequence[Sequence[str]], left: Sequence[
 
 def to_json(values: dict[str, Any]) -> str:
     """Returns JSON with one value a line, and one object a line in lists of objects."""
+    # json's indent would spread a table of ranks over thousands of lines.
     return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_inner_json(value)}" for key, value in values.items()) + "\n}"
 
 

@@ -106,6 +106,7 @@ class PlanOptions:
         Raises:
             ScheduleError: a value is not a cost.
         """
+        # By the fields of `Costs`, so that a new cost needs only its option.
         given = {field.name: getattr(self, field.name) for field in fields(Costs)}
         return Costs(
             **{name: amount("--" + name.replace("_", "-"), text) for name, text in given.items() if text is not None}
@@ -133,8 +134,9 @@ class PlanOptions:
             self._refuse("--search is not for interleaved-1f1b; leave it out", "group_size")
         if not self.compare:
             self._refuse("only --compare counts parameters; give --memory-limit instead", "parameters", "capacity")
+        # Before the schedule is made: a search may take minutes.
         check_suffixes(self.svg, self.png)
-        if self.is_file:
+        if self.is_file:  # it has its own sizes
             return
         if self.schedule is not None and self.schedule not in schedules.names():
             raise ScheduleError(_unknown(self.schedule))
@@ -167,6 +169,7 @@ def plan(options: PlanOptions) -> None:
     timeline = schedule.simulate(costs)
     held = held_microbatches(schedule, costs, timeline)
     _check_limit(schedule, held, options.limit)
+    # Before anything is printed, so that a failure prints its error alone.
     written = write_files(
         (options.svg, timeline.draw),
         (options.png, timeline.draw),
@@ -230,6 +233,7 @@ def _make(options: PlanOptions) -> _Made:
     assert options.schedule is not None, "checked"
     if not options.is_file:
         return _Made(schedules.build(options.schedule, *options.sizes, options.chunks, options.group_size), costs)
+    # A binary file is a slip that Python reports by a UnicodeDecodeError of many lines.
     try:
         return _Made(Schedule.from_csv(options.schedule, options.num_microbatches), costs)
     except UnicodeDecodeError:
@@ -254,6 +258,7 @@ def _check_limit(schedule: Schedule, held: Sequence[float], limit: Time | None) 
 
 def _unknown(name: str) -> str:
     """Returns an error text for an unknown schedule, with the known ones."""
+    # `plan ring` is the likely slip of a reader of docs/collectives.md.
     if any(name.replace("-", "_") == algorithm.name for each in OPERATIONS for algorithm in algorithms_of(each)):
         return f"{name} is an algorithm: name the collective first, as in `echelon plan all-reduce --algorithm ring`"
     collectives = [operation.replace("_", "-") for operation in OPERATIONS]

@@ -25,8 +25,8 @@ from echelon.timeline.timeline import Timeline
 from echelon.wording import counted
 
 _MOST_ROWS = 64  # ranks in the table; a terminal shows no more at a time
+# Options without a value, of both `echelon plan` commands. After any other option, the next word is its value.
 _FLAGS = ("--json", "--compare", "--search", "--help", "-h")
-"""Options without a value, of both `echelon plan` commands."""
 
 
 def is_asked_for(arguments: Sequence[str]) -> bool:
@@ -90,7 +90,7 @@ def plan_collective(options: CollectiveOptions) -> None:
     operation = _operation(options.operation)
     size = read_size("--bytes", options.num_bytes)
     check_suffixes(options.svg, options.png)
-    costs = options.costs()
+    costs = options.costs()  # a wrong cost is an error even where only names are listed
     console = Console(highlight=False)
     if options.algorithm is None:
         for path in filter(None, (options.svg, options.png, options.chrome)):
@@ -102,6 +102,7 @@ def plan_collective(options: CollectiveOptions) -> None:
         raise PlanError("-r is missing: give the number of ranks, as -r 4")
     name = _operation(options.algorithm)
     plan = build(operation, name, options.num_ranks, options.root, costs.hosts)
+    # Checked though it is ours: the command shows that the plan reaches its goal.
     check(plan, goal_of(operation, plan, options.root))
     timeline = simulate(plan, chunk_bytes(operation, plan, size), costs)
     values = _as_values(operation, plan, size, timeline)
@@ -135,6 +136,7 @@ def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, cost
             plan = build(operation, algorithm.name, num_ranks, root, costs.hosts)
             makespan = simulate(plan, chunk_bytes(operation, plan, num_bytes), costs).makespan
             hosts = numbered(costs.hosts or range(num_ranks))
+            # The static table's choice: a tuned table is of other ranks and hosts than the planned ones.
             is_chosen = choose(operation, num_bytes, hosts) == algorithm.name
             row = {**row, "rounds": plan.num_rounds, "seconds": exact(makespan), "chosen": is_chosen}
         rows.append(row)
@@ -142,6 +144,7 @@ def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, cost
 
 
 def _print_list(console: Console, operation: str, rows: list[dict[str, Any]]) -> None:
+    # Only hierarchical algorithms have h and k in their formulas.
     hosts = "; h hosts of k ranks" if any(row["cost"].count("lg(h)") for row in rows) else ""
     write(console, f"{operation}: p ranks, n bytes{hosts}", style="bold")
     timed = "seconds" in rows[0]

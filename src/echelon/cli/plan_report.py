@@ -62,6 +62,7 @@ def in_words(searched: Sequence[Option]) -> str:
         f"{counted(option.schedule.num_chunks, 'chunk')} per rank (span {number(option.timeline.span)})"
         for option in sorted(searched, key=lambda option: option.schedule.num_chunks)
     )
+    # Without it a reader would wonder why only one number was tried.
     left_out = "" if len(searched) > 1 else "; --transfer per boundary fits only one placement of 2 chunks"
     return f"searched with {spans}{left_out}"
 
@@ -70,6 +71,7 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values:
     """Prints the sizes, the picture and a table of the ranks. `values`: from `as_values`."""
     counts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
     sizes = ", ".join(starmap(counted, counts))
+    # With 16 colours the lightness of a kind is lost, so characters show it.
     in_color = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
     write(console, f"{schedule.name}: {sizes}", style="bold")
     write(console, summary(timeline) + "\n")
@@ -78,7 +80,9 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values:
         write(console, _text(line))
     write(console, _legend(timeline, picture, in_color))
     write(console)
-    rows = [("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")]
+    rows: list[Sequence[str]] = [
+        ("rank", "stages", "busy", "warm-up", "waiting", "transfer", "drain", "peak", "microbatches")
+    ]
     for rank in values["ranks"][:_MOST_RANKS]:
         idle = (rank["idle"][cause] for cause in ("warm_up", "other_ranks", "transfer", "drain"))
         numbers = (rank["busy"], *idle, rank["peak_activations"], rank["peak_microbatches"])
@@ -92,6 +96,7 @@ def print_plan(console: Console, schedule: Schedule, timeline: Timeline, values:
 def _text(line: Line) -> Text:
     text = Text()
     for piece in line:
+        # rich takes None for the terminal's own colour.
         text.append(piece.text, Style(color=piece.foreground or None, bgcolor=piece.background or None))
     text.rstrip()
     return text
@@ -99,6 +104,7 @@ def _text(line: Line) -> Text:
 
 def _legend(timeline: Timeline, picture: list[Line], in_color: bool) -> Text:
     legend = Text("\n")
+    # Only signs that occur: a legend of all would be longer than the picture.
     kinds = boxes_of(timeline).kinds
     for kind, name in KIND_NAMES.items():
         if kind not in kinds:
@@ -107,6 +113,7 @@ def _legend(timeline: Timeline, picture: list[Line], in_color: bool) -> Text:
             legend.append(f" {name} ", Style(color=text_color(kind), bgcolor=color(None, kind))).append("   ")
         else:
             legend.append(f"{kind} {name}   ")
+    # line[0] is the title, whose letters are no signs.
     shown = {character for line in picture for piece in line[1:] for character in piece.text}
     for character, meaning in _CHARACTERS.items():
         if character in shown:
@@ -137,7 +144,9 @@ def values_compared(option: Option) -> dict[str, Any]:
 
 def print_comparison(console: Console, compared: Sequence[dict[str, Any]]) -> None:
     """Prints time and memory of each schedule, from `values_compared`."""
-    rows = [("schedule", "chunks", "makespan", "span", "bubble rate", "microbatches", "memory", "fits")]
+    rows: list[Sequence[str]] = [
+        ("schedule", "chunks", "makespan", "span", "bubble rate", "microbatches", "memory", "fits")
+    ]
     for each in compared:
         times = (number(each["makespan"]), number(each["span"]), f"{100 * each['bubble_rate']:.1f} %")
         peaks = (number(max(each["peak_microbatches"])), number(max(each["peak_memory"])))

@@ -53,22 +53,20 @@ def error(check: str, found: str, fix: str) -> Finding:
     return Finding(check, Status.ERROR, found, fix)
 
 
-MIN_MTU = 1280
-"""Bytes: least MTU that IPv6 allows on a link."""
-_IPV4, _IPV6 = "127.0.0.1", "::1"
+def _usable(found: Sequence[Interface]) -> list[Interface]:
+    return [interface for interface in found if interface.is_up and not interface.is_loopback]
 
 
 def check_loopback(problems: Mapping[str, str]) -> Finding:
     """Checks the loopback. `problems`: by address, why a connection to itself failed, "" if it did not."""
+    reached = [address for address, problem in problems.items() if not problem]
     # A host with IPv6 alone is usable, so a problem with one family is not an error.
-    if problems[_IPV4] and not problems[_IPV6]:
-        return ok("loopback", f"{_IPV6}; no IPv4 ({problems[_IPV4]})")
-    if problems[_IPV4]:
+    if not reached:
+        address, problem = next(iter(problems.items()))
         fix = "bring the loopback interface up: `ip link set lo up`"
-        return error("loopback", f"{_IPV4} cannot be reached: {problems[_IPV4]}", fix)
-    if problems[_IPV6]:
-        return ok("loopback", f"{_IPV4}; no IPv6 ({problems[_IPV6]})")
-    return ok("loopback", f"{_IPV4} and {_IPV6}")
+        return error("loopback", f"{address} cannot be reached: {problem}", fix)
+    lacking = ((("IPv6" if ":" in address else "IPv4"), problem) for address, problem in problems.items() if problem)
+    return ok("loopback", " and ".join(reached) + "".join(f"; no {family} ({problem})" for family, problem in lacking))
 
 
 def check_interfaces(found: Sequence[Interface], environ: Mapping[str, str], ways: Sequence[str]) -> Finding:
@@ -79,21 +77,23 @@ def check_interfaces(found: Sequence[Interface], environ: Mapping[str, str], way
         environ: environment variables, of which ECHELON_INTERFACE is read.
         ways: this host's addresses on its default routes.
     """
-    usable = [interface for interface in found if interface.is_up and not interface.is_loopback and interface.addresses]
+    usable = [interface for interface in _usable(found) if interface.addresses]
     listed = "; ".join(f"{interface.name} {', '.join(interface.addresses)}" for interface in usable)
-    name = environ.get(VARIABLE)
-    if name:
+    # A wrong name is an error, since the user asked for that interface.
+    if name := environ.get(VARIABLE):
         if name not in [interface.name for interface in usable]:
             names = ", ".join(interface.name for interface in usable) or "none"
             fix = f"set it to one that is up and has an address ({names}), or unset it"
             return error("interfaces", f"{VARIABLE}={name} is not usable", fix)
         return ok("interfaces", f"{listed}. Between hosts: {name}, as {VARIABLE} says")
+    # A user who set GLOO_SOCKET_IFNAME or NCCL's may expect that it holds for all connections.
     for variable in TORCH_VARIABLES:
         if environ.get(variable):
             fix = f"set {VARIABLE}, too, to choose it for Echelon's connections"
             return warning(
                 "interfaces", f"{listed}. {variable}={environ[variable]} applies to torch's connections only", fix
             )
+    # Only warnings from here on: a run on this host alone needs the loopback only.
     if not usable:
         return warning("interfaces", "only loopback", "for runs on several hosts, connect this one to their network")
     if not ways:
@@ -108,14 +108,18 @@ def check_host_name(name: str, addresses: Sequence[str]) -> Finding:
         fix = f"add a line for it to /etc/hosts, as `127.0.1.1 {name}`; torchrun and MPI look it up"
         return warning("host name", f"{name} has no address here", fix)
     found = f"{name} is {', '.join(addresses)}"
+    # Debian's /etc/hosts has 127.0.1.1 for the host's own name: no problem here, but for ranks on other hosts.
     if all(map(is_loopback, addresses)):
         found += " here: loopback. On other hosts it must be another address, which is then taken here, too"
     return ok("host name", found)
 
 
+MIN_MTU = 1280  # bytes; IPv6 allows no less on a link (RFC 8200)
+
+
 def check_mtu(found: Sequence[Interface]) -> Finding:
     """Checks the MTU (greatest packet) of the interfaces."""
-    usable = [interface for interface in found if interface.is_up and not interface.is_loopback]
+    usable = _usable(found)
     listed = ", ".join(f"{interface.name} {interface.mtu}" for interface in usable) or "no interface but loopback"
     for interface in usable:
         if interface.mtu < MIN_MTU:
@@ -143,6 +147,7 @@ def check_master_port(address: str, port: str, problem: str) -> Finding:
 
 def check_port_range(first: int, last: int) -> Finding:
     """Checks Linux's ephemeral ports against the ports that are derived from the names of jobs."""
+    # A job derives its port from its name, so that all ranks compute the same one. Linux may have given it away.
     found = f"Linux hands out {first} to {last}; jobs without MASTER_PORT take {PORTS.start} to {PORTS.stop - 1}"
     if first < PORTS.stop and last >= PORTS.start:
         fix = "set MASTER_PORT for each job, or `sysctl net.ipv4.ip_local_port_range='32768 60999'`"
@@ -159,12 +164,10 @@ def check_master_address(master: str, addresses: Sequence[str]) -> Finding:
     return ok("MASTER_ADDR", master if [master] == list(addresses) else f"{master} is {', '.join(addresses)}")
 
 
-FEW_FILES = 1024
-"""Descriptors. A rank needs one for each other rank, and a few for each rank of its host."""
+FEW_FILES = 1024  # descriptors; a rank needs one for each other rank, and a few for each rank of its host
 TOO_FEW_FILES = 64
-ENOUGH_LOCKED = 64 << 20
-"""Bytes. Least amount that drivers of GPUs and RDMA lock."""
-UNLIMITED = -1
+ENOUGH_LOCKED = 64 << 20  # bytes; drivers of GPUs and RDMA lock at least as much
+UNLIMITED = -1  # RLIM_INFINITY
 
 
 def check_shared_memory(obstacle: str, *, is_wanted: bool) -> Finding:
@@ -180,6 +183,7 @@ def check_shared_memory(obstacle: str, *, is_wanted: bool) -> Finding:
 def check_secret_file(problem: str) -> Finding:
     """Checks the secret file. `problem`: why ranks of this host could not share one, "" if they could."""
     if problem:
+        # The error of the secret's file has its own advice behind the colon.
         what, _, fix = problem.partition(": ")
         return error("secret", what, fix)
     return ok("secret", "ranks of this host can share one in a file of this user's alone")
@@ -214,6 +218,7 @@ def check_locked_memory(soft: int, *, has_gpu: bool) -> Finding:
 
 def check_clock(*, is_synchronised: bool | None, year: int) -> Finding:
     """Checks the clock of this host. `is_synchronised`: None if the kernel does not know."""
+    # A host without a battery begins in 1970.
     if year < 2024:
         return error("clock", f"it is {year} here", "set the clock: certificates and recorded timelines go by it")
     if is_synchronised is False:
@@ -232,6 +237,7 @@ def check_torch(version: str, *, has_distributed: bool, lacking: tuple[str, ...]
         return error(
             "torch", f"{version}, without torch.distributed", "install a build that has it, as PyPI's for Linux"
         )
+    # The text of the error that a run would raise.
     if found := _torch_versions.problem(version, lacking):
         return error("torch", found, _torch_versions.fix())
     newest = _torch_versions.TRIED[-1]
@@ -243,6 +249,7 @@ def check_torch(version: str, *, has_distributed: bool, lacking: tuple[str, ...]
 def check_threads(num_threads: int, num_cores: int, num_local_ranks: int) -> Finding:
     """Checks torch's threads per rank against the cores that this process may use."""
     found = f"{num_threads} a rank, {num_cores} cores"
+    # One thread per rank is no mistake, even if there are more ranks than cores.
     if num_threads * num_local_ranks > max(num_cores, num_local_ranks):
         share = max(1, num_cores // num_local_ranks)
         fix = f"start ranks with OMP_NUM_THREADS={share}: more threads than cores wait for each other"

@@ -40,7 +40,7 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
 def _network(environ: Mapping[str, str]) -> list[Finding]:
     found = interfaces()
     name = socket.gethostname()
-    master = environ.get("MASTER_ADDR", "").strip("[]")
+    master = environ.get("MASTER_ADDR", "").strip("[]")  # an IPv6 address may have brackets
     master_addresses = addresses_of(master) if master else []
     ports = port_range()
     return [
@@ -95,11 +95,9 @@ def _engine(environ: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-_TIME_ERROR = 5
-"""TIME_ERROR: returned by adjtimex(2) while the clock is not synchronised."""
-_TIMEX_BYTES = 512
-"""More than the size of Linux's struct timex. All zero, it sets nothing."""
-_PATIENCE = 2.0
+_TIME_ERROR = 5  # TIME_ERROR, returned by adjtimex(2) while the clock is not synchronised
+_TIMEX_BYTES = 512  # more than the size of Linux's struct timex; all zero, it sets nothing
+_PATIENCE = 2.0  # seconds; a firewall may drop even packets to the host itself
 
 
 def loopback_problem(address: str) -> str:
@@ -128,6 +126,7 @@ def addresses_of(host: str) -> list[str]:
     """Returns the addresses that a name resolves to on this host. Empty if it is unknown."""
     with suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        # An address comes as often as it stands in /etc/hosts.
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     return []
 
@@ -151,6 +150,7 @@ def port_range() -> range:
 def pidfd_problem() -> str:
     """Returns why the end of a process cannot be watched by a pidfd. "" if it can."""
     try:
+        # Tried and not looked up: seccomp rules of a container refuse it on new kernels, too.
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         return reason(error)
@@ -177,6 +177,7 @@ def gpus() -> tuple[list[str], str]:
 
 def nccl_version() -> str | None:
     """Returns the version of torch's NCCL. None if torch has none."""
+    # In a build without NCCL the call of its version would fail.
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -184,6 +185,7 @@ def nccl_version() -> str | None:
 
 def has_nvidia_driver() -> bool:
     """Whether NVIDIA's driver is loaded."""
+    # A container may have only one of the two.
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 

@@ -15,6 +15,7 @@ from echelon.group import staging
 from echelon.launch import environment, interface, report, tuned
 
 _OWN = "ECHELON_"
+# A test compares it with all names in the source, so a new variable cannot be forgotten here.
 KNOWN = frozenset(
     (
         "ECHELON_BACKEND",
@@ -36,15 +37,18 @@ def check_variables(environ: Mapping[str, str]) -> list[Finding]:
     found = [*_wrong(environ), *_unknown(environ)]
     if found:
         return found
+    # Names alone, without values: one of them is the secret.
     names = [name for name in sorted(environ) if name in KNOWN or name in environment.REQUIRED]
     return [ok("variables", ", ".join(names) + " as they should be" if names else "none set")]
 
 
 def _wrong(environ: Mapping[str, str]) -> Iterator[Finding]:
+    # Read as a run reads them, so that the doctor and the run say the same.
     for read in (_read_launcher, _read_backend, staging.fallback_is_on, _read_table, _read_algorithms):
         try:
             read(environ)
         except EchelonError as problem:
+            # Error texts have their advice behind the first colon.
             what, _, fix = str(problem).partition(": ")
             yield error("variables", what, fix or "correct it")
 
