@@ -18,7 +18,7 @@ from echelon.backends.admission import check_values
 from echelon.backends.base import Backend
 from echelon.backends.host_copies import HostCopy
 from echelon.backends.memory import check_dense, check_writable, plain, wrong_device
-from echelon.backends.modes import outside_autograd, overwrite
+from echelon.backends.modes import normal_mode, outside_autograd, overwrite
 from echelon.errors import InvalidArgument, LaunchError, UnsupportedOp
 
 logger = logging.getLogger("echelon")
@@ -116,7 +116,8 @@ def admit(
     if not is_here:
         return _staged(to_host(backend, tensor, kind), kind, tensor, out, writes)
     # The memory of a lazy conjugate or negative does not hold the values.
-    values = plain(tensor) if tensor.is_conj() or tensor.is_neg() else outside_autograd(tensor)
+    with normal_mode():
+        values = plain(tensor) if tensor.is_conj() or tensor.is_neg() else outside_autograd(tensor)
     if kind in IN_PLACE and values is not tensor:
         return values, Around(nothing, lambda result: _written_back(tensor, result, writes))
     return values.reshape(1) if kind in _OF_ROWS and not values.dim() else values, None
