@@ -56,7 +56,9 @@ async def prove_as_connector(connection: socket.socket, secret: bytes, rank: int
         raise AuthenticationError(f"rank {rank} refused our secret: give every rank the same ECHELON_SECRET")
     answer = await _receive_exactly(connection, _PROOF_BYTES)
     if not hmac.compare_digest(answer, _proof(secret, b"acceptor", ours, theirs)):
-        raise AuthenticationError(f"what listens as rank {rank} does not know the secret: check address and port")
+        raise AuthenticationError(
+            f"the process that listens as rank {rank} does not know the secret: check address and port"
+        )
 
 
 async def prove_as_acceptor(connection: socket.socket, secret: bytes) -> None:

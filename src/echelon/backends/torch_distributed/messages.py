@@ -122,7 +122,7 @@ class EngineMessages:
         coming = self._expected.get(work)
         if coming is not None:
             self._tcp.cancel(coming)
-        error = Timeout(f"{work.description}: withdrawn after its time was up")
+        error = Timeout(f"{work.description}: withdrawn after its timeout")
         self._tcp.end(lambda: work.complete(error=error))
 
     def finish(self, timeout: float) -> bool:
