@@ -106,7 +106,7 @@ def test_a_peer_that_ends_groups_without_end_is_dropped_and_its_revocations_stay
         until(lambda: backend.revoked(2048) is not None)
         assert not work.is_completed(), "100 groups, some of them told more than once, are within the limit"
         peer.sendall(failed(3000))
-        with pytest.raises(PeerFailed, match="rank 1 has ended more than 100 groups"):
+        with pytest.raises(PeerFailed, match="rank 1 has revoked more than 100 groups"):
             work.wait(SECONDS)
         assert backend.revoked(1000) is not None
         assert backend.revoked(2048) is not None
