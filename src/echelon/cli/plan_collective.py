@@ -134,7 +134,7 @@ def _operation(word: str) -> str:
 def _refuse_files(*paths: str | None) -> None:
     for path in paths:
         if path is not None:
-            raise PlanError(f"{path}: there is no one plan to draw; name it, as --algorithm ring -r 4")
+            raise PlanError(f"{path}: there are several plans to draw; name one, as --algorithm ring -r 4")
 
 
 def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, costs: LinkCosts) -> list[dict[str, Any]]:

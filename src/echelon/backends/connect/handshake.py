@@ -106,11 +106,11 @@ async def receive_json(connection: socket.socket, max_bytes: int) -> dict[str, A
     """Receives a JSON object of at most `max_bytes` bytes; raises ProtocolError for anything else."""
     size = int.from_bytes(await _receive_exactly(connection, 4), "little")
     if size > max_bytes:
-        raise ProtocolError(f"a greeting of {size} bytes is over the limit of {max_bytes}")
+        raise ProtocolError(f"a hello of {size} bytes exceeds the limit of {max_bytes}")
     try:
         value = json.loads(await _receive_exactly(connection, size))
     except (ValueError, RecursionError) as error:  # the latter for a million brackets
-        raise ProtocolError("a greeting that is not JSON") from error
+        raise ProtocolError("a hello that is not JSON") from error
     if not isinstance(value, dict):
         raise ProtocolError("a greeting that is not a JSON object")
     return value

@@ -109,9 +109,9 @@ async def _join(job: Job, sockets: Sockets, member: Member, deadline: float) -> 
             await send_json(connection, job.hello(0))
             answer = await receive_json(connection, MAX_HELLO_BYTES)
     except (TimeoutError, HungUp) as error:
-        raise ConnectError(f"rank {member.rank} answered but did not let {job} in: its own error says why") from error
+        raise ConnectError(f"rank {member.rank} answered but refused {job}: see its own error") from error
     if "error" in answer:
-        raise ConnectError(f"rank {member.rank} turned {job} away: {answer['error']}")
+        raise ConnectError(f"rank {member.rank} refused {job}: {answer['error']}")
     return connection
 
 
@@ -233,7 +233,7 @@ class _Rendezvous:
                 raise
             raise ConnectError("rank 0 answered but ended before all ranks had met: its own error says why") from error
         if "error" in answer:
-            raise ConnectError(f"{self._job} was turned away: {answer['error']}")
+            raise ConnectError(f"{self._job} was refused: {answer['error']}")
         members = read_table(answer.get("members"), self._job.world_size)
         return (replace(members[0], host=master.getpeername()[0]), *members[1:])
 

@@ -66,7 +66,7 @@ class Sockets:
                 sock.bind((self._local_address, 0))
             await asyncio.get_running_loop().sock_connect(sock, address)
             if sock.getsockname() == sock.getpeername():  # TCP can connect a free port to itself
-                raise ConnectionRefusedError("nobody listens there")
+                raise ConnectionRefusedError("no process listens there")
         except BaseException:
             self.close(sock)
             raise
