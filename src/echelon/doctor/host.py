@@ -65,7 +65,7 @@ def check_clock(*, is_synchronised: bool | None, year: int) -> Finding:
     if year < 2024:
         return error("clock", f"it is {year} here", "set the clock: certificates and recorded timelines go by it")
     if is_synchronised is False:
-        fix = "for runs on several hosts, start chrony or systemd-timesyncd: their timelines are laid side by side"
+        fix = "for runs on several hosts, start chrony or systemd-timesyncd, so that their timelines can be compared"
         return warning("clock", "not synchronised with others", fix)
     return ok("clock", "synchronised" if is_synchronised else "set; the kernel does not say whether synchronised")
 
@@ -108,7 +108,7 @@ def check_gpu(cuda: str | None, devices: Sequence[str], problem: str, *, has_dri
         has_driver: whether NVIDIA's driver is loaded.
     """
     if problem:
-        fix = "mend the driver (`nvidia-smi` shows it), or hide the GPU by CUDA_VISIBLE_DEVICES"
+        fix = "repair the driver (`nvidia-smi` shows it), or hide the GPU by CUDA_VISIBLE_DEVICES"
         return error("GPU", f"{', '.join(devices) or 'none usable'}: {problem}", fix)
     if has_driver and cuda is None:
         return warning("GPU", "torch is built without CUDA", "install a build for CUDA to use this host's GPUs")

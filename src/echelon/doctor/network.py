@@ -65,7 +65,7 @@ def check_host_name(name: str, addresses: Sequence[str]) -> Finding:
         return warning("host name", f"{name} has no address here", fix)
     found = f"{name} is {', '.join(addresses)}"
     if all(map(is_loopback, addresses)):
-        found += " here: loopback. On other hosts it must be another address, which is then taken here, too"
+        found += " here: loopback. Other hosts need another address, which is then used here, too"
     return ok("host name", found)
 
 
@@ -83,7 +83,9 @@ def check_mtu(found: Sequence[Interface]) -> Finding:
 def check_listening(problem: str) -> Finding:
     """Checks listening. `problem`: why no free port could be listened on, "" if one could."""
     if problem:
-        fix = "let this user open sockets (a container's or a sandbox's rules), and end what holds all ports"
+        fix = (
+            "let this user open sockets (a container's or a sandbox's rules), and end the program that holds all ports"
+        )
         return error("ports", f"no port can be listened on: {problem}", fix)
     return ok("ports", "a free one can be listened on")
 
