@@ -38,9 +38,7 @@ def check_world_size(world_size: int, name: str = "world_size", maximum: int = M
         raise InvalidWorldSize(f"{name}={world_size!r}: a world has at least 1 rank: give 1 or more")
     if world_size > maximum:
         where = "a world" if maximum == MAX_WORLD_SIZE else "one host"
-        raise InvalidWorldSize(
-            f"{name}={world_size}: {where} has at most {maximum:,} ranks: give the number of ranks that there are"
-        )
+        raise InvalidWorldSize(f"{name}={world_size}: {where} has at most {maximum:,} ranks: give a smaller number")
 
 
 def check_seconds(timeout: object) -> float:

@@ -69,7 +69,9 @@ def test_a_false_address_in_the_store_leads_to_nobody():
             theirs = receive(connection, 72)
             assert SECRET not in theirs
             connection.sendall(b"\x01" + bytes(32))
-            with pytest.raises(AuthenticationError, match="what listens as rank 0 does not know the secret"):
+            with pytest.raises(
+                AuthenticationError, match="the process that listens as rank 0 does not know the secret"
+            ):
                 one()
 
 

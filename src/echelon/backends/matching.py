@@ -253,7 +253,7 @@ class Mailbox:
         if len(gone) < len(receive.sources):
             return None
         last = self._failed_peers[gone[-1]]
-        return PeerFailed(last.rank, f"{last.reason}, and nobody is left who could send")
+        return PeerFailed(last.rank, f"{last.reason}, and no rank is left that could send")
 
     def _end(self, failure: Callable[[Receive], EchelonError | None]) -> None:
         """Ends every posted receive for which `failure` returns an error."""

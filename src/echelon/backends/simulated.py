@@ -97,7 +97,7 @@ class SimulatedBackend(Backend):
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         with self._changed:
-            self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
+            self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
         if self._closed:

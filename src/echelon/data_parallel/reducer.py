@@ -146,7 +146,7 @@ class SampleWeights:
                 _scale(gradients, expected / self._usual)
         elif any(summary.num_having):
             raise UnsupportedOp(
-                "average='samples', and no rank has any: samples are the rows of the first tensor that is given to the "
+                "average='samples', but no rank has samples: samples are the rows of the first tensor given to the "
                 "model's forward; call the model so, or use average='ranks'"
             )
 
@@ -323,7 +323,7 @@ class GradientReducer:
         home = self._homes.bucket_of(index)
         if home < self.num_launched:
             raise UnsupportedOp(
-                f"parameter {self._homes.names[index]!r} got another gradient when its bucket was already on its way: "
+                f"parameter {self._homes.names[index]!r} got another gradient after the reduction of its bucket began: "
                 "where one backward runs inside another (checkpoint with use_reentrant=True), use use_reentrant=False, "
                 "or run backward under no_sync() and call sync_gradients() after it"
             )

@@ -206,7 +206,7 @@ class Pending(TorchWork):
             UnsupportedOp: Python had dropped the operation before it ended, and its tensors were large.
         """
         if self._has_let_go:
-            raise UnsupportedOp("the tensors of an operation that was dropped are gone: keep the Work, or its future")
+            raise UnsupportedOp("the tensors of a dropped operation were freed: keep the Work, or its future")
         self._is_wanted = False
         return self._outcome
 

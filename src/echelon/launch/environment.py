@@ -155,7 +155,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     missing = [name for name in REQUIRED if name not in present]
     raise LaunchError(
         f"{' and '.join(present)} set without {' and '.join(missing)}: "
-        "set all four (a launcher such as `echelon run` does), or none for a world of one"
+        "set all four (a launcher such as `echelon run` does), or none for a world size of 1"
     )
 
 

@@ -129,7 +129,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         timeout = check_default_timeout(timeout, LaunchError)
         provided = _provided.get()
         if provided is not None:
-            return _accept(provided, backend)
+            return _accept(provided, backend)  # its owner closes it, not the end of the program
         group, tells = _open(backend, timeout, device)
     if tells:
         end_with_program(group)
@@ -210,7 +210,7 @@ def carry(tcp: TcpBackend, name: str, timeout: float, device: torch.device | Non
 
 def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
     if launched is None or (launched.world_size == 1 and not launched.elastic):
-        return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
+        return TcpBackend(0, 1, "", timeout=timeout, secret=b"")  # connects to nobody, so it needs no secret
     connect_timeout = min(timeout, CONNECT_TIMEOUT)
     # A file is for one host only: others could not read it.
     if launched.secret is not None or not launched.is_one_host:
@@ -271,8 +271,8 @@ def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
             world_size=launched.world_size,
             is_master=launched.rank == 0 and not launched.agent_store,
             timeout=timedelta(seconds=connect_timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
+            wait_for_workers=False,  # the rendezvous waits, and names the ranks that are missing
+            multi_tenant=True,  # a second `init` of this process uses the server of the first
         )
         # A program may call init again, and torchrun may restart it: each call and restart needs keys of its own.
         store = PrefixStore(f"echelon/{launched.restart}", server)

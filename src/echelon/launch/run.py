@@ -86,13 +86,14 @@ def rank_environs(num_ranks: int, port: ReservedPort, environ: Mapping[str, str]
     common = {
         # Before `environ`: the user's own values of these three count.
         "OMP_NUM_THREADS": str(threads_per_rank(num_ranks)),
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash in C code prints where Python was
+        "PYTHONUNBUFFERED": "1",  # the launcher marks lines as they are written
         **without_launcher(environ),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": port.host,
         "MASTER_PORT": str(port.port),
+        # New ones for each start, so ranks of another job or of an earlier one are refused.
         "ECHELON_SECRET": secrets.token_hex(32),
         "ECHELON_RUN_ID": secrets.token_hex(4),
     }

@@ -87,7 +87,7 @@ def _environment(store: Store, rank: int, world_size: int) -> Environment:
     return Environment(
         rank,
         world_size,
-        local_rank=0,
+        local_rank=0,  # a store does not say which ranks share a host; the ranks find out when they connect
         local_world_size=1,
         master_addr=host,
         master_port=port,

@@ -325,7 +325,7 @@ class VirtualBackend(Backend):
         return work
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
-        self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
+        self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def took(self, src: int, tag: Tag) -> None:
         """Records the dependency of the next step on this message."""

@@ -101,7 +101,7 @@ class SharedMemoryBackend(Carried):
             raise error
         if self.now() >= call.deadline:
             missing = board.missing() if board is not None else []
-            raise Timeout(f"its time is up, {listed(missing)} {'has' if len(missing) < 2 else 'have'} not come")
+            raise Timeout(f"timed out waiting for {listed(missing) if missing else 'another rank'}")
 
     def map_region(self, call: OperationRecord, context: int, ranks: tuple[int, ...]) -> Window:
         """Maps the region of a group. The first rank allocates it; the others block for its offset."""

@@ -277,7 +277,7 @@ class TcpBackend(Backend):
                 self._progress.call_background()
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
-        error = Timeout(f"{work.description}: withdrawn after its time was up")
+        error = Timeout(f"{work.description}: withdrawn after its timeout")
         with self._progress.lock:
             self._mailbox.withdraw(work, error, self._peers.deliveries())
             self._progress.wake()
@@ -368,7 +368,7 @@ class TcpBackend(Backend):
         frame = wire.Frame(kind, step=self.rank, note=close_reason.reason)
         unsent = self._leave(frame, self.timeout if timeout is None else timeout)
         if unsent:
-            raise Timeout(f"close of rank {self.rank}: {listed(unsent)} did not take all that was sent there in time")
+            raise Timeout(f"close of rank {self.rank}: {listed(unsent)} did not receive all messages in time")
 
     def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: D102
         with self._progress.lock:

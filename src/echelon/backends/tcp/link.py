@@ -36,7 +36,7 @@ class Head(NamedTuple):
             UnsupportedOp: this torch does not have its dtype.
         """
         if frame.kind != wire.FrameKind.DATA:
-            raise ProtocolError(f"frame of kind {frame.kind} where only messages are sent: another version?")
+            raise ProtocolError(f"frame of kind {frame.kind} among messages: run one version of Echelon on all ranks")
         tag = Tag(frame.context, frame.sequence, frame.step)
         dtype = dtype_of(frame.dtype)
         return cls(tag, frame.shape, dtype, frame.note, frame.payload_bytes, wire.is_signed(frame.note))

@@ -49,7 +49,7 @@ class UnclaimedLimit:
         if rank not in self.reached_by:
             self.reached_by.add(rank)
             logger.warning(
-                "rank %d has sent %d bytes that nobody here has received: nothing more is read from it until some are; "
+                "rank %d is paused, because %d bytes of its messages are unclaimed: "
                 "receive its messages in the order they are sent, or raise max_unclaimed_bytes (%d)",
                 rank,
                 unclaimed,
@@ -159,7 +159,7 @@ class LinkTable:
                 if not line.take_in(self._arrivals[rank]):
                     return
             raise ProtocolError(
-                f"rank {rank} goes on writing after it has told its end, {_MOST_AT_END} messages so far"
+                f"{_MOST_AT_END} messages came after its CLOSE frame: the peer does not speak this protocol"
             )
         except EchelonError as error:
             self._on_failure(rank, PeerFailed(rank, str(error)))

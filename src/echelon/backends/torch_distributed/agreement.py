@@ -69,6 +69,7 @@ def exchange(
         after, before = ranks[(rank + distance) % size], ranks[(rank - distance) % size]
         with backend.will_wait():
             coming = backend.irecv(before, tag, note=note)
+            # In the last round the receiver lacks fewer facts than are known.
             sent = backend.isend(_pack(known[: size - distance]), after, tag, note=note)
             known += _unpack(wait_and_look(coming, before, call, backend.now))
             wait_and_look(sent, after, call, backend.now)

@@ -166,7 +166,7 @@ class TorchBackend(Carried):
             if isinstance(error, PeerFailed) and not error.has_closed:
                 raise error
         if self.now() >= deadline:
-            raise Timeout(f"{self._name}: its time is up")
+            raise Timeout(f"{self._name}: timed out")
 
     def explain(self, failure: EngineFailed, call: OperationRecord, context: int, ranks: Sequence[int]) -> NoReturn:
         """Raises the failure of a rank that caused an engine's failure, else an error with the engine's text."""

@@ -139,6 +139,7 @@ def all_gather(
     if len(set(counts)) == 1:
         engine.all_gather(as_bytes(result), as_bytes(rows.contiguous()))
         return result
+    # Engines gather tensors of one size only, so each rank broadcasts its rows.
     places = torch.split(result, counts)
     places[engine.rank].copy_(rows)
     for src, part in enumerate(places):
@@ -152,6 +153,7 @@ def gather(
 ) -> torch.Tensor | None:
     """Returns the rows of all ranks on rank `dst`; each has told how many it has."""
     dst = collective.root
+    # An exchange in which only `dst` receives: the engine's gather would need equally many rows.
     nothing = rows.new_empty(0)
     sends = [rows.contiguous() if rank == dst else nothing for rank in range(engine.num_ranks)]
     if engine.rank != dst:
@@ -279,6 +281,7 @@ class EngineExecutor(CollectiveExecutor):
             return self._act(collective, call, tensor, out)
         except BaseException:
             self._interrupted = self._interrupted or number
+            # The connections end with the engine, so the operation fails on the other ranks as well.
             self.close()
             raise
         finally:

@@ -102,7 +102,7 @@ class Engine:
         """Sends part r to each rank r, and receives from rank r into place r; any dtypes, any sizes."""
         sends, gets = [as_bytes(part) for part in parts], [as_bytes(place) for place in places]
         sizes = [len(get) for get in gets]
-        given = torch.cat(sends)
+        given = torch.cat(sends)  # the call takes one buffer each way; as bytes, parts may differ in dtype
         came = given.new_empty(sum(sizes))
         counts = [len(send) for send in sends]
         self._run(

@@ -122,7 +122,7 @@ class EngineMessages:
         coming = self._expected.get(work)
         if coming is not None:
             self._tcp.cancel(coming)
-        error = Timeout(f"{work.description}: withdrawn after its time was up")
+        error = Timeout(f"{work.description}: withdrawn after its timeout")
         self._tcp.end(lambda: work.complete(error=error))
 
     def finish(self, timeout: float) -> bool:
@@ -141,7 +141,7 @@ class EngineMessages:
     # Inside
 
     def _channel(self, route: Route) -> Channel:
-        with self._lock:
+        with self._lock:  # the first messages of a route may come in several threads
             if route not in self._channels:
                 self._channels[route] = Channel(self._opener, route, _ANY_LANE - 1 - len(self._channels))
             return self._channels[route]
@@ -223,7 +223,7 @@ class EngineMessages:
 
         try:
             self._tcp.start(run, str(work.description), channel.lane)
-        except EchelonError as error:
+        except EchelonError as error:  # closed: no lane will run it
             end(error)
 
     def _left(self, work: Work[None], error: BaseException | None) -> None:
@@ -256,8 +256,8 @@ def _elsewhere(receive: Receive, device: torch.device) -> EchelonError | None:
         receive.out = None
         return None
     return UnsupportedOp(
-        f"receive from rank {receive.src}, {receive.tag}: the message came to {device}, out= is on {out.device}: give "
-        "a tensor there, or none"
+        f"receive from rank {receive.src}, {receive.tag}: the message came to {device}, but out= is on {out.device}: "
+        "give a tensor there, or leave out= out"
     )
 
 

@@ -276,7 +276,7 @@ class Stage:
         if gradients and not found:
             raise ScheduleError(
                 f"no gradient came back for the output of stage {self.index} for microbatch {microbatch}: stage "
-                f"{self.index + 1} does not use it, or detaches it; if that is meant, freeze stages 0 to {self.index}"
+                f"{self.index + 1} does not use it, or detaches it; if intended, freeze stages 0 to {self.index}"
             )
         return found
 

@@ -211,7 +211,7 @@ class Exchange(NamedTuple):
             size = head.sizes[number]
             # An error, no assert: under `python -O` a peer's wrong sizes would overwrite memory behind the result.
             if target + size > end:
-                raise ProtocolError(f"rank {owner} of the group showed {size} bytes, for which its rows have no room")
+                raise ProtocolError(f"rank {owner} of the group published {size} bytes, more than its rows take")
             ctypes.memmove(target, source, size)
             target += size
 

@@ -110,7 +110,7 @@ class RankRegions:
         num_words = self._words[start // memory_layout.WORD_BYTES]
         if num_words > memory_layout.PLACE_BYTES // memory_layout.WORD_BYTES:
             raise ProtocolError(
-                f"rank {rank} of the group showed a text of {num_words} words: {memory_layout.PLACE_BYTES} bytes fit"
+                f"rank {rank} published a header of {num_words} words: {memory_layout.PLACE_BYTES} bytes fit"
             )
         return self._memory[start : start + num_words * memory_layout.WORD_BYTES]
 

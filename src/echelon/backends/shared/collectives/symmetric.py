@@ -54,7 +54,9 @@ class _Block:
         if view is None:
             # A peer announced the offset: it is checked against the part before it is used.
             if start + num_bytes > self.part_bytes:
-                raise ProtocolError(f"rank {rank} announced {num_bytes} bytes at {start}, of {self.part_bytes}")
+                raise ProtocolError(
+                    f"rank {rank} announced {num_bytes} bytes at {start}, outside its {self.part_bytes}"
+                )
             if len(self.views) >= _MAX_CACHED:
                 self.views.clear()
             begin = rank * self.part_bytes + start
@@ -143,7 +145,9 @@ class SymmetricMemory:
         try:
             os.posix_fallocate(self._segment.fd, offset + own, part_bytes)
         except OSError as error:
-            raise UnsupportedOp(f"no memory for a shared tensor of {size} bytes ({error.strerror})") from error
+            raise UnsupportedOp(
+                f"no memory for a shared tensor of {size} bytes: {error.strerror}: free some"
+            ) from error
         # A second mapping, whose end tells that no tensor or view refers to the part any more. The window stays in the
         # block.
         part = self._segment.map(offset + own, part_bytes)

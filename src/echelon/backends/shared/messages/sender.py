@@ -247,7 +247,7 @@ class RingSender:
                 return
             size = self._lent.pop(part * MIN_PART_BYTES, None)
             if size is None:
-                raise ProtocolError(f"part {part} freed, which it does not have: the peer does not speak this protocol")
+                raise ProtocolError(f"part {part} freed, which was not in use: the peer does not speak this protocol")
             self._num_freed = number + 1
             self._give_back(part * MIN_PART_BYTES, size)
 
