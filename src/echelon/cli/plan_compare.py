@@ -13,8 +13,7 @@ from echelon.cli.plan_request import Request
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.schedules.recommendation import Option, recommend
-from echelon.timeline.summary import number
-from echelon.timeline.timeline import Time
+from echelon.timeline.timeline import Time, number
 from echelon.wording import counted
 
 
