@@ -18,12 +18,11 @@ from echelon.backends.formats.wire import Tag, readable
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.call_site import place_of_thread, source_of
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
-from echelon.errors import DeadlockError, LaunchError, PeerFailed
-from echelon.exits import fails
+from echelon.errors import DeadlockError, LaunchError, PeerFailed, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import provide
-from echelon.launch.job import check_call
 from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.launch.spawn import check_call
 from echelon.operation_records import FlightRecorder
 from echelon.pipeline.run.transfer import what_passes
 from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork

@@ -10,7 +10,7 @@ from typing import Any
 from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size
 from echelon.errors import LaunchError
 from echelon.launch import environment
-from echelon.launch.job import pickle_call, run_job
+from echelon.launch.spawn import pickle_call, run_job
 from echelon.launch.worker import Worker
 
 _STARTUP = 60.0

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from echelon.arguments import check_path, writing
 from echelon.errors import EchelonError
-from echelon.files import check_path, writing
 from echelon.timeline.boxes import Box, TimelineLayout, boxes_of
 from echelon.timeline.palette import KIND_NAMES, NUM_HUES, color, text_color
 from echelon.timeline.timeline import Timeline, is_measured, summary
