@@ -36,6 +36,7 @@ class Traffic:
         self, scheduler: Scheduler, world_size: int, link: Callable[[int, int], Network], faults: FaultPlan
     ) -> None:
         self._scheduler = scheduler
+        self._clock = scheduler.clock
         self._faults = faults
         self._link = link
         self._links: dict[tuple[int, int], Network] = {}
@@ -52,7 +53,7 @@ class Traffic:
         """Sends a message: reserves its sender's link and returns its times. Never blocks."""
         link = self._links.get((src, dst)) or self._find_link(src, dst)
         # The sender is the bottleneck: its messages leave one after another, whichever ranks they are for.
-        left = max(self._scheduler.now, self._free_at[src]) + num_bytes / link.bandwidth
+        left = max(self._clock.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
         passage = self._pass(src, dst, left, left + link.latency)
         if link.overhead and num_bytes:
@@ -82,10 +83,10 @@ class Traffic:
             self._num_computing[rank] -= 1
 
     def _hold_up_at(self, time: float, rank: int, seconds: float) -> None:
-        if time <= self._scheduler.now:
+        if time <= self._clock.now:
             self._hold_up(rank, seconds)
         elif time < math.inf:
-            self._scheduler.at(time, partial(self._hold_up, rank, seconds))
+            self._clock.at(time, partial(self._hold_up, rank, seconds))
 
     def _hold_up(self, rank: int, seconds: float) -> None:
         """Delays a rank's computing by a message's overhead. No effect on a rank that only waits."""
@@ -93,12 +94,12 @@ class Traffic:
             self._owed[rank] += seconds
 
     def _pass(self, src: int, dst: int, left: float, arrives: float) -> Passage:
-        done, draw = arrives, self._scheduler.draw()
+        done, draw = arrives, self._clock.draw()
         if self._faults.faults:
             arrives = self._faults.arrival(src, dst, left, arrives)
             # From now on a rank may wait until its timeout without a mistake in the program.
             if arrives == math.inf:
-                self._scheduler.awaits_nothing_lost = False
+                self._clock.has_lost_events = True
         # No message overtakes another of its pair, as in a TCP connection: neither by faults nor by its draw.
         last = self._last.get((src, dst))
         if last is not None and last > (arrives, draw):

@@ -131,7 +131,7 @@ def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
         returned={rank: _last_call(world.flight_recorders[rank]) for rank in idle},
         killed=world.killed,
         unclaimed=sorted(_unclaimed(world)),
-        now=world.scheduler.now,
+        now=world.clock.now,
     )
 
 
@@ -376,7 +376,7 @@ class _Run:
             self._end()
 
     def _end(self) -> None:
-        self.elapsed = max(self.elapsed, self._scheduler.now)
+        self.elapsed = max(self.elapsed, self._world.clock.now)
         self._num_left -= 1
         if self._num_left == 0:
             self._scheduler.is_ending = True
@@ -398,7 +398,7 @@ class _Run:
         for backend in self._backends:
             for flight in backend.flight_recorder.under_way():
                 if flight.sequence and flight.context not in self._disputed:
-                    watch = HangDiagnosis(backend, range(backend.world_size), flight, self._scheduler.now)
+                    watch = HangDiagnosis(backend, range(backend.world_size), flight, self._world.clock.now)
                     if mismatch := watch.mismatch():
                         self._disputed.add(flight.context)
                         for mailbox in self._world.mailboxes:

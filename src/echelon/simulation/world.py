@@ -160,6 +160,7 @@ class World:
     ) -> None:
         # The one source of order between events at the same time: one seed gives one run.
         self.scheduler = Scheduler(random.Random(seed).random)
+        self.clock = self.scheduler.clock
         self.faults = faults
         self.cost = cost
         self.meter = meter
@@ -185,7 +186,7 @@ class World:
             self.scheduler.available_at = faults.available_at
         for kill in faults.kills:
             if kill.at is not None:
-                self.scheduler.at(kill.at, partial(self.kill, kill.rank))
+                self.clock.at(kill.at, partial(self.kill, kill.rank))
 
     def send_tensor(
         self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, complete: Callable[[], None]
@@ -198,22 +199,22 @@ class World:
         num_bytes, recorder = tensor.nbytes, self.recorder
         passage = self.traffic.send(src, dst, num_bytes)
         recorder.bytes_sent[src, dst] += num_bytes
-        recorder.events.append((self.scheduler.now, src, "sends to rank", num_bytes, dst, tag, note))
+        recorder.events.append((self.clock.now, src, "sends to rank", num_bytes, dst, tag, note))
         if passage.arrives < math.inf:
             # A collective is a span itself; only messages between two ranks are drawn as transfers.
             if is_plain(tag):
                 recorder.sent(src, dst, tag, passage.left, passage.arrives)
-            self.scheduler.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
-        if passage.done <= self.scheduler.now and not self.late_sends:
+            self.clock.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
+        if passage.done <= self.clock.now and not self.late_sends:
             complete()
         # Not compared with memory meters, because the event keeps the tensor alive, so it would count for longer.
         elif self.memory_meters:
-            self.scheduler.at(passage.done, complete)
+            self.clock.at(passage.done, complete)
         else:
             copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
             # All other draws are below 1: a late send comes after every event and turn of its instant.
-            draw = self.scheduler.draw() + self.late_sends
-            self.scheduler.at(passage.done, _Departure(self, dst, tag, note, original.detach(), copy, complete), draw)
+            draw = self.clock.draw() + self.late_sends
+            self.clock.at(passage.done, _Departure(self, dst, tag, note, original.detach(), copy, complete), draw)
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
@@ -230,7 +231,7 @@ class World:
 
     def arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         """Delivers a message to the mailbox of its receiver."""
-        self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
+        self.recorder.events.append((self.clock.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
         # From its arrival a message takes the receiver's memory, received or not.
         if self.memory_meters:
             self.memory_meters[dst].count(tensor)
@@ -241,7 +242,7 @@ class World:
         # As a message of 0 bytes, so that news never overtakes data that was sent before.
         passage = self.traffic.send(src, dst, 0)
         if passage.arrives < math.inf:
-            self.scheduler.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
+            self.clock.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
 
     def answers(self, ranks: Iterable[int], question: Question) -> dict[int, Status]:
         """Returns the status of ranks, for another rank's question. Killed ranks give none. Takes no virtual time."""
@@ -258,7 +259,7 @@ class World:
         self.killed.add(rank)
         self.note(rank, "is killed")
         self.scheduler.cancel(rank)
-        failure = PeerFailed(rank, f"killed at {self.scheduler.now:g} s by a fault of the simulation")
+        failure = PeerFailed(rank, f"killed at {self.clock.now:g} s by a fault of the simulation")
         for peer in range(len(self.mailboxes)):
             if peer != rank:
                 self.tell(rank, peer, partial(_fail_peer, rank, failure))
@@ -309,13 +310,13 @@ class World:
             for src, tag in mailbox.unclaimed():
                 if not is_plain(tag):
                     yield dst, src, tag
-        for action in self.scheduler.actions():
+        for action in self.clock.actions():
             if isinstance(action, _Arrival) and not is_plain(action.tag):
                 yield action.dst, action.src, action.tag
 
     def check_sends(self) -> UnsupportedOp | None:
         """Checks all sends in flight. Ends the simulation, and returns its error, if a tensor of any was changed."""
-        for action in self.scheduler.actions():
+        for action in self.clock.actions():
             if isinstance(action, _Departure):
                 action.check()
         return self.overwritten
@@ -326,7 +327,7 @@ class World:
             line = source_of(place) or sender.origin  # a lane has no line of the program but the one that began it
             self.overwritten = UnsupportedOp(
                 f"rank {sender.rank} changed a tensor before its send to rank {dst} was done, at "
-                f"{self.scheduler.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
+                f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
             )
             self.scheduler.fail(self.overwritten)
 
@@ -336,13 +337,13 @@ class World:
             for src, tag in mailbox.unclaimed():
                 if tag.sequence == 0 and tag.context:
                     yield dst, src, tag
-        for action in self.scheduler.actions():
+        for action in self.clock.actions():
             if isinstance(action, _Arrival) and action.tag.sequence == 0 and action.tag.context:
                 yield action.dst, action.src, action.tag
 
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""
-        self.recorder.events.append((self.scheduler.now, rank, what))
+        self.recorder.events.append((self.clock.now, rank, what))
 
 
 # By bits, because NaN equals nothing.
