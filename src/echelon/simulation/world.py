@@ -6,6 +6,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -86,61 +87,48 @@ def is_plain(tag: Tag) -> bool:
     return tag.sequence == 0 or tag.sequence >= TRANSFERS
 
 
+@dataclass(slots=True, eq=False)
 class _Arrival:
     """Event: a message arrives."""
 
-    __slots__ = ("_note", "_tensor", "_world", "dst", "src", "tag")
-
-    def __init__(self, world: World, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
-        self.src = src
-        self.dst = dst
-        self.tag = tag
-        self._world = world
-        self._tensor = tensor
-        self._note = note
+    world: World
+    src: int
+    dst: int
+    tensor: torch.Tensor
+    tag: Tag
+    note: str
 
     def __call__(self) -> None:
-        self._world.arrive(self.src, self.dst, self._tensor, self.tag, self._note)
+        self.world.arrive(self.src, self.dst, self.tensor, self.tag, self.note)
 
 
+@dataclass(slots=True, eq=False)
 class _Departure:
     """Event: a send is done. Checks that its tensor has not changed, which it may from now on."""
 
-    __slots__ = ("_complete", "_dst", "_note", "_original", "_place", "_sent", "_tag", "_task", "_world")
-
-    def __init__(
-        self,
-        world: World,
-        dst: int,
-        tag: Tag,
-        note: str,
-        original: torch.Tensor,
-        sent: torch.Tensor,
-        complete: Callable[[], None],
-    ) -> None:
-        self._world = world
-        self._task = world.scheduler.current()
-        self._place = calling_place(3)
-        self._dst = dst
-        self._tag = tag
-        self._note = note
-        self._original = original
-        self._sent = sent
-        self._complete = complete
+    world: World
+    task: Task
+    place: Place | None
+    dst: int
+    tag: Tag
+    note: str
+    original: torch.Tensor
+    sent: torch.Tensor
+    complete: Callable[[], None]
 
     def __call__(self) -> None:
         self.check()
-        self._complete()
+        self.complete()
 
     def check(self) -> None:
         """Ends the simulation if the tensor has changed since its send, unless that send was given up."""
-        if _have_equal_bits(self._original, self._sent):
+        if _have_equal_bits(self.original, self.sent):
             return
         # A killed rank, or a group that has failed, waits for its sends no longer.
-        src = self._task.rank
-        if src not in self._world.killed and self._world.mailboxes[src].failure(self._dst, self._tag) is None:
-            what = readable(self._note) or describe(self._sent.shape, self._sent.dtype)
-            self._world.fail_overwritten(self._task, self._place, self._dst, what)
+        src = self.task.rank
+        if src not in self.world.killed and self.world.mailboxes[src].failure(self.dst, self.tag) is None:
+            what = readable(self.note) or describe(self.sent.shape, self.sent.dtype)
+            self.world.fail_overwritten(self.task, self.place, self.dst, what)
 
 
 class World:
@@ -214,7 +202,9 @@ class World:
             copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
             # All other draws are below 1: a late send comes after every event and turn of its instant.
             draw = self.clock.draw() + self.late_sends
-            self.clock.at(passage.done, _Departure(self, dst, tag, note, original.detach(), copy, complete), draw)
+            sender, place = self.scheduler.current(), calling_place(2)
+            done = _Departure(self, sender, place, dst, tag, note, original.detach(), copy, complete)
+            self.clock.at(passage.done, done, draw)
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
@@ -284,15 +274,17 @@ class World:
         # mailboxes or contexts are examined.
         if self.faults.faults:
             return None
+        unreceived = self._unreceived()
         if not any(mailbox.has_failures for mailbox in self.mailboxes):
-            # Sorted, so that the same seed gives the same error.
-            for dst, src, tag in sorted(self._unread()):
-                return CollectiveMismatch(
-                    f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}: "
-                    "receive it there, or do not send it"
-                )
-        for dst, src, tag in sorted(self._left_over()):
-            if not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
+            for dst, src, tag in unreceived:
+                # Messages of a backend without a group are the program's own affair.
+                if tag.sequence == 0 and tag.context:
+                    return CollectiveMismatch(
+                        f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}: "
+                        "receive it there, or do not send it"
+                    )
+        for dst, src, tag in unreceived:
+            if not is_plain(tag) and not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
                 # The name of the collective is in the trace, which has the note of each message.
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
@@ -304,15 +296,12 @@ class World:
                 )
         return None
 
-    def _left_over(self) -> Iterator[tuple[int, int, Tag]]:
-        """Yields receiver, sender and tag of collectives' messages that were not received, in flight or not."""
-        for dst, mailbox in enumerate(self.mailboxes):
-            for src, tag in mailbox.unclaimed():
-                if not is_plain(tag):
-                    yield dst, src, tag
-        for action in self.clock.actions():
-            if isinstance(action, _Arrival) and not is_plain(action.tag):
-                yield action.dst, action.src, action.tag
+    def _unreceived(self) -> list[tuple[int, int, Tag]]:
+        """Returns receiver, sender and tag of all messages that were not received, in flight or not, sorted."""
+        arrived = [(dst, src, tag) for dst, mailbox in enumerate(self.mailboxes) for src, tag in mailbox.unclaimed()]
+        in_flight = [action for action in self.clock.actions() if isinstance(action, _Arrival)]
+        # Sorted, so that the same seed gives the same error.
+        return sorted([*arrived, *((action.dst, action.src, action.tag) for action in in_flight)])
 
     def check_sends(self) -> UnsupportedOp | None:
         """Checks all sends in flight. Ends the simulation, and returns its error, if a tensor of any was changed."""
@@ -330,16 +319,6 @@ class World:
                 f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
             )
             self.scheduler.fail(self.overwritten)
-
-    def _unread(self) -> Iterator[tuple[int, int, Tag]]:
-        """Yields receiver, sender and tag of a group's plain messages that were not received, in flight or not."""
-        for dst, mailbox in enumerate(self.mailboxes):
-            for src, tag in mailbox.unclaimed():
-                if tag.sequence == 0 and tag.context:
-                    yield dst, src, tag
-        for action in self.clock.actions():
-            if isinstance(action, _Arrival) and action.tag.sequence == 0 and action.tag.context:
-                yield action.dst, action.src, action.tag
 
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""
