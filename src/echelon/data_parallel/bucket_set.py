@@ -231,8 +231,8 @@ class BucketMemory:
         # Fast path: with zero_grad(set_to_none=False) autograd adds to the view in place, so there is nothing to copy.
         if gradient is None or gradient is view:
             return
-        if problem := _problem(gradient, self._dtype):
-            raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {problem}")
+        if not has_values(gradient) or gradient.requires_grad or gradient.dtype != self._dtype:
+            raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {_problem(gradient, self._dtype)}")
         with torch.no_grad():
             # Detached: .grad is only the part that this backward computed. Otherwise it is the whole gradient.
             if self._is_detached[index]:
@@ -272,7 +272,7 @@ class BucketMemory:
             self.has_gradient[index] = gradient is not None or self._is_detached[index]
             if not self.has_gradient[index]:
                 view.zero_()
-            elif not self._is_rounded(index):
+            elif gradient is not view and not self._is_rounded(index):
                 self.store(index)
 
     def expose(self, index: int) -> None:
@@ -307,7 +307,7 @@ def _like(piece: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _problem(gradient: Tensor, dtype: torch.dtype) -> str:
-    """Returns the reason why a gradient cannot be reduced, and the fix. Empty if it can."""
+    """Returns the reason why a gradient cannot be reduced, and the fix."""
     if gradient.layout != torch.strided:
         return "is sparse: make it dense, such as by nn.Embedding(..., sparse=False)"
     if not has_values(gradient):
@@ -317,6 +317,4 @@ def _problem(gradient: Tensor, dtype: torch.dtype) -> str:
             "has a graph (create_graph=True), which reducing it would cut: use torch.autograd.grad, then set .grad "
             "and call sync_gradients()"
         )
-    if gradient.dtype != dtype:
-        return f"is {gradient.dtype}, but it was planned for {dtype}: convert the model first, then wrap it"
-    return ""
+    return f"is {gradient.dtype}, but it was planned for {dtype}: convert the model first, then wrap it"

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from types import FrameType, TracebackType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from echelon.call_site import is_foreign, is_own
 from echelon.errors import (
@@ -41,6 +41,9 @@ from echelon.errors import (
     summarize,
 )
 from echelon.wording import counted
+
+if TYPE_CHECKING:
+    from echelon.group.group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -116,19 +119,6 @@ def blamed_rank(error: BaseException) -> int | None:
 
 
 ERROR_FILE = "ECHELON_ERROR_FILE"
-
-
-class Abortable(Protocol):
-    """Part of ProcessGroup that this module uses."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        ...
-
-    def abort(self, reason: str, origin: int | None = None) -> None:
-        """Makes every peer fail with `reason`. `origin` is the rank that failed first, None this one."""
-        ...
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
@@ -216,7 +206,7 @@ def reported_start() -> Iterator[None]:
         raise
 
 
-def report_uncaught(group: Abortable) -> Callable[[], None]:
+def report_uncaught(group: ProcessGroup) -> Callable[[], None]:
     """Makes an uncaught exception of this process abort `group` and reach the launcher.
 
     The peers then fail with the reason, instead of a lost connection. The reason names the rank that failed first,
@@ -258,7 +248,7 @@ class _Hook:
         self.pid = os.getpid()
         self.rank = 0
         """Rank in the latest group, or of the failed start."""
-        self.groups: list[Abortable] = []
+        self.groups: list[ProcessGroup] = []
         """Open groups."""
         self._previous = previous
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats.wire import Tag, readable
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.work import Driver, Received, Work
+from echelon.backends.work import Received, Work
 from echelon.call_site import calling_place, source_of
 from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
 from echelon.operation_records import FlightRecorder
@@ -30,20 +30,6 @@ from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 
 T = TypeVar("T")
-
-
-class Rank(Driver, Protocol):
-    """Backend as its operations see it: the part that makes them progress."""
-
-    timeout: float
-
-    def poll(self, work: Work[object]) -> bool:
-        """Runs all events of this instant, then returns whether `work` is completed."""
-        ...
-
-    def took(self, src: int, tag: Tag) -> None:
-        """Records that the program has received a message."""
-        ...
 
 
 # A tuple instead of text: it is made for each message, and only errors need the words.
@@ -65,7 +51,9 @@ class VirtualWork(Work[T]):
 
     __slots__ = ("backend", "operation", "peer", "tag")
 
-    def __init__(self, backend: Rank, description: object, peer: int, operation: str, tag: Tag | None) -> None:
+    def __init__(
+        self, backend: VirtualBackend, description: object, peer: int, operation: str, tag: Tag | None
+    ) -> None:
         super().__init__(backend, description, backend.timeout)
         self.backend = backend
         self.peer = peer
@@ -83,7 +71,8 @@ class VirtualWork(Work[T]):
         """Blocks until the operation ends and returns its result; see `Work.wait`."""
         result = super().wait(timeout)
         if self.tag is not None:
-            self.backend.took(self.source_of(result), self.tag)
+            # The next step of this rank depends on the message.
+            self.backend.world.recorder.took(self.backend.rank, self.source_of(result), self.tag)
             self.tag = None
         return result
 
@@ -97,7 +86,7 @@ class FromAny(VirtualWork[Received]):
 
     __slots__ = ("_sources",)
 
-    def __init__(self, backend: Rank, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
+    def __init__(self, backend: VirtualBackend, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
         plain = tag if is_plain(tag) else None
         super().__init__(backend, Passage("receive from", ANY, tag), ANY, operation, plain)
         self._sources = sources
@@ -334,10 +323,6 @@ class VirtualBackend(Backend):
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
-
-    def took(self, src: int, tag: Tag) -> None:
-        """Records the dependency of the next step on this message."""
-        self.world.recorder.took(self.rank, src, tag)
 
     # Waiting
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from echelon.backends.delivery import ANY
@@ -40,30 +40,22 @@ class Waiting(NamedTuple):
         return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
 
 
-def deadlock(
-    waiting: Iterable[Waiting],
-    returned: Mapping[int, str],
-    killed: Collection[int],
-    unclaimed: Sequence[str],
-    now: float,
-) -> DeadlockError:
-    """Returns the error for ranks that wait for ever.
-
-    Args:
-        waiting: all waiting tasks.
-        returned: ranks whose function has returned, with the last call of each and its line; empty without a call.
-        killed: ranks that a fault ended.
-        unclaimed: messages that were sent but not received, in words.
-        now: virtual seconds.
-    """
-    tasks = sorted(waiting)
-    lines = [str(task) for task in tasks]
-    lines += [f"rank {rank} has returned, after {last or 'no call'}" for rank, last in sorted(returned.items())]
-    lines += [f"rank {rank} was killed" for rank in sorted(killed)]
+def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
+    """Returns the error for tasks of a world that wait for ever."""
+    waiting = sorted(_waiting(world, task) for task in tasks)
+    # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
+    returned = sorted(world.returned - {task.rank for task in tasks if task.number == 0})
+    unclaimed = sorted(_unclaimed(world))
+    lines = [str(task) for task in waiting]
+    lines += [
+        f"rank {rank} has returned, after {_last_call(world.flight_recorders[rank]) or 'no call'}" for rank in returned
+    ]
+    lines += [f"rank {rank} was killed" for rank in sorted(world.killed)]
     lines += unclaimed[:_MOST_UNCLAIMED]
     if len(unclaimed) > _MOST_UNCLAIMED:
         lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
-    return DeadlockError("\n  ".join([f"no rank can go on at {now:g} s: {_reason(tasks, returned)}", *lines]))
+    reason = _reason(waiting, returned)
+    return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *lines]))
 
 
 def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
@@ -77,14 +69,14 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
     for task in tasks:
         if task.peer not in (task.rank, ANY):
             edges.setdefault(task.rank, []).append(task.peer)
-    cycle = find_cycle(edges)
+    cycle = _find_cycle(edges)
     if not cycle:
         return "the messages that they wait for were never sent: match every receive with a send"
     path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
     return f"they wait for each other, {path}: let one of them send before it waits"
 
 
-def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
+def _find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
     """Returns the nodes of one cycle in order, from its smallest. Empty if there is none."""
     # A node is left out once no cycle goes through it, so this ends after one visit of each.
     done: set[int] = set()
@@ -100,19 +92,6 @@ def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
             return cycle[first:] + cycle[:first]
         done.update(path)
     return []
-
-
-def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
-    """Returns the error for tasks of a world that wait for ever."""
-    # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
-    idle = world.returned - {task.rank for task in tasks if task.number == 0}
-    return deadlock(
-        waiting=[_waiting(world, task) for task in tasks],
-        returned={rank: _last_call(world.flight_recorders[rank]) for rank in idle},
-        killed=world.killed,
-        unclaimed=sorted(_unclaimed(world)),
-        now=world.clock.now,
-    )
 
 
 def _waiting(world: World, task: Task) -> Waiting:

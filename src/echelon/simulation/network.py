@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -162,18 +162,15 @@ class Network:
 
     def between(self, src: int, dst: int) -> Network:
         """Returns the network from `src` to `dst`: this one, or the local one if they share a host."""
-        if self.hosts is None or self._host(src) != self._host(dst):
+        hosts = self._host_of
+        if not hosts or hosts[src] != hosts[dst]:
             return self
         return Network(self.local_latency, self.local_bandwidth)
 
-    def _host(self, rank: int) -> int:
-        assert self.hosts is not None
-        first = 0
-        for host, count in enumerate(self.hosts):
-            first += count
-            if rank < first:
-                return host
-        return -1
+    @cached_property
+    def _host_of(self) -> tuple[int, ...]:
+        """Number of each rank's host. Empty if each has its own."""
+        return tuple(host for host, count in enumerate(self.hosts or ()) for _ in range(count))
 
 
 PRESETS: Mapping[str, Network] = MappingProxyType(
@@ -228,6 +225,4 @@ def _checked(network: Callable[[int, int], Network]) -> Callable[[int, int], Net
 
 def host_numbers(network: NetworkLike, world_size: int) -> tuple[int, ...]:
     """Returns the number of each rank's host. Each rank has its own host if the network does not name hosts."""
-    if not isinstance(network, Network) or network.hosts is None:
-        return tuple(range(world_size))
-    return tuple(host for host, count in enumerate(network.hosts) for _ in range(count))
+    return (network._host_of if isinstance(network, Network) else ()) or tuple(range(world_size))
