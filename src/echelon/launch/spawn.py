@@ -1,4 +1,4 @@
-"""`echelon.spawn`: runs a function on several local processes, and returns its results or raises the first failure.
+"""`echelon.spawn`, and pools of local processes that run one function after another as ranks.
 
 Strategy. The parent waits for all workers at once. After the first failure the others get 3 s (`GRACE`) to report,
 because the first failure that is noticed need not be the cause. Then the exception of the first cause is raised.
@@ -6,6 +6,7 @@ because the first failure that is noticed need not be the cause. Then the except
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import secrets
@@ -26,8 +27,11 @@ from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker, leave_if_imported
 from echelon.wording import listed
 
+_STARTUP = 60.0
+"""Additional seconds for new workers, which import torch first."""
+
 _PATIENCE = 2.0
-"""Seconds that a worker gets to exit by itself after a job that succeeded. After a failure workers are killed."""
+"""Seconds for a worker to exit by itself when its pool closes."""
 
 
 def spawn(
@@ -56,28 +60,118 @@ def spawn(
             to end.
     """
     leave_if_imported()
-    check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
-    timeout = check_default_timeout(timeout, LaunchError)
-    name = environment.read_backend(os.environ, backend)
-    if name in ENGINES:
-        check_available(name)
-    if name == "simulated":
-        raise LaunchError("backend='simulated' has no processes: call echelon.simulate(fn, world_size)")
-    call = pickle_call(fn, args)
-    workers: list[Worker] = []
-    patience = 0.0
-    try:
-        for _ in range(world_size):
-            workers.append(Worker())
-        results = run_job(workers, call, backend=name, timeout=timeout)
-        patience = _PATIENCE
-        return results
-    finally:
-        # All are asked before the first is waited for, so that they exit at the same time.
-        for worker in workers:
+    with RankPool() as pool:
+        return pool.run_job(fn, world_size, args, backend, timeout, is_limited=False)
+
+
+class RankPool:
+    """Pool of worker processes that run functions one after another, each as the ranks of a new group.
+
+    Workers are started on first use. A worker that has died, or was still busy at the end of its job, is replaced at
+    the next call. Use the pool from one thread; make it a fixture of the whole session:
+
+        @pytest.fixture(scope="session")
+        def pool():
+            with RankPool() as pool:
+                yield pool
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._closed = False
+        self._process = os.getpid()
+        atexit.register(self.close)
+
+    def run(
+        self, fn: Callable[..., object], world_size: int, *args: object, backend: str = "auto", timeout: float = 30.0
+    ) -> list[Any]:
+        """Runs `fn(group, *args)` on `world_size` processes and returns the results in rank order. Blocks meanwhile.
+
+        Args:
+            fn: a function at the top level of a module that the workers can import.
+            world_size: the number of ranks; rank r is the same process each time, while it lives.
+            args: further arguments of `fn`; pickled.
+            backend: as for `spawn`.
+            timeout: seconds, for every blocking call of the group and for the whole of `fn`.
+
+        Raises:
+            InvalidWorldSize, LaunchError: a wrong argument, or a closed pool.
+            Timeout: some ranks did not return in time; the message names them.
+            PeerFailed: a process died; the message names it.
+            Exception: the exception of the first failing rank, with a note that names the rank.
+        """
+        return self.run_job(fn, world_size, args, backend, timeout, is_limited=True)
+
+    def run_job(
+        self,
+        fn: Callable[..., object],
+        world_size: int,
+        args: Sequence[object],
+        backend: str,
+        timeout: float,
+        *,
+        is_limited: bool,
+    ) -> list[Any]:
+        """Runs a function as `run` does. `is_limited`: whether `timeout` is for the whole of `fn`, too."""
+        check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
+        timeout = check_default_timeout(timeout, LaunchError)
+        name = environment.read_backend(os.environ, backend)
+        if name in ENGINES:
+            check_available(name)
+        if name == "simulated":
+            raise LaunchError("backend='simulated' has no processes: call echelon.simulate(fn, world_size)")
+        call = pickle_call(fn, args)
+        workers = self._take(world_size)
+        fresh = any(worker.is_fresh for worker in workers)  # the import of torch does not count as time of `fn`
+        deadline = timeout + fresh * _STARTUP if is_limited else None
+        try:
+            return run_job(workers, call, backend=name, timeout=timeout, deadline=deadline)
+        finally:
+            self._give_back(workers)
+
+    def close(self) -> None:
+        """Ends all workers. Idempotent; called at the end of the program too.
+
+        Does nothing in a forked child, since the workers belong to the parent.
+        """
+        self._closed = True
+        atexit.unregister(self.close)
+        if os.getpid() != self._process:  # a forked child
+            return
+        workers, self._workers = self._workers, []
+        for worker in workers:  # all first, so that they exit at the same time
             worker.dismiss()
         for worker in workers:
-            worker.end(patience)
+            worker.end(_PATIENCE)
+
+    def _take(self, count: int) -> list[Worker]:
+        """Removes `count` workers from the pool, starting new ones if there are too few."""
+        if self._closed:
+            raise LaunchError("this RankPool is closed: make a new one")
+        idle, self._workers = self._workers, []
+        self._give_back(idle)  # ends the ones that have died since
+        while len(self._workers) < count:
+            self._workers.append(Worker())
+        taken = self._workers[:count]
+        del self._workers[:count]
+        return taken
+
+    def _give_back(self, workers: list[Worker]) -> None:
+        """Returns usable workers to the front of the pool and ends the others."""
+        usable = [worker for worker in workers if not worker.is_busy and not worker.is_dead()]
+        for worker in workers:
+            if worker not in usable:
+                worker.end()
+        self._workers[:0] = usable
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RankPool: {'closed' if self._closed else f'{len(self._workers)} idle workers'}>"
 
 
 def check_call(function: object, args: object) -> None:
