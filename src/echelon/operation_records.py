@@ -28,8 +28,8 @@ TUNED_TABLE = "tuned table"
 _INTERNAL_GROUPS = frozenset({TUNED_TABLE})
 """Groups that users do not see: their operations are part of `echelon.init`."""
 
-_OWN_CALLS = 3
-"""Frames from `calling_place` up to the group's method: itself, a helper, `begin`."""
+_OWN_CALLS = 4
+"""Frames from `calling_place` up to the group's method: itself, a helper, `begin`, `OperationRecord`."""
 
 State = Literal["under way", "done", "failed"]
 
@@ -63,27 +63,54 @@ class FlightRecord:
         return f"{self.operation}{number} of group {self.group!r} at {self.place}, {self.state}{end}{error}"
 
 
-@dataclass(slots=True, eq=False)
 class OperationRecord:
     """Entry of the flight recorder, updated while its operation is in flight."""
 
-    _clock: Callable[[], float]
-    group: str
-    context: int
-    sequence: int
-    signature: int
-    """Checksum of a collective and all calls before it: equal on ranks that made the same calls."""
-    operation: str
-    num_bytes: int
-    marks: tuple[str, ...]
-    """Calls since the previous collective that sent nothing to other ranks."""
-    place: Place | None
-    thread: int
-    started: float
-    begun: float | None = None
-    """Time when a queued collective began to run; None: it has not begun."""
-    ended: float | None = None
-    error: str = ""
+    __slots__ = (
+        "_clock",
+        "begun",
+        "context",
+        "ended",
+        "error",
+        "group",
+        "marks",
+        "num_bytes",
+        "operation",
+        "place",
+        "sequence",
+        "signature",
+        "started",
+        "thread",
+    )
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        group: str,
+        context: int,
+        sequence: int,
+        signature: int,
+        operation: str,
+        num_bytes: int,
+        marks: tuple[str, ...],
+    ) -> None:
+        self._clock = clock
+        self.group = group
+        self.context = context
+        self.sequence = sequence
+        self.signature = signature
+        """Checksum of a collective and all calls before it: equal on ranks that made the same calls."""
+        self.operation = operation
+        self.num_bytes = num_bytes
+        self.marks = marks
+        """Calls since the previous collective that sent nothing to other ranks."""
+        self.place: Place | None = calling_place(_OWN_CALLS)
+        self.thread = get_ident()
+        self.started = clock()
+        self.begun: float | None = None
+        """Time when a queued collective began to run; None: it has not begun."""
+        self.ended: float | None = None
+        self.error = ""
 
     @property
     def is_internal(self) -> bool:
@@ -157,10 +184,7 @@ class FlightRecorder:
             num_bytes: bytes of this rank's tensor.
             marks: see `OperationRecord`.
         """
-        clock, place = self._clock, calling_place(_OWN_CALLS)
-        flight = OperationRecord(
-            clock, group, context, sequence, signature, operation, num_bytes, marks, place, get_ident(), clock()
-        )
+        flight = OperationRecord(self._clock, group, context, sequence, signature, operation, num_bytes, marks)
         self._flights.append(flight)
         if sequence:
             self._latest[context] = flight
