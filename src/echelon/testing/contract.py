@@ -115,6 +115,7 @@ _CLAUSES["names_itself"] = _names_itself
 @_clause(4)
 def _every_pair_talks(backend: Backend) -> None:
     others = [rank for rank in range(backend.world_size) if rank != backend.rank]
+    # The sender and the receiver are in the message: a rank that gets another pair's message sees it.
     sends = [backend.isend(torch.tensor([backend.rank, dst]), dst) for dst in others]
     for src in others:
         got = backend.recv(src, timeout=SECONDS).tolist()
@@ -132,6 +133,7 @@ def _shape_and_dtype_travel(backend: Backend) -> None:
         torch.tensor([True, False]),
         torch.tensor([1 + 2j], dtype=torch.complex64),
         torch.arange(5, dtype=torch.uint8),
+        # 140 kB: more than backends copy whole, and no whole number of pages.
         torch.randn(70_000, generator=torch.Generator().manual_seed(0)).half(),
     ]
     for index, tensor in enumerate(tensors):
@@ -162,6 +164,7 @@ def _writes_where_told(backend: Backend) -> None:
 
 @_clause(2)
 def _combines_where_told(backend: Backend) -> None:
+    # Not a sum: it shows which operand is which, and that each element was combined once.
     def subtract(own: torch.Tensor, other: torch.Tensor) -> None:
         own.sub_(other)
 
@@ -216,11 +219,13 @@ def _inference_mode_stays_with_its_caller(backend: Backend) -> None:
 
 @_clause(2)
 def _tags_never_mix(backend: Backend) -> None:
+    # The last one uses the highest bit of each field.
     tags: list[int | Tag] = [0, 5, Tag(1, 0, 5), Tag(1, 1, 5), Tag(2**63, 2**63, 2**31)]
     if backend.rank == 0:
         for index, tag in enumerate(tags):
             backend.send(torch.tensor([index]), 1, tag, timeout=SECONDS)
         return
+    # In the opposite order: a backend that ignores tags would return the oldest message.
     for index, tag in reversed(list(enumerate(tags))):
         got = backend.recv(0, tag, timeout=SECONDS).item()
         expect(got == index, f"tag {tag} brought message {got} instead of {index}")
@@ -230,6 +235,7 @@ def _tags_never_mix(backend: Backend) -> None:
 def _order_is_kept(backend: Backend) -> None:
     count = 50
     if backend.rank == 0:
+        # Sizes go up and down: a small message must not overtake a large one before it.
         sends = [backend.isend(torch.full((index * 37 % 4000,), index), 1) for index in range(1, count)]
         for send in sends:
             send.wait(SECONDS)
@@ -292,6 +298,7 @@ def _what_does_not_fit_is_not_received_at_once(backend: Backend) -> None:
 @_clause(2)
 def _send_does_not_wait_for_the_receiver(backend: Backend) -> None:
     """Both ranks send before they receive. A large message too, since both directions are independent."""
+    # 12 MB is more than sockets and rings buffer.
     for numel in (1, 3_000_000):
         other = 1 - backend.rank
         backend.send(torch.full((numel,), float(backend.rank)), other, timeout=SECONDS)
@@ -321,6 +328,7 @@ def _a_timeout_withdraws_the_receive(backend: Backend) -> None:
         backend.send(torch.ones(2), 1, timeout=SECONDS)
         backend.send(torch.full((2,), 2.0), 1, 1, timeout=SECONDS)
         return
+    # Rank 0 sends nothing before it gets the message below, so the time is up for certain.
     place = torch.zeros(2)
     expect_error(Timeout, lambda: backend.recv(0, out=place, timeout=0.05), "recv with a timeout")
     backend.send(torch.ones(1), 0, 1, timeout=SECONDS)
@@ -336,6 +344,7 @@ def _a_mismatch_leaves_the_connection_usable(backend: Backend) -> None:
             backend.isend(torch.ones(100), 1, tag, note="a" if tag == 3 else "").wait(SECONDS)
         backend.send(torch.tensor([1.5]), 1, 9, timeout=SECONDS)
         return
+    # Too small, of another shape with as many elements, and of another dtype with as many bytes.
     outs = (torch.zeros(99), torch.zeros(10, 10), torch.zeros(100, dtype=torch.int32))
     for tag, out in enumerate(outs):
         receive = partial(backend.recv, 0, tag, out=out, timeout=SECONDS)
@@ -446,6 +455,7 @@ def _a_revoked_context_ends_its_collectives(backend: Backend) -> None:
     work = backend.irecv(0, Tag(7, 5, 0))
     error = expect_error(PeerFailed, lambda: work.wait(SECONDS), "a collective of a revoked context")
     expect(isinstance(error, PeerFailed) and error.rank == 2, f"the first cause is not named: {error}")
+    # Sequence 0: messages of the program pass, because only collectives need all ranks.
     backend.recv(0, Tag(7, 0, 0), timeout=SECONDS)
 
 
@@ -526,6 +536,7 @@ def _closed_is_closed(backend: Backend) -> None:
     expect_error(Closed, partial(backend.irecv, peer), "irecv after close")
     expect_error(Closed, partial(backend.irecv_any, {peer: peer}), "irecv_any after close")
     expect_error(Closed, partial(backend.start, bool, "nothing"), "start after close")
+    # Twice, and an abort after it: `with` blocks and exit handlers end what may have ended already.
     backend.close()
     backend.abort("late")
 
@@ -579,6 +590,7 @@ def _talk(backend: Backend, tag: int) -> None:
     """Exchanges 20 messages with the other rank, under one tag."""
     other = 1 - backend.rank
     for _ in range(20):
+        # Lengths and values differ by tag, so that mixed messages are seen.
         work = backend.isend(torch.full((tag * 1000 + 1,), tag), other, tag)
         got = backend.recv(other, tag, timeout=SECONDS)
         expect(bool((got == tag).all()), f"tag {tag} brought {got[:1].tolist()}")
