@@ -34,8 +34,9 @@ from echelon.errors import (
     PeerFailed,
     SelfSend,
     Timeout,
+    fails,
+    reason_of,
 )
-from echelon.exits import fails, reason_of
 from echelon.operation_records import FlightRecorder
 
 T = TypeVar("T")

@@ -27,9 +27,10 @@ from echelon.errors import (
     PeerFailed,
     Timeout,
     UnsupportedOp,
+    fails,
     failure_of,
+    reason_of,
 )
-from echelon.exits import fails, reason_of
 from echelon.group.base import Seconds
 from echelon.group.coalesced import CoalescedCollectives
 from echelon.group.collectives import Collectives

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from threading import get_ident
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -21,7 +22,7 @@ from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats.wire import Tag, readable
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.work import Driver, Received, Work
+from echelon.backends.work import Received, Work
 from echelon.call_site import calling_place, source_of
 from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
 from echelon.operation_records import FlightRecorder
@@ -29,20 +30,6 @@ from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 
 T = TypeVar("T")
-
-
-class Rank(Driver, Protocol):
-    """Backend as its operations see it: the part that makes them progress."""
-
-    timeout: float
-
-    def poll(self, work: Work[object]) -> bool:
-        """Runs all events of this instant, then returns whether `work` is completed."""
-        ...
-
-    def took(self, src: int, tag: Tag) -> None:
-        """Records that the program has received a message."""
-        ...
 
 
 # A tuple instead of text: it is made for each message, and only errors need the words.
@@ -64,7 +51,9 @@ class VirtualWork(Work[T]):
 
     __slots__ = ("backend", "operation", "peer", "tag")
 
-    def __init__(self, backend: Rank, description: object, peer: int, operation: str, tag: Tag | None) -> None:
+    def __init__(
+        self, backend: VirtualBackend, description: object, peer: int, operation: str, tag: Tag | None
+    ) -> None:
         super().__init__(backend, description, backend.timeout)
         self.backend = backend
         self.peer = peer
@@ -82,7 +71,8 @@ class VirtualWork(Work[T]):
         """Blocks until the operation ends and returns its result; see `Work.wait`."""
         result = super().wait(timeout)
         if self.tag is not None:
-            self.backend.took(self.source_of(result), self.tag)
+            # The next step of this rank depends on the message.
+            self.backend.world.recorder.took(self.backend.rank, self.source_of(result), self.tag)
             self.tag = None
         return result
 
@@ -96,7 +86,7 @@ class FromAny(VirtualWork[Received]):
 
     __slots__ = ("_sources",)
 
-    def __init__(self, backend: Rank, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
+    def __init__(self, backend: VirtualBackend, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
         plain = tag if is_plain(tag) else None
         super().__init__(backend, Passage("receive from", ANY, tag), ANY, operation, plain)
         self._sources = sources
@@ -121,6 +111,7 @@ class Boundary:
         self._rank = rank
         self._world = world
         self._scheduler = world.scheduler
+        self._clock = world.scheduler.clock
         self._meter = world.meter
         self._random_states = world.random_states
         self._is_computing = False
@@ -134,7 +125,7 @@ class Boundary:
             UnsupportedOp: the calling thread is none of the simulation's.
         """
         task = self._scheduler.current()
-        if task.is_doomed:
+        if task.is_cancelled:
             raise Ended
         self._num_looks = 0
         if self._meter is not None:
@@ -150,6 +141,11 @@ class Boundary:
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is the running task."""
+        running = self._scheduler.running
+        return running is not None and running.ident == get_ident()
+
     def will_wait(self) -> NestedCall:
         """Returns a context manager for a call that makes nested calls of the library."""
         return NestedCall(self, self._scheduler.current())
@@ -158,7 +154,7 @@ class Boundary:
         """Begins a call that may be nested in another."""
         if task.depth == 0:
             self.enter()
-            task.entered_at = self._scheduler.now
+            task.entered_at = self._clock.now
             task.operation = ""
         task.depth += 1
         self.leave(task)
@@ -173,7 +169,7 @@ class Boundary:
         finally:
             task.depth = 0
         if task.operation:
-            recorder, began, now = self._world.recorder, task.entered_at, self._scheduler.now
+            recorder, began, now = self._world.recorder, task.entered_at, self._clock.now
             operation = readable(task.operation)
             if task.number:
                 recorder.span_beside(self._rank, task.number, operation, began, now)
@@ -190,15 +186,15 @@ class Boundary:
         # A loop that only reads the clock would never end: without measured costs no time passes between two reads.
         if self._meter is None:
             self._num_looks += 1
-            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
+            if self._num_looks > _LOOKS and self.is_running_here():
                 raise DeadlockError(
-                    f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._scheduler.now:g} s, and "
+                    f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._clock.now:g} s, and "
                     "no virtual time passes between two reads: wait for a message with a timeout, or use "
                     'costs="measured"'
                 )
-        elif self._scheduler.is_running_here():
+        elif self.is_running_here():
             self.leave(self.enter())
-        return self._scheduler.now
+        return self._clock.now
 
     @contextmanager
     def compute(self, step: object) -> Iterator[None]:
@@ -222,7 +218,7 @@ class Boundary:
 
     def _spend(self, seconds: float) -> None:
         if self._world.faults.faults:
-            seconds = self._world.faults.duration(self._rank, self._scheduler.now, seconds)
+            seconds = self._world.faults.duration(self._rank, self._clock.now, seconds)
         self._world.traffic.compute(self._rank, seconds)
 
 
@@ -264,7 +260,8 @@ class VirtualBackend(Backend):
         super().__init__(rank, world_size, timeout)
         self.world = world
         self._scheduler = world.scheduler
-        self.flight_recorder = FlightRecorder(lambda: world.scheduler.now)
+        self._clock = clock = world.scheduler.clock
+        self.flight_recorder = FlightRecorder(lambda: clock.now)
         world.flight_recorders[rank] = self.flight_recorder
         self._boundary = Boundary(rank, world)
         self._mailbox = world.mailboxes[rank]
@@ -327,10 +324,6 @@ class VirtualBackend(Backend):
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 
-    def took(self, src: int, tag: Tag) -> None:
-        """Records the dependency of the next step on this message."""
-        self.world.recorder.took(self.rank, src, tag)
-
     # Waiting
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
@@ -340,15 +333,15 @@ class VirtualBackend(Backend):
         task = self._boundary.enter()
         # The limit of a nested wait is compared from the start of the outermost call, which has the group's timeout. A
         # shorter limit is the program's own: then a timeout is a legal end, not a deadlock.
-        began = task.entered_at if task.depth else self._scheduler.now
-        deadline = math.inf if timeout is None else self._scheduler.now + timeout
+        began = task.entered_at if task.depth else self._clock.now
+        deadline = math.inf if timeout is None else self._clock.now + timeout
         done = self._scheduler.wait(work, deadline, deadline - began < self.timeout * _NEARLY)
         self._boundary.leave(task)
         return done
 
     def poll(self, work: Work[object]) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed."""
-        if not self._scheduler.is_running_here() or self.is_inherited:
+        if not self._boundary.is_running_here() or self.is_inherited:
             return False
         task = self._boundary.enter()
         done = self._scheduler.poll(work)
@@ -385,8 +378,8 @@ class VirtualBackend(Backend):
         place = source_of(calling_place())
         if line.task is None:
             line.task = self._scheduler.add(self.rank, partial(self._work_off, line), len(self._lanes), place)
-        else:
-            self._scheduler.rouse(line.task)
+        elif line.task.is_idle:
+            self._clock.wake(line.task, line.task.turn)
         self._boundary.leave(task)
         return work
 
@@ -395,7 +388,7 @@ class VirtualBackend(Backend):
         task = self._scheduler.current()
         while True:
             while not line.jobs:
-                self._scheduler.rest()
+                self._scheduler.park()
             function, work = line.jobs.popleft()
             self._boundary.leave(task)
             result, error = None, None
@@ -408,7 +401,7 @@ class VirtualBackend(Backend):
                 error = raised
             self._boundary.enter()
             work.complete(result, error)
-            self._scheduler.stir()
+            self._clock.wake_pollers()
             # Locals of a loop live until they are assigned again: the tensors would live until the next job.
             del function, work, result, error
 
