@@ -62,21 +62,26 @@ def count_change(tensors: Sequence[Tensor]) -> None:
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def put(values: Tensor, into: Tensor) -> Tensor:
-    """Writes flat values into a tensor of any shape and returns the tensor."""
-    # Equal pointers: the collective has written in place.
-    if values.data_ptr() != into.data_ptr():
-        overwrite(into.data, values.view(into.shape))  # as in `flat`
-    return into
+def deal(values: Tensor | None, into: Sequence[Tensor], operation: str) -> list[Tensor]:
+    """Writes flat values into tensors of any shapes, in order. Returns the tensors.
 
-
-def deal(values: Tensor, into: Sequence[Tensor], operation: str) -> list[Tensor]:
-    """Splits flat values over several tensors, in order, and returns the tensors.
+    None for the values, on a rank that gets none: returns an empty list.
 
     Raises:
         SizeMismatch: the number of values is not the number of elements of all tensors.
     """
+    if values is None:
+        return []
     sizes = [tensor.numel() for tensor in into]
     if sum(sizes) != values.numel():
         raise SizeMismatch(f"{values.numel()} elements of output", sum(sizes), operation, "give as many as come")
-    return [put(part, tensor) for part, tensor in zip(torch.split(values, sizes), into, strict=True)]
+    for part, tensor in zip([values] if len(into) == 1 else torch.split(values, sizes), into, strict=True):
+        # Equal pointers: the collective has written in place.
+        if part.data_ptr() != tensor.data_ptr():
+            overwrite(tensor.data, part.view(tensor.shape))  # `.data` as in `flat`
+    return list(into)
+
+
+def deal_all(values: Sequence[Tensor], into: Sequence[Sequence[Tensor]], operation: str) -> list[Tensor]:
+    """Writes each of many flat tensors into a list of tensors. Returns all tensors."""
+    return [tensor for part, places in zip(values, into, strict=True) for tensor in deal(part, places, operation)]
