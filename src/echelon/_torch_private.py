@@ -37,33 +37,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
-    "DispatchMode",
     "DistributedBackendOptions",
     "TreeSpec",
-    "all_gather_into",
-    "at_end_of_backward",
-    "backend_config",
-    "draws_random_numbers",
-    "fail_when_unwrapped",
-    "fake_tensors",
-    "guards_of",
-    "hooks_after_gradient",
-    "is_dual",
-    "is_faking",
-    "is_in_backward",
-    "make_process_group",
-    "operators_of",
     "register_work",
-    "resolve_process_group",
-    "run_backward",
-    "storage_users",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
-    "version_of",
-    "wraps_new_tensors",
-    "writes_in_place",
 ]
 # DistributedBackendOptions: argument of the function that makes a group of a registered backend.
 # resolve_process_group, register_work: functional collectives get the name of a group, and torch finds their Work by

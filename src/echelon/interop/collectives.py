@@ -17,7 +17,7 @@ from torch.distributed import Work as TorchWork
 
 from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.interop.tensors import count_change, deal, deal_all, flat, joined, only, writable
+from echelon.interop.tensors import Tensors, count_change, deal, deal_all, flat, joined, only, writable
 from echelon.interop.works import Options, Runner
 
 
@@ -65,7 +65,7 @@ class Reduction(NamedTuple):
     """Number of ranks, for a mean of integers, which is rounded towards zero as NCCL's. None: no division."""
 
     @classmethod
-    def of(cls, runner: Runner, opts: ReduceOptions | None, tensors: Sequence[Tensor]) -> Reduction:
+    def of(cls, runner: Runner, opts: ReduceOptions | None, tensors: Tensors) -> Reduction:
         """Returns Echelon's counterpart of torch's ReduceOp, for some tensors.
 
         Raises:
@@ -95,7 +95,7 @@ class Reduction(NamedTuple):
             total.div_(self.divisor, rounding_mode="trunc")
         return deal(total, [into], "reduce_scatter")
 
-    def finish_all(self, totals: Sequence[Tensor], into: Sequence[Tensor]) -> list[Tensor]:
+    def finish_all(self, totals: Tensors, into: Tensors) -> list[Tensor]:
         """Writes many reduced values into the user's tensors. Returns the tensors."""
         return [tensor for pair in zip(totals, into, strict=True) for tensor in self.finish(*pair)]
 
@@ -106,7 +106,7 @@ def _op_for(name: str, dtype: torch.dtype) -> str:
     return "sum" if name == "mean" and not (dtype.is_floating_point or dtype.is_complex) else name
 
 
-def allreduce(runner: Runner, tensors: Sequence[Tensor], opts: ReduceOptions | None = None) -> TorchWork:
+def allreduce(runner: Runner, tensors: Tensors, opts: ReduceOptions | None = None) -> TorchWork:
     """Reduces one tensor over all ranks, in place."""
     tensor = only(tensors, "all_reduce")
     reduction = Reduction.of(runner, opts, tensors)
@@ -138,7 +138,7 @@ def _entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
     return [own.indices().t().contiguous(), own.values()]
 
 
-def _put_sum(tensor: Tensor, reduction: Reduction, num_ranks: int, gathered: Sequence[Tensor]) -> list[Tensor]:
+def _put_sum(tensor: Tensor, reduction: Reduction, num_ranks: int, gathered: Tensors) -> list[Tensor]:
     """Writes the sum (or mean) of all ranks' entries into a sparse tensor. Returns the tensor."""
     places, values = gathered
     total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=True).coalesce()
@@ -146,7 +146,7 @@ def _put_sum(tensor: Tensor, reduction: Reduction, num_ranks: int, gathered: Seq
         return [tensor.copy_(total / num_ranks if reduction.op == "mean" else total)]
 
 
-def allreduce_coalesced(runner: Runner, tensors: Sequence[Tensor], opts: ReduceOptions | None = None) -> TorchWork:
+def allreduce_coalesced(runner: Runner, tensors: Tensors, opts: ReduceOptions | None = None) -> TorchWork:
     """Reduces many tensors over all ranks, in place."""
     reduction = Reduction.of(runner, opts, tensors)
     writable(tensors, "all_reduce_coalesced")
@@ -154,7 +154,7 @@ def allreduce_coalesced(runner: Runner, tensors: Sequence[Tensor], opts: ReduceO
     return runner.run(call, partial(reduction.finish_all, into=tensors), opts)
 
 
-def reduce(runner: Runner, tensors: Sequence[Tensor], opts: RootReduceOptions | None = None) -> TorchWork:
+def reduce(runner: Runner, tensors: Tensors, opts: RootReduceOptions | None = None) -> TorchWork:
     """Reduces one tensor over all ranks, in place on the root."""
     tensor, root = only(tensors, "reduce"), _root(opts)
     reduction = Reduction.of(runner, opts, tensors)
@@ -166,10 +166,7 @@ def reduce(runner: Runner, tensors: Sequence[Tensor], opts: RootReduceOptions | 
 
 
 def reduce_scatter(
-    runner: Runner,
-    output_tensors: Sequence[Tensor],
-    input_tensors: Sequence[Sequence[Tensor]],
-    opts: ReduceOptions | None = None,
+    runner: Runner, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: ReduceOptions | None = None
 ) -> TorchWork:
     """Reduces a list of tensors, one per rank, over all ranks. Each rank gets its own."""
     output, (inputs,), rank = only(output_tensors, "reduce_scatter"), input_tensors, runner.group.rank
@@ -198,7 +195,7 @@ def reduce_scatter_single(
 
 
 def reduce_scatter_single_coalesced(
-    runner: Runner, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceOptions | None = None
+    runner: Runner, outputs: Tensors, inputs: Tensors, opts: ReduceOptions | None = None
 ) -> TorchWork:
     """Reduces many tensors over all ranks. Each rank gets its part of each."""
     reduction = Reduction.of(runner, opts, inputs)
@@ -211,7 +208,7 @@ def reduce_scatter_single_coalesced(
 # Moving tensors
 
 
-def broadcast(runner: Runner, tensors: Sequence[Tensor], opts: RootOptions | None = None) -> TorchWork:
+def broadcast(runner: Runner, tensors: Tensors, opts: RootOptions | None = None) -> TorchWork:
     """Overwrites one tensor on every rank with the root's."""
     tensor, root = only(tensors, "broadcast"), _root(opts)
     if runner.group.rank != root:
@@ -223,10 +220,7 @@ def broadcast(runner: Runner, tensors: Sequence[Tensor], opts: RootOptions | Non
 
 
 def allgather(
-    runner: Runner,
-    output_tensors: Sequence[Sequence[Tensor]],
-    input_tensors: Sequence[Tensor],
-    opts: Options | None = None,
+    runner: Runner, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers the tensors of all ranks into a list, on every rank. Their numbers of elements may differ."""
     tensor, (outputs,) = only(input_tensors, "all_gather"), output_tensors
@@ -236,10 +230,7 @@ def allgather(
 
 
 def allgather_coalesced(
-    runner: Runner,
-    output_lists: Sequence[Sequence[Tensor]],
-    input_list: Sequence[Tensor],
-    opts: Options | None = None,
+    runner: Runner, output_lists: Sequence[Tensors], input_list: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
     places = [writable(each, "all_gather_coalesced") for each in zip(*output_lists, strict=True)]
@@ -255,17 +246,14 @@ def all_gather_single(runner: Runner, output: Tensor, input: Tensor, opts: Optio
 
 
 def all_gather_single_coalesced(
-    runner: Runner, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options | None = None
+    runner: Runner, outputs: Tensors, inputs: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks, each into one, on every rank."""
     return allgather_coalesced(runner, [outputs], inputs, opts)
 
 
 def gather(
-    runner: Runner,
-    output_tensors: Sequence[Sequence[Tensor]],
-    input_tensors: Sequence[Tensor],
-    opts: RootOptions | None = None,
+    runner: Runner, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: RootOptions | None = None
 ) -> TorchWork:
     """Gathers the tensors of all ranks into a list, on the root."""
     tensor = only(input_tensors, "gather")
@@ -280,10 +268,7 @@ def gather_single(runner: Runner, output: Tensor, input: Tensor, opts: RootOptio
 
 
 def scatter(
-    runner: Runner,
-    output_tensors: Sequence[Tensor],
-    input_tensors: Sequence[Sequence[Tensor]],
-    opts: RootOptions | None = None,
+    runner: Runner, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: RootOptions | None = None
 ) -> TorchWork:
     """Sends each rank its tensor of the root's list."""
     only(writable(output_tensors, "scatter"), "scatter")
@@ -292,9 +277,7 @@ def scatter(
     return runner.run(call, partial(deal, into=output_tensors, operation="scatter"), opts)
 
 
-def alltoall(
-    runner: Runner, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Options | None = None
-) -> TorchWork:
+def alltoall(runner: Runner, output_tensors: Tensors, input_tensors: Tensors, opts: Options | None = None) -> TorchWork:
     """Sends each rank a tensor of a list and receives one from each."""
     writable(output_tensors, "all_to_all")
     splits, counts = ([tensor.numel() for tensor in each] for each in (input_tensors, output_tensors))

@@ -15,7 +15,7 @@ from echelon.backends.memory import is_plain
 from echelon.backends.work import Received, Work
 from echelon.group.group import ProcessGroup
 from echelon.group.message_wait import receive, wait_for
-from echelon.interop.tensors import deal, flat, only, writable
+from echelon.interop.tensors import Tensors, deal, flat, only, writable
 from echelon.interop.works import UNSET, EchelonWork, Outcome, Runner, seconds
 
 T = TypeVar("T")
@@ -25,13 +25,7 @@ class Message(EchelonWork, Generic[T]):
     """Work of a message in flight. The waiting thread drives it."""
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        work: Work[T],
-        peers: Sequence[int],
-        settle: Callable[[T], list[Tensor]],
-        *,
-        receives: bool,
+        self, group: ProcessGroup, work: Work[T], peers: Sequence[int], settle: Callable[[T], Tensors], receives: bool
     ) -> None:
         """Wraps a message.
 
@@ -78,7 +72,7 @@ class Message(EchelonWork, Generic[T]):
 
     def result(self) -> list[Tensor]:  # noqa: D102
         if not self._tensors:
-            self._tensors = self._settle(self._work.result())
+            self._tensors = list(self._settle(self._work.result()))
         return self._tensors
 
     def source_rank(self) -> int:
@@ -102,13 +96,13 @@ class Message(EchelonWork, Generic[T]):
         return self.result()
 
 
-def send(runner: Runner, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> TorchWork:
+def send(runner: Runner, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
     """Starts a send of one tensor to a group rank."""
     work = runner.group.isend(flat(only(tensors, "send")), dst, tag)
-    return Message(runner.group, work, [dst], lambda _: list(tensors), receives=False)
+    return Message(runner.group, work, [dst], lambda _: tensors, receives=False)
 
 
-def recv(runner: Runner, tensors: Sequence[Tensor], src: int, tag: int = 0) -> TorchWork:
+def recv(runner: Runner, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
     """Starts a receive of one tensor from a group rank."""
     tensor = only(writable(tensors, "recv"), "recv")
     # Other tensors, such as strided ones, get a copy of the message at the end.
@@ -116,7 +110,7 @@ def recv(runner: Runner, tensors: Sequence[Tensor], src: int, tag: int = 0) -> T
     return Message(runner.group, work, [src], partial(deal, into=tensors, operation="recv"), receives=True)
 
 
-def recv_anysource(runner: Runner, tensors: Sequence[Tensor], tag: int = 0) -> TorchWork:
+def recv_anysource(runner: Runner, tensors: Tensors, tag: int = 0) -> TorchWork:
     """Starts a receive of one tensor from any rank. `source_rank()` of the Work returns the sender."""
     only(writable(tensors, "recv"), "recv")
     work: Work[Received] = runner.group.irecv_any(tag)

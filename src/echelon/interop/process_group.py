@@ -69,7 +69,8 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         self._store = store
         # torch's C++ keeps names only for groups that have C++ backends.
         self._name = self._description = ""
-        self._elsewhere: dict[str, Any] = {}
+        self.elsewhere: dict[str, Any] = {}
+        """By device type: torch's group for its tensors, with the same ranks."""
         self._coalesced: list[dist.Work] | None = None
 
     def __repr__(self) -> str:
@@ -120,30 +121,7 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
             return DeviceBackend(self.group)
         if device.type not in _backends(self):
             raise RuntimeError(f"no backend for tensors on {device.type} in this group")  # torch looks for this type
-        return self.group_for(device)._get_backend(device)
-
-    def group_for(self, device: torch.device) -> Any:
-        """Returns torch's group for another device type. The first call makes it; every rank of the group must call.
-
-        Raises:
-            UnsupportedOp: the user named no backend for the device type.
-        """
-        # Made on first use, since a group written in Python has only one backend when torch makes it.
-        found = self._elsewhere.get(device.type)
-        if found is None:
-            name = _backends(self).get(device.type, "echelon")
-            if name == "echelon":
-                raise UnsupportedOp(
-                    f"a tensor on {device}, but this group carries tensors on the CPU: name a backend for the others, "
-                    f'as in init_process_group("cpu:echelon,{device.type}:nccl")'
-                )
-            found = self._elsewhere[device.type] = dist.new_group(
-                dist.get_process_group_ranks(self),
-                timedelta(seconds=self.group.timeout),
-                name,
-                use_local_synchronization=True,  # only members of this group call
-            )
-        return found
+        return group_for(self, device)._get_backend(device)
 
     # Several operations at once
 
@@ -151,14 +129,37 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         if device.type == "cpu":
             self._coalesced = []
         else:
-            self.group_for(device)._start_coalescing(device)
+            group_for(self, device)._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         if device.type != "cpu":
-            elsewhere: dist.Work = self.group_for(device)._end_coalescing(device)
+            elsewhere: dist.Work = group_for(self, device)._end_coalescing(device)
             return elsewhere
         works, self._coalesced = self._coalesced or [], None
         return Coalesced(works)
+
+
+def group_for(group: EchelonProcessGroup, device: torch.device) -> Any:
+    """Returns torch's group for another device type. The first call makes it; every rank of the group must call.
+
+    Raises:
+        UnsupportedOp: the user named no backend for the device type.
+    """
+    # Made on first use, since a group written in Python has only one backend when torch makes it.
+    if device.type not in group.elsewhere:
+        name = _backends(group).get(device.type, "echelon")
+        if name == "echelon":
+            raise UnsupportedOp(
+                f"a tensor on {device}, but this group carries tensors on the CPU: name a backend for the others, "
+                f'as in init_process_group("cpu:echelon,{device.type}:nccl")'
+            )
+        group.elsewhere[device.type] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timedelta(seconds=group.group.timeout),
+            name,
+            use_local_synchronization=True,  # only members of this group call
+        )
+    return group.elsewhere[device.type]
 
 
 def _backends(group: EchelonProcessGroup) -> dict[str, str]:
@@ -183,7 +184,7 @@ def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., dist.W
             check_values(tensor, name, takes_sparse=name == "allreduce", takes_meta=True)
             device = tensor.device if device is None else device
         if device is not None and device.type != "cpu":
-            elsewhere: dist.Work = getattr(self.group_for(device), name)(*arguments, **options)
+            elsewhere: dist.Work = getattr(group_for(self, device), name)(*arguments, **options)
             return elsewhere
         work = function(self.runner, *arguments, **options)
         if self._coalesced is not None:

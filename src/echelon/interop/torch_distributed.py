@@ -87,29 +87,18 @@ def _connect(store: Store, rank: int, world_size: int, timeout: float) -> Proces
 _library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call] # its kernels are gone when it is
 
 
-def _all_gather_out(
-    input: Tensor,
-    group_size: int,  # noqa: ARG001
-    group_name: str | dist.ProcessGroup,
-    *,
-    out: Tensor,
-) -> Tensor:
-    register_work(out, all_gather_into(resolve_process_group(group_name), out, input))
+def _all_gather_out(input: Tensor, _: int, group: str | dist.ProcessGroup, *, out: Tensor) -> Tensor:
+    register_work(out, all_gather_into(resolve_process_group(group), out, input))
     return out
 
 
 def _batch(
-    op_list: Sequence[str],
-    peer_list: Sequence[int],
-    tag_list: Sequence[int],
-    tensors: Sequence[Tensor],
-    group_name: str,
+    ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensors: Sequence[Tensor], group: str
 ) -> list[Tensor]:
     """Starts sends and receives one by one. The kernel is for CPU tensors only: NCCL must start a batch at once."""
-    operators = torch.ops._c10d_functional
-    starts = {"isend": operators.isend, "irecv": operators.irecv}
-    messages = zip(op_list, tensors, peer_list, tag_list, strict=True)
-    return [starts[kind](tensor, peer, tag, group_name) for kind, tensor, peer, tag in messages]
+    starts = {"isend": torch.ops._c10d_functional.isend, "irecv": torch.ops._c10d_functional.irecv}
+    messages = zip(ops, tensors, peers, tags, strict=True)
+    return [starts[kind](tensor, peer, tag, group) for kind, tensor, peer, tag in messages]
 
 
 _library.impl("batch_p2p_ops", _batch, "CPU")  # type: ignore[no-untyped-call]

@@ -251,10 +251,7 @@ class Runner:
         self._orphans = Orphans()
 
     def run(
-        self,
-        call: Callable[..., T | Work[T]],
-        settle: Callable[[T], Sequence[Tensor]],
-        options: Options | None,
+        self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options | None
     ) -> TorchWork:
         """Runs a collective. Blocks until it has ended, unless `options.asyncOp` is set.
 

@@ -166,6 +166,7 @@ class EngineMessages:
         frame = message_head(tag, tensor.dtype, tensor.shape, note)
         head = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         self._leaving[work] = None
+        self._tcp.when_ended(work, lambda: self._leaving.pop(work, None))
         # Answers to announcements with one tag come in the order of the announcements.
         with self._announcing:
             self._tcp.isend(head, dst, tag, note=_ANNOUNCED)
@@ -175,14 +176,17 @@ class EngineMessages:
             channel.send(as_bytes(tensor), self._tcp.timeout, self._look(dst, tag))
             _keep_until_done(tensor)
 
+        def act() -> None:
+            _queue(scope, send)
+            self._tcp.end(work.complete)
+
         def answered() -> None:
             error = answer.exception()
             number = _NOTHING if error is not None else int(answer.result().item())
             if number == _NOTHING:
-                self._left(work, error)
+                work.complete(error=error)
             else:
-                act = partial(_queue, scope, send)
-                channel.in_order(number, lambda: self._in_lane(channel, act, partial(self._left, work), work))
+                channel.in_order(number, lambda: self._in_lane(channel, act, work))
 
         self._tcp.when_ended(answer, answered)
         return work
@@ -252,12 +256,7 @@ class EngineMessages:
                 receive.work.complete(error=error)
             return
         channel = self._channel(Route(receive.tag.context, src, self._tcp.rank))
-
-        def end(error: BaseException | None) -> None:
-            if error is not None:
-                receive.work.complete(error=error)
-
-        self._in_lane(channel, partial(self._take, receive, src, tensor, channel, scope), end, receive.work)
+        self._in_lane(channel, partial(self._take, receive, src, tensor, channel, scope), receive.work)
 
     def _take(
         self, receive: Receive, src: int, head: torch.Tensor, channel: Channel, scope: StreamScope | None
@@ -286,31 +285,20 @@ class EngineMessages:
         tensor = _queue(scope, fetch)
         self._tcp.end(lambda: receive.complete(tensor, src, frame.note))
 
-    def _in_lane(
-        self,
-        channel: Channel,
-        act: Callable[[], object],
-        end: Callable[[BaseException | None], object],
-        work: Work[Any],
-    ) -> None:
-        """Queues an action in the lane of a channel, which then ends a Work. The caller holds the connections' lock."""
+    def _in_lane(self, channel: Channel, act: Callable[[], None], work: Work[Any]) -> None:
+        """Queues the rest of an operation in the lane of a channel. The caller holds the connections' lock."""
 
         def run() -> None:
-            failure: BaseException | None = None
             try:
                 act()
             except BaseException as error:  # whoever waits for the Work raises it
                 failure = error
-            self._tcp.end(lambda: end(failure))
+                self._tcp.end(lambda: work.complete(error=failure))
 
         try:
             self._tcp.start(run, str(work.description), channel.lane)
         except EchelonError as error:
-            end(error)
-
-    def _left(self, work: Work[None], error: BaseException | None) -> None:
-        self._leaving.pop(work, None)
-        work.complete(error=error)
+            work.complete(error=error)
 
     def _look(self, peer: int, tag: Tag) -> Look:
         """Returns a function that raises the reason to stop waiting for a message, if there is one."""
