@@ -159,6 +159,7 @@ def reduce(runner: Runner, tensors: Tensors, opts: RootReduceOptions | None = No
     tensor, root = only(tensors, "reduce"), _root(opts)
     reduction = Reduction.of(runner, opts, tensors)
     call = partial(runner.group.reduce, reduction.prepare(tensor), root, reduction.op)
+    # Other ranks keep their tensors, which need not be writable.
     if runner.group.rank != root:
         return runner.run(call, lambda _: tensors, opts)
     writable(tensors, "reduce")
@@ -303,6 +304,7 @@ def all_to_all_single(
 
 def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Returns the number of elements for each rank."""
+    # torch counts rows, Echelon the elements of a flat tensor.
     if not sizes:
         return [tensor.numel() // num_ranks] * num_ranks
     row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0

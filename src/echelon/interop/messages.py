@@ -71,6 +71,7 @@ class Message(EchelonWork, Generic[T]):
         return self._work.exception()
 
     def result(self) -> list[Tensor]:  # noqa: D102
+        # Once: a receive that is not in place copies its values here.
         if not self._tensors:
             self._tensors = list(self._settle(self._work.result()))
         return self._tensors

@@ -5,9 +5,6 @@ with a queue. torch waits for a future in C++, which drives nothing, so a thread
 after the operation and with no lock held. The future's callbacks run there too. They may start operations and wait for
 them, or for their futures, which are queued in the lane behind the callback. So waiting for an `Outcome` means waiting
 for the lane, whose thread then runs the queued jobs.
-
-A failed future has to fail for torch's C++ as well, which takes an exception set from Python for a value like any
-other. C++ finds the tensors of a value by pickling it, so the value of a failed future raises its error when pickled.
 """
 
 from __future__ import annotations
@@ -65,6 +62,8 @@ class Outcome(Future[T], Generic[T]):
         try:
             value = function()
         except Exception as error:
+            # torch's C++ takes an exception that Python sets for a value like any other. It finds a value's tensors by
+            # pickling it, so this value raises the error when pickled.
             fail_when_unwrapped(self, error)
             self.set_result(_Failure(error))  # type: ignore[arg-type]
         else:
@@ -81,6 +80,7 @@ class _Failure:
         raise self._error
 
 
+# Results up to this size stay with an orphaned Work. DDP's `join` waits for one number.
 _SMALL_BYTES = 4096
 UNSET = timedelta(0)
 """torch's value for "no timeout"."""
@@ -159,6 +159,7 @@ class Pending(EchelonWork):
 
     def __del__(self) -> None:
         """Moves to the orphans if no wait for the operation has returned."""
+        # C++ may hold the other half and wait for it later: see `Orphans`.
         if self._is_wanted:
             self._orphans.keep(self)
 
@@ -266,6 +267,7 @@ class Runner:
         if not is_async and not self._is_settling():
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         running = cast("Work[T]", call(async_op=True, timeout=timeout))
+        # Two jobs, since the Work must be complete before the future's callbacks run.
         settled = self._queue(lambda: list(settle(running.result())))
         outcome: Outcome[list[Tensor]] = Outcome()
         outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))

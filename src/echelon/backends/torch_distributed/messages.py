@@ -77,6 +77,7 @@ class Channel:
         self._engine: Engine | None = None
         self._failure: BaseException | None = None
         self._num_numbered = 0
+        # Answers of different tags may overtake each other: sends whose turn has not come wait here, by number.
         self._num_begun = 0
         self._early: dict[int, Callable[[], None]] = {}
 
@@ -112,6 +113,7 @@ class Channel:
                 act(self._engine)
         except BaseException as error:
             self._failure = error
+            # First of all: the peer's engine fails when the connections end.
             engine, self._engine = self._engine, None
             if engine is not None:
                 engine.close()
@@ -266,6 +268,7 @@ class EngineMessages:
         frame = wire.decode(data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :], self._tcp.max_message_bytes)
         shape, dtype, device = frame.shape, dtype_of(frame.dtype), self._engines.device
         error = receive.refusal(src, shape, dtype, frame.note) or _elsewhere(receive, device)
+        # The number is taken in the lane, so both lanes move the messages in the order of the answers.
         number = _NOTHING if error is not None or not frame.payload_bytes else channel.next_number()
         answer = torch.tensor([number], dtype=torch.int64, device="cpu")
         self._tcp.isend(answer, src, _answer_tag(receive.tag))
