@@ -12,8 +12,9 @@ from torch import nn
 
 import echelon
 from echelon.backends.torch_distributed import backend as torch_backend
-from echelon.backends.torch_distributed.channels import Channel, Route
+from echelon.backends.torch_distributed import messages
 from echelon.backends.torch_distributed.engine import Engine
+from echelon.backends.torch_distributed.messages import Channel, Route
 from echelon.backends.work import Work
 from echelon.group.group import ProcessGroup
 from echelon.pipeline import Pipeline
@@ -155,7 +156,7 @@ def test_a_peer_that_gives_up_while_the_engine_waits_for_it_is_named(carried, mo
 
 
 def test_messages_of_a_channel_begin_in_the_order_of_their_answers_however_these_arrive():
-    channel, begun = Channel(None, Route(0, 0, 1), -2), []
+    channel, begun = Channel(None, frozenset({"cpu"}), Route(0, 0, 1), -2), []
     for number in (2, 3, 1, 4):
         channel.in_order(number, lambda number=number: begun.append(number))
     assert begun == [1, 2, 3, 4]
@@ -193,7 +194,7 @@ def test_closing_waits_for_what_was_sent_and_says_so_if_nobody_takes_it(carried)
 def die_when_connecting(group):
     """Rank 1 is killed when both have agreed on a message, and rank 0 connects to it."""
     if group.rank == 1:
-        torch_backend.greet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        messages.greet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     try:
         group.recv(1) if group.rank == 0 else group.send(torch.ones(3), 0)
     except echelon.PeerFailed as error:
@@ -210,7 +211,7 @@ def test_a_message_is_queued_beside_the_caller_s_stream_and_joined_by_who_takes_
 
         def act(backend):
             log = []
-            backend.aside = lambda _: StreamLog(log)
+            backend._engines.scope = lambda _: StreamLog(log)
             work = backend.isend(torch.ones(2), 1) if backend.rank == 0 else backend.irecv(0)
             work.wait(20.0)
             return log

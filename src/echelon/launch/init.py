@@ -22,8 +22,7 @@ import torch.distributed as dist
 from echelon.arguments import check_default_timeout
 from echelon.backends.base import Backend
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.torch_distributed.engine_names import ENGINES
-from echelon.backends.torch_distributed.engines import check_available
+from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError, describe_exit_of, status_of
 from echelon.group.group import ProcessGroup, check_group

@@ -17,8 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size
-from echelon.backends.torch_distributed.engine_names import ENGINES
-from echelon.backends.torch_distributed.engines import check_available
+from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch import environment
