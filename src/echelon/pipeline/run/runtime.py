@@ -21,10 +21,9 @@ from echelon.pipeline.run.loss import Memory, Meter
 from echelon.pipeline.run.step import Batch
 from echelon.pipeline.run.transfer import Buffers, Transfers
 from echelon.pipeline.stage.nested import Value, tensors_of
-from echelon.pipeline.stage.probe import Finding, probe
 from echelon.pipeline.stage.replay import number_of
 from echelon.pipeline.stage.split_backward import address
-from echelon.pipeline.stage.stage import Stage
+from echelon.pipeline.stage.stage import Finding, Stage
 
 _MOST_BYTES = 900
 """Limit of the reason that is sent to other ranks; the note of a message holds some more."""
@@ -172,7 +171,7 @@ class Runtime:
         if not split_stages(schedule):
             return schedule
         findings = dict(self._probe(schedule, batch))
-        reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
+        reasons = {index: finding.refusal for index, finding in findings.items() if finding.refusal}
         with self.failures.told():
             told = self._group.all_gather_object(list(reasons))
         # Each rank probes only its own stages, and all must plan the same schedule.
@@ -287,9 +286,7 @@ class Runtime:
                     value = ports.post(Transfer(index, 0, False), placement[index - 1]).wait()
                 stage, is_last = self._stages[index], index == len(placement) - 1
                 number = number_of(batch.key, index, 0)
-                finding = probe(stage, forward_of(stage, value, 0, batch, number, is_last=is_last))
-                if finding.halves is not None:
-                    stage.halves = finding.halves
+                finding = stage.probe(forward_of(stage, value, 0, batch, number, is_last=is_last))
                 value = finding.output
                 if not is_last and placement[index + 1] != me:
                     for work in ports.send(Transfer(index + 1, 0, False), placement[index + 1], value):
