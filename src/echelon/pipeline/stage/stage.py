@@ -25,6 +25,8 @@ from echelon.pipeline.stage.split_backward import (
     try_halves,
 )
 
+_NOTHING = nullcontext()
+
 
 class _Entry(torch.autograd.Function):
     """Identity at which a value enters a stage, and its gradient leaves it.
@@ -45,25 +47,21 @@ class _Entry(torch.autograd.Function):
         ctx.gradient = gradient
 
 
-def enter(value: Value) -> Value:
-    """Returns the value with tensors that a stage may write to in place, and that collect their gradients."""
-    return map_tensors(_enter, value)
+class Entered(NamedTuple):
+    """Value that has entered a stage, which may write to it in place."""
+
+    value: Value
+    edges: Sequence[GradientEdge]
+    """Edges at which its gradients leave the stage, one for each tensor that requires a gradient."""
 
 
-def entries(value: Value) -> list[GradientEdge]:
-    """Returns the edges at which the gradients of a value leave a stage, one for each tensor that requires a gradient.
-
-    Args:
-        value: the result of `enter`, before the stage has run.
-    """
-    return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
-
-
-def gradient_at(entry: GradientEdge) -> Gradient:
-    """Returns the gradient that a backward brought to an entry. None if nothing depended on the tensor."""
-    node: Any = entry.node
-    gradient: Gradient = node.gradient
-    return gradient
+def enter(value: Value) -> Entered:
+    """Returns the value with tensors that collect their gradients."""
+    if isinstance(value, torch.Tensor):  # fast path: most stages have one input
+        entered = _enter(value)
+        return Entered(entered, [GradientEdge(entered.grad_fn, 0)] if entered.grad_fn is not None else ())
+    whole = map_tensors(_enter, value)
+    return Entered(whole, [edge_of(tensor) for tensor in tensors_of(whole) if tensor.requires_grad])
 
 
 def copied(value: Value) -> Value:
@@ -71,8 +69,9 @@ def copied(value: Value) -> Value:
     return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value)
 
 
-def _enter(tensor: torch.Tensor) -> Value:
-    return _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+def _enter(tensor: torch.Tensor) -> torch.Tensor:
+    entered: torch.Tensor = _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return entered
 
 
 class Made(NamedTuple):
@@ -95,12 +94,8 @@ class Forward(NamedTuple):
     """Called with the three fields above. The stage may write to them in place."""
 
     def run(self) -> Made:
-        """Runs the forward. A backward returns the gradient of the value only after `entered`."""
+        """Runs the forward. A backward returns no gradient of the value."""
         return self.make(self.value, self.kwargs, self.target)
-
-    def entered(self) -> Forward:
-        """Returns this forward with its value entered into the stage."""
-        return Forward(enter(self.value), self.kwargs, self.target, self.make)
 
     def on_copies(self) -> Forward:
         """Returns this forward with copied arguments, so that this one can be run again later."""
@@ -120,14 +115,11 @@ class Finding(NamedTuple):
 class _Microbatch:
     """State of one microbatch between forward and the end of backward."""
 
-    __slots__ = ("again", "entries", "roots", "saved", "split")
-
-    def __init__(self) -> None:
-        self.entries: list[GradientEdge] = []
-        self.roots: list[GradientEdge] = []
-        self.saved: SavedTensors | None = None
-        self.split: SplitBackward | None = None
-        self.again: tuple[Forward, Autocast] | None = None
+    entries: Sequence[GradientEdge] = ()
+    roots: Sequence[GradientEdge] = ()
+    saved: SavedTensors | None = None
+    split: SplitBackward | None = None
+    again: tuple[Forward, Autocast] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [
@@ -200,7 +192,8 @@ class Stage:
         # The first run saves no tensors, since the backward goes through the graph of the second. It runs on copies,
         # because the stage may write to its input, which the second run needs as it was.
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
-            return forward.on_copies().entered().run()
+            copies = forward.on_copies()
+            return copies.make(enter(copies.value).value, copies.kwargs, copies.target)
 
     def recompute(self, microbatch: int, *, splits: bool) -> None:
         """Runs the forward again, with the same random numbers and autocast setting.
@@ -228,7 +221,7 @@ class Stage:
         # Without roots (a frozen stage, whose input needs no gradient) there is nothing to compute.
         if roots := self._roots(held, microbatch, gradients):
             run_backward(roots, into_leaves=True)
-        return [gradient_at(entry) for entry in held.entries]
+        return [entry.node.gradient for entry in held.entries]  # type: ignore[attr-defined]
 
     def backward_input(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Runs I: returns the gradients of the inputs, and keeps the state for `backward_weight`.
@@ -239,7 +232,7 @@ class Stage:
         """
         held = self._held[microbatch]
         split = SplitBackward(self._roots(held, microbatch, gradients), held.entries)
-        held.split, held.roots = split, []
+        held.split, held.roots = split, ()
         return split.run_input(held.saved)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -287,11 +280,11 @@ class Stage:
         # to count bytes, or if I can release some.
         if self.is_metered or (splits and self._releases):
             held.saved = SavedTensors()
+        value = forward.value
         if self.index > 0:  # the first stage's input is the user's: no gradient of it is returned
-            forward = forward.entered()
-            held.entries = entries(forward.value)
-        with nullcontext() if held.saved is None else held.saved.saving():
-            made = forward.run()
+            value, held.entries = enter(value)
+        with _NOTHING if held.saved is None else held.saved.saving():
+            made = forward.make(value, forward.kwargs, forward.target)
         held.roots = [edge_of(tensor) for tensor in made.roots if tensor.requires_grad]
         return made
 
