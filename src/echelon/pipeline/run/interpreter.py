@@ -206,7 +206,7 @@ class Interpreter:
                 match instruction:
                     case Compute(step):
                         self._compute(step)
-                    case Post(handover):
+                    case Post(handover) if not receivers[handover].is_kept:
                         receivers[handover].post()
                     case Receive(handover):
                         self._here[handover] = receivers[handover].wait()
@@ -329,7 +329,7 @@ def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number
         with Seeded(number):
             output = stage.call(value, kwargs)
             if loss_fn is None:
-                return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
+                return Made(output, tensors_of(output))
             # loss_fn is not called for weight 0: its mean over nothing would be NaN.
             if batch.scale is not None and not batch.scale.counts(microbatch):
                 return Made(output, [no_loss(output)])

@@ -190,7 +190,11 @@ class Sender:
             UnsupportedOp: the value has more than 1023 tensors or one without memory of its own, or is no nested value.
         """
         backend, dst, tag, works = self._backend, self._dst, self._tag, []
-        for tensor, note in _messages(value):
+        if isinstance(value, torch.Tensor):  # fast path: most stages pass one tensor
+            messages = [(_sendable(value), "[true]" if value.requires_grad else "[false]")]
+        else:
+            messages = _messages(value)
+        for tensor, note in messages:
             # Fast path: a message that can leave now needs no Work. Within a step a send took 143 us, and takes 100
             # (benchmarks/pipeline).
             if not backend.send_at_once(tensor, dst, tag, note=note):
@@ -204,7 +208,7 @@ class Sender:
 class Receiver:
     """Receiving end of a handover. It is prepared once, and used in every step: `post`, then `wait`."""
 
-    __slots__ = ("_backend", "_buffers", "_expected", "_group", "_handover", "_keeps", "_src", "_tag", "_works")
+    __slots__ = ("_backend", "_buffers", "_expected", "_group", "_handover", "_src", "_tag", "_works", "is_kept")
 
     def __init__(self, group: ProcessGroup, handover: Handover, peer: int, buffers: Buffers) -> None:
         """Prepares to receive from rank `peer` of the pipeline.
@@ -220,14 +224,14 @@ class Receiver:
         self._src = group.ranks[peer]
         self._tag = _tag(group, handover)
         self._buffers = buffers
-        self._keeps = self._backend.keeps_messages(self._src)
+        self.is_kept = self._backend.keeps_messages(self._src)
+        """Whether its messages stay in memory until they are received. An early receive gains nothing then."""
         self._expected: list[_Expected] = []
         self._works: list[Work[torch.Tensor]] = []
 
     def post(self) -> None:
-        """Posts the receive, so that the value can arrive while this rank computes."""
-        if not self._keeps:
-            self._works = [self._post(part) for part in range(max(1, len(self._expected)))]
+        """Posts the receive, so that the value can arrive while this rank computes. Needless if `is_kept`."""
+        self._works = [self._post(part) for part in range(max(1, len(self._expected)))]
 
     def wait(self) -> Value:
         """Waits for the value. Its tensors are leaves, and require a gradient if the sender's tensors did.
@@ -276,9 +280,9 @@ class Receiver:
         if self._works:
             work = self._works[part]
         else:
-            place = self._place(part)
+            place, tag = self._place(part), self._tag_of(part) if part else self._tag
             # Fast path, as in `Sender.send`: within a step a receive took 133 us, and takes 80.
-            if message := self._backend.recv_at_once(self._src, self._tag_of(part), out=place, note=None):
+            if message := self._backend.recv_at_once(self._src, tag, out=place, note=None):
                 return message
             work = self._post(part, place)
         group = self._group
@@ -290,7 +294,7 @@ class Receiver:
         return f"rank {self._backend.rank}, waiting for {_in_words(self._handover)}"
 
     def _tag_of(self, part: int) -> Tag:
-        return self._tag._replace(step=self._tag.step + part) if part else self._tag
+        return self._tag._replace(step=self._tag.step + part)
 
     def _place(self, part: int) -> torch.Tensor | None:
         """Returns a buffer for a tensor like the last one. None if there was none, or if it needs no buffer."""
@@ -313,8 +317,6 @@ def _tag(group: ProcessGroup, handover: Handover) -> Tag:
 def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
     """Returns the messages of a value: tensors and their notes."""
     structure = structure_of(value)
-    if isinstance(value, torch.Tensor):  # fast path: most stages pass one tensor
-        return [(_sendable(value), structure)]
     tensors = [_sendable(tensor) for tensor in tensors_of(value)]
     if len(tensors) >= _PARTS:
         raise UnsupportedOp(f"{len(tensors)} tensors pass between two stages: at most {_PARTS - 1} can; stack some")

@@ -29,6 +29,8 @@ _PLAIN = (type(None), bool, int, float, str)
 
 def tensors_of(value: Value) -> list[torch.Tensor]:
     """Returns the tensors in a value, from left to right."""
+    if isinstance(value, torch.Tensor):  # fast path: most values are one tensor
+        return [value]
     return list(_tensors(value))
 
 

@@ -79,7 +79,7 @@ class Made(NamedTuple):
 
     output: Value
     roots: list[torch.Tensor]
-    """Tensors at which the backward will start: output tensors that require a gradient, or the loss."""
+    """Tensors at which the backward will start, if they require a gradient: those of the output, or the loss."""
 
 
 class Forward(NamedTuple):
