@@ -144,8 +144,7 @@ def run_backward(
         into_leaves: accumulate the gradients of leaves into their .grad, and return an empty list.
         keep_graph: keep the graph for another run.
     """
-    edges = tuple(edge for edge, _ in roots)
-    gradients = tuple(gradient for _, gradient in roots)
+    edges, gradients = zip(*roots, strict=True)
     found = torch.autograd.Variable._execution_engine.run_backward(
         edges, gradients, keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=into_leaves
     )
