@@ -27,7 +27,7 @@ import torch
 
 import echelon
 from echelon.backends.shared.collectives import reducing
-from echelon.backends.shared.memory.waiting import Waiter
+from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.data_parallel import gradient_sync, reducer
 from echelon.data_parallel.bucket_set import BucketMemory
 
@@ -160,7 +160,7 @@ class Switch:
         reducing._reduce_slices = self._timed("added and written", self._add)
         reducing.meet_with = self._timed("waited for all to come", reducing.meet_with)
         reducing.exit_barrier = self._timed("waited for all to be done", reducing.exit_barrier)
-        self._wait, Waiter.wait = Waiter.wait, lambda *of: self._wait_in_the_way(*of)
+        self._wait, SpinThenSleep.wait = SpinThenSleep.wait, lambda *of: self._wait_in_the_way(*of)
         gradient_sync.can_overlap = lambda _: self.way.beside
         reducer.can_overlap = lambda _: self.way.bucket_mb is not None
 
@@ -209,7 +209,7 @@ class Switch:
 
         return call
 
-    def _wait_in_the_way(self, waiter: Waiter, *of: Any) -> None:
+    def _wait_in_the_way(self, waiter: SpinThenSleep, *of: Any) -> None:
         ranges = waiter._spins, waiter._yields
         if self.way.sleeps:
             waiter._spins = waiter._yields = range(0)

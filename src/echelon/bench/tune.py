@@ -164,7 +164,7 @@ def _for_all_sizes(timings: Sequence[Timing]) -> list[Rule]:
 
 
 def _best(timing: Timing, seconds: Mapping[str, float]) -> str:
-    # The static table's choice counts as the default even if it was not measured here.
+    # A default that was not measured here counts as infinitely slow.
     usual = choose(timing.operation, timing.size, timing.hosts)
     fastest = min(seconds, key=lambda name: (seconds[name], name))
     return usual if seconds.get(usual, math.inf) <= seconds[fastest] * _MARGIN else fastest
