@@ -14,14 +14,15 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,11 @@ import torch
 from echelon import ProcessGroup
 from echelon.backends.tcp.backend import TcpBackend
 
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import options_of, print_environment, print_head, print_row, ratio
+
 ONE_WAY_SIZES = (1 << 20, 64 << 20)
 REDUCED_SIZES = (8, 64 << 10, 1 << 20, 64 << 20)
-MIB = 1 << 20
 
 
 class Where(NamedTuple):
@@ -65,19 +68,13 @@ class Contestant(ABC):
     def message(self, is_sender: bool, num_bytes: int, repetitions: int) -> float:
         """Measures a message and, as its answer, one of 8 bytes."""
         tensor, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
-        self._exchange(is_sender, tensor, answer)
-        begin = time.perf_counter()
-        for _ in range(repetitions):
-            self._exchange(is_sender, tensor, answer)
-        return (time.perf_counter() - begin) / repetitions
 
-    def _exchange(self, is_sender: bool, tensor: torch.Tensor, answer: torch.Tensor) -> None:
-        if is_sender:
-            self.send(tensor)
-            self.recv(answer)
-        else:
-            self.recv(tensor)
-            self.send(answer)
+        def exchange() -> None:
+            (self.send if is_sender else self.recv)(tensor)
+            (self.recv if is_sender else self.send)(answer)
+
+        exchange()
+        return seconds_per_call(exchange, repetitions)
 
     def stream(self, is_sender: bool, num_bytes: int, repetitions: int) -> float:
         """Measures messages behind one another, with one answer to the last."""
@@ -92,10 +89,14 @@ class Contestant(ABC):
         """Measures all-reduces of float32."""
         tensor = torch.zeros(num_bytes // 4)
         self.all_reduce(tensor)
-        begin = time.perf_counter()
-        for _ in range(repetitions):
-            self.all_reduce(tensor)
-        return (time.perf_counter() - begin) / repetitions
+        return seconds_per_call(lambda: self.all_reduce(tensor), repetitions)
+
+
+def seconds_per_call(act: Callable[[], object], repetitions: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(repetitions):
+        act()
+    return (time.perf_counter() - begin) / repetitions
 
 
 class Echelon(Contestant):
@@ -223,52 +224,47 @@ def team(name: str, world_size: int) -> Iterator[Team]:
                 process.kill()
 
 
-def compare(teams: dict[str, Team], question: str, num_bytes: int, options: argparse.Namespace) -> str:
-    """Asks all teams in turns; returns the line of the table."""
+def compare(teams: dict[str, Team], ranks: int, question: str, num_bytes: int, options: argparse.Namespace) -> None:
+    """Asks all teams in turns and prints the line of the table."""
     names = list(teams)
-    slowest = max(found.ask(question, num_bytes, 1) for found in teams.values())
+    ask = {"all_reduce": "reduction"}.get(question, question)
+    slowest = max(found.ask(ask, num_bytes, 1) for found in teams.values())
     repetitions = max(1, min(2000, int(options.seconds / slowest)))
-    rounds = []
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds):
         shift = number % len(names)
-        order = names[shift:] + names[:shift]
-        rounds.append({name: teams[name].ask(question, num_bytes, repetitions) for name in order})
-    cells = [f"{statistics.median(seconds[name] for seconds in rounds) * 1e6:.1f}" for name in names]
-    ratios = [statistics.median(seconds["Echelon"] / seconds[name] for seconds in rounds) for name in names[1:]]
+        for name in names[shift:] + names[:shift]:
+            seconds[name].append(teams[name].ask(ask, num_bytes, repetitions))
     padding = ["-"] * (len(CONTESTANTS) - len(names))
-    return " | ".join([*cells, *padding, *(f"{ratio:.2f}" for ratio in ratios), *padding, str(repetitions)])
+    medians = (f"{statistics.median(taken) * 1e6:.1f}" for taken in seconds.values())
+    ratios = (f"{ratio(seconds['Echelon'], seconds[name]):.2f}" for name in names[1:])
+    print_row(ranks, question, num_bytes, *medians, *padding, *ratios, *padding, repetitions)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, rounds=15)
     parser.add_argument("--only", choices=("message", "stream", "all_reduce"), help="one kind of question")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for all_reduce")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes")
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.06, help="about how long a turn takes")
     options = parser.parse_args()
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python", end=" ")
-    print(
-        f"{platform.python_version()}, torch {torch.__version__}, 1 thread a rank, medians of {options.rounds} rounds\n"
+    print_environment(f"1 thread a rank, medians of {options.rounds} rounds")
+    print_head(
+        "ranks | question | bytes | Echelon us | Gloo us | socket us | Echelon/Gloo | Echelon/socket | repetitions"
     )
-    print(
-        "| ranks | question | bytes | Echelon us | Gloo us | socket us | Echelon/Gloo | Echelon/socket | repetitions |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
     if options.only != "all_reduce":
         with contextlib.ExitStack() as stack:
             teams = {name: stack.enter_context(team(name, 2)) for name in CONTESTANTS}
             for question in ("message", "stream"):
                 if options.only in (None, question):
                     for size in options.sizes or ((8,) if question == "message" else ()) + ONE_WAY_SIZES:
-                        print(f"| 2 | {question} | {size} | {compare(teams, question, size, options)} |", flush=True)
+                        compare(teams, 2, question, size, options)
     if options.only in (None, "all_reduce"):
         for ranks in options.ranks:
             with contextlib.ExitStack() as stack:
                 teams = {name: stack.enter_context(team(name, ranks)) for name in ("Echelon", "Gloo")}
                 for size in options.sizes or REDUCED_SIZES:
-                    line = compare(teams, "reduction", size, options)
-                    print(f"| {ranks} | all_reduce | {size} | {line} |", flush=True)
+                    compare(teams, ranks, "all_reduce", size, options)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -43,9 +45,11 @@ __all__ = [
     "all_gather_into",
     "at_end_of_backward",
     "backend_config",
+    "dispatch_depth",
     "draws_random_numbers",
     "fail_when_unwrapped",
     "fake_tensors",
+    "forward_ad_level",
     "guards_of",
     "hooks_after_gradient",
     "is_dual",
@@ -57,6 +61,7 @@ __all__ = [
     "resolve_process_group",
     "run_backward",
     "storage_users",
+    "transform_stack",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -69,6 +74,12 @@ __all__ = [
 # resolve_process_group, register_work: functional collectives get the name of a group, and torch finds their Work by
 # the tensor that it writes.
 # tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
+
+# Without a frame of Python each, because every small operation asks: the depth of the stack of dispatch modes; the
+# innermost transform of torch.func, or None; and the level of forward-mode AD, below 0 outside of it.
+dispatch_depth: Callable[[], int] = _len_torch_dispatch_stack
+transform_stack: Callable[[], object] = peek_interpreter_stack
+forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

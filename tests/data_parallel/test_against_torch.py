@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from echelon import DDP
-from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
-from tests.data_parallel.passes import backward, batch, gradients, loss_of, part
-from tests.torch_groups import gloo
+from tests.helpers.models import TINY_MB, Branches, Shared, backward, batch, fill, gradients, loss_of, mlp, part
+from tests.helpers.torch_groups import gloo
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this torch was built without Gloo, which is the yardstick"

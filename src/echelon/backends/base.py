@@ -18,11 +18,11 @@ from typing import TypeVar
 import torch
 
 from echelon.arguments import check_world_size
+from echelon.backends.collective import CollectiveExecutor
 from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import AcceleratorCopies, HostCopies, StreamScope
 from echelon.backends.inherited import inherited_error
 from echelon.backends.memory import check_tensor
-from echelon.backends.native import NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.work import DEFAULT_TIMEOUT, Message, Received, Work
@@ -180,8 +180,8 @@ class Backend(ABC):
         told the first cause instead of waiting for their timeout.
         """
 
-    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: ARG002
-        """Returns the collectives of a group that need no messages. None if plans over messages do them.
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: ARG002
+        """Returns the executor of a group's collectives, if they need no messages. None if plans over messages do them.
 
         The answer is the same on every member.
 

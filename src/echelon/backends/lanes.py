@@ -27,13 +27,10 @@ class InOrder:
     Operation 1 passes first. An operation that fails lets the next one pass as well."""
 
     def __init__(self) -> None:
-        self._next = 1
+        self.next = 1
+        """Number of the operation that can pass without `enter`, because all before it have left."""
         self._num_waiting = 0
         self._changed = threading.Condition()
-
-    def is_open_to(self, number: int) -> bool:
-        """Whether an operation can pass without `enter`, because all before it have left."""
-        return self._next == number
 
     def enter(self, number: int, check_liveness: Callable[[], None]) -> None:
         """Returns when all operations before `number` have left.
@@ -45,7 +42,7 @@ class InOrder:
         with self._changed:
             self._num_waiting += 1
             try:
-                while self._next < number:
+                while self.next < number:
                     if not self._changed.wait(_LOOK_SECONDS):
                         check_liveness()
             finally:
@@ -53,7 +50,7 @@ class InOrder:
 
     def leave(self, number: int) -> None:
         """Lets the operation after `number` pass."""
-        self._next = number + 1
+        self.next = number + 1
         if self._num_waiting:
             with self._changed:
                 self._changed.notify_all()

@@ -11,12 +11,17 @@ not count there, so every call that overwrites a user's tensor counts for itself
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _AS_IT_IS = nullcontext()
 
@@ -27,6 +32,17 @@ def normal_mode() -> AbstractContextManager[object]:
     Where it has to leave inference mode, gradients are recorded inside the context: give it detached tensors.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+def in_normal_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function return ordinary tensors that are part of no graph, in inference mode too."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with normal_mode(), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def outside_autograd(tensor: Tensor) -> Tensor:

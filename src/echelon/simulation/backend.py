@@ -76,7 +76,7 @@ class VirtualWork(Work[T]):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, after all events of this instant have run."""
-        return self._completed or self.backend.poll(self)  # type: ignore[arg-type]
+        return self.has_ended or self.backend.poll(self)  # type: ignore[arg-type]
 
     def wait(self, timeout: float | None = None) -> T:
         """Blocks until the operation ends and returns its result; see `Work.wait`."""

@@ -278,7 +278,7 @@ class Scheduler:
             self._pass_on(task)
         finally:
             task.awaits = None
-        return work._completed
+        return work.has_ended
 
     def poll(self, work: Work[object]) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed.
@@ -294,7 +294,7 @@ class Scheduler:
         if task.num_polls < _PATIENCE:
             self._schedule(task, self.now)
             self._pass_on(task)
-            return work._completed
+            return work.has_ended
         # In `_pollers`, too: a program may poll several Works in turn, so any action wakes it, not this Work only.
         task.polls = True
         self._pollers.append(task)

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ import torch
 import echelon
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
-from echelon.backends.native import Call
 from echelon.backends.shared import backend
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory import fd_passing, support
 from echelon.backends.shared.memory.segment import Segment
 from echelon.backends.shared.memory.waiting import SpinThenSleep
-from tests.backends.worlds import tcp_world
+from echelon.errors import CollectiveMismatch
+from tests.helpers.collective_calls import call_of
+from tests.helpers.worlds import tcp_world
 
 SECONDS = 20.0
 
@@ -138,9 +140,8 @@ def test_ticks_pass_what_a_futex_compares(segment):
     def run(rank):
         board = SyncBlock(window, (0, 1), rank, SpinThenSleep(1000), lambda *_: None)
         for number in range(1, 60):
-            call = Call(number, f"operation {number}", 7, 0.0, None)
-            board.announce(call, [number * 10 + rank])
-            board.meet(call)
+            call = call_of(number, f"operation {number}")
+            board.meet(call, [number * 10 + rank])
             assert board.word(1 - rank, 0) == number * 10 + 1 - rank
             board.tick()
             board.wait_for_all(1, call)
@@ -159,8 +160,7 @@ def test_a_result_is_that_of_the_operation_that_all_are_in(segment):
         board = SyncBlock(window, (0, 1), rank, SpinThenSleep(1000), lambda *_: None)
         found = []
         for number in range(1, 6):
-            call = Call(number, "operation", 7, 0.0, None)
-            board.announce(call)
+            call = call_of(number)
             board.meet(call)
             if rank == 1 and number in (2, 3):
                 board.give_result(data.data_ptr(), data.nbytes)
@@ -174,6 +174,10 @@ def test_a_result_is_that_of_the_operation_that_all_are_in(segment):
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(run, range(2))) == [[None, True, True, None, None], [None] * 5]
+
+
+def give_up(*_):
+    raise InterruptedError("this rank announces an operation and waits for nobody")
 
 
 class WithdrawnAfter:
@@ -194,10 +198,11 @@ class WithdrawnAfter:
 def test_a_peer_that_gives_up_whenever_it_does_so_disagrees_in_nothing_else(segment, theirs):
     """Whoever looks finds what the peer announced or that it gave up, and nothing between them."""
     window = segment.map(segment.allocate(2 * memory_layout.ROOM_BYTES), 2 * memory_layout.ROOM_BYTES)
-    boards = [SyncBlock(window, (0, 1), rank, SpinThenSleep(1000), lambda *_: None) for rank in range(2)]
-    for board, operation in zip(boards, ["all_reduce", theirs], strict=True):
-        board.announce(Call(6, operation, 7, 0.0, None))
-    boards[1].tick()
+    boards = [SyncBlock(window, (0, 1), rank, SpinThenSleep(1000), give_up) for rank in range(2)]
+    with pytest.raises(InterruptedError):
+        boards[0].meet(call_of(6, "all_reduce"))
+    with suppress(CollectiveMismatch):
+        boards[1].meet(call_of(6, theirs))
     words, mark = boards[0]._words, (memory_layout.ROOM_BYTES + memory_layout.words_at(6)) // memory_layout.WORD_BYTES
     for looks in range(5):
         boards[0]._words = WithdrawnAfter(words, mark, looks)

@@ -12,21 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
 from echelon.backends.base import Backend
+from echelon.backends.collective import Collective, Run, signed_note, wait_and_look
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import new_tensor
-from echelon.backends.native import Call, NativeCollectives
-from echelon.backends.work import Work
-from echelon.errors import Timeout
+from echelon.operation_records import OperationRecord
 
-T = TypeVar("T")
-
-
-Agreement: TypeAlias = Callable[[Call, Sequence[int]], Sequence[Sequence[int]]]
+Agreement: TypeAlias = Callable[[OperationRecord, Sequence[int]], Sequence[Sequence[int]]]
 """Returns the facts of each rank, by rank, once all have come with the same note. Raises as `exchange`."""
 
 
@@ -38,19 +33,20 @@ def agreement_of(backend: Backend, context: int, ranks: Sequence[int]) -> Agreem
         context: of the group.
         ranks: the backend's rank of each member, this one included.
     """
-    shared = backend.native_collectives(context, ranks)
+    shared = backend.executor(context, ranks)
     if shared is not None:
-        return partial(gather, shared)
+        # The ranks compare the note of the operation that they agree on, so the collective needs none of its own.
+        return partial(gather, shared.prepare(Collective("all_gather")))
     return partial(exchange, backend, context, ranks, list(ranks).index(backend.rank))
 
 
-def gather(collectives: NativeCollectives, call: Call, facts: Sequence[int]) -> list[list[int]]:
+def gather(all_gather: Run, call: OperationRecord, facts: Sequence[int]) -> list[list[int]]:
     """Has the ranks of one host agree on an operation; see `Agreement`."""
-    return _unpack(collectives.all_gather(call, _pack([facts]), _new_row))
+    return _unpack(all_gather(call, _pack([facts]), None))
 
 
 def exchange(
-    backend: Backend, context: int, ranks: Sequence[int], rank: int, call: Call, facts: Sequence[int]
+    backend: Backend, context: int, ranks: Sequence[int], rank: int, call: OperationRecord, facts: Sequence[int]
 ) -> list[list[int]]:
     """Has any ranks agree on an operation; see `Agreement`.
 
@@ -65,7 +61,7 @@ def exchange(
     Raises:
         CollectiveMismatch: a rank has another note. PeerFailed, Timeout.
     """
-    size, note = len(ranks), call.note
+    size, note = len(ranks), signed_note(call)
     known = [list(facts)]  # of this rank, the one before it, and so on
     distance, step = 1, 0
     while distance < size:
@@ -75,21 +71,10 @@ def exchange(
             coming = backend.irecv(before, tag, note=note)
             # In the last round the receiver lacks fewer facts than are known.
             sent = backend.isend(_pack(known[: size - distance]), after, tag, note=note)
-            known += _unpack(_wait(backend, coming, before, call))
-            _wait(backend, sent, after, call)
+            known += _unpack(wait_and_look(coming, before, call, backend.now))
+            wait_and_look(sent, after, call, backend.now)
         distance, step = distance * 2, step + 1
     return [known[(rank - peer) % size] for peer in range(size)]
-
-
-def _wait(backend: Backend, work: Work[T], peer: int, call: Call) -> T:
-    """Waits for a message; queries the peer when the wait takes long."""
-    while True:
-        try:
-            return work.wait(max(0.0, min(call.deadline, call.lookout.next_check_at) - backend.now()))
-        except Timeout:
-            if backend.now() >= call.deadline:
-                raise
-            call.lookout.look(peer, work.is_completed)
 
 
 def _pack(known: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -100,7 +85,3 @@ def _pack(known: Sequence[Sequence[int]]) -> torch.Tensor:
 def _unpack(packed: torch.Tensor) -> list[list[int]]:
     numbers = iter(packed.tolist())
     return [[next(numbers) for _ in range(count)] for count in numbers]
-
-
-def _new_row(shape: Sequence[int]) -> torch.Tensor:
-    return new_tensor(tuple(shape), torch.int64)

@@ -27,21 +27,22 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from echelon._torch_private import make_process_group
 from echelon.backends.base import Backend
 from echelon.backends.carried import Carried
+from echelon.backends.collective import CollectiveExecutor
 from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import AcceleratorStreamScope, StreamScope
-from echelon.backends.native import Call, NativeCollectives
 from echelon.backends.operators import Combine
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
 from echelon.backends.torch_distributed.channels import Route
-from echelon.backends.torch_distributed.collectives import TorchCollectives
+from echelon.backends.torch_distributed.collectives import EngineExecutor
 from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Look, greet
 from echelon.backends.torch_distributed.engine_names import ENGINES, MESSAGES
 from echelon.backends.torch_distributed.engines import is_timed
 from echelon.backends.torch_distributed.messages import EngineMessages
 from echelon.backends.work import Message, Received, Work
 from echelon.errors import ConnectError, EchelonError, PeerFailed, Timeout
+from echelon.operation_records import OperationRecord
 
 _SEQUENCE = (1 << 64) - 2
 """Sequence number of the message with the port of the store."""
@@ -71,7 +72,7 @@ class TorchBackend(Carried):
         self._notes = notes
         self._name = name
         self._store = store
-        self._collectives: weakref.WeakSet[TorchCollectives] = weakref.WeakSet()
+        self._collectives: weakref.WeakSet[EngineExecutor] = weakref.WeakSet()
         self._streams: dict[int, torch.Stream] = {}
         self.devices = frozenset(ENGINES[name])
         self.message_devices = MESSAGES.get(name, frozenset()) | {"cpu"}
@@ -129,10 +130,10 @@ class TorchBackend(Carried):
 
     # Collectives
 
-    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: D102
         if self._name == "mpi" and len(ranks) < self.world_size:
             return None  # MPI makes groups only if all ranks of the world take part
-        collectives = TorchCollectives(self, context, tuple(ranks), agreement_of(self._notes, context, ranks))
+        collectives = EngineExecutor(self, context, tuple(ranks), agreement_of(self._notes, context, ranks))
         self._collectives.add(collectives)
         return collectives
 
@@ -167,7 +168,7 @@ class TorchBackend(Carried):
         if self.now() >= deadline:
             raise Timeout(f"{self._name}: timed out")
 
-    def explain(self, failure: EngineFailed, call: Call, context: int, ranks: Sequence[int]) -> NoReturn:
+    def explain(self, failure: EngineFailed, call: OperationRecord, context: int, ranks: Sequence[int]) -> NoReturn:
         """Raises the failure of a rank that caused an engine's failure, else an error with the engine's text."""
         raise self._cause(
             failure, partial(self.check_liveness, call.deadline, context, ranks), context, ranks
@@ -188,7 +189,7 @@ class TorchBackend(Carried):
         left = (error for rank in ranks if (error := self._tcp.failure(rank, context)))
         return next(left, PeerFailed(self.rank, f"{self._name} failed: {failure}"))
 
-    def open(self, context: int, ranks: Sequence[int], call: Call) -> Engine:
+    def open(self, context: int, ranks: Sequence[int], call: OperationRecord) -> Engine:
         """Returns a new engine for a group; all its ranks call it, when they have agreed on their first operation."""
         seconds, look = call.deadline - self.now(), partial(self.check_liveness, call.deadline, context, ranks)
         return self._open(f"{context:x}", ENGINES[self._name], ranks, seconds, look, lambda _: None)

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from echelon.backends.native import Call
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Segment, Window
 from echelon.errors import ProtocolError, UnsupportedOp
+from echelon.operation_records import OperationRecord
 
 # Views per block: operations repeat the same tensors.
 _MAX_CACHED = 64
@@ -125,7 +125,9 @@ class SymmetricMemory:
         # This rank's parts in order of address: begin and end in this process, and the block's number.
         self._starts: list[tuple[int, int, int]] = []
 
-    def allocate(self, board: SyncBlock, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(
+        self, board: SyncBlock, call: OperationRecord, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Returns a new tensor with undefined values. Collective: blocks until all ranks have called it.
 
         Raises:
@@ -134,8 +136,7 @@ class SymmetricMemory:
         size = torch.Size(shape).numel() * dtype.itemsize
         part_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         first = self._rank == 0
-        board.announce(call, [self._segment.allocate(part_bytes * self._num_ranks) if first else 0])
-        board.meet(call)
+        board.meet(call, [self._segment.allocate(part_bytes * self._num_ranks) if first else 0])
         offset = board.word(0, 0)
         self.count += 1
         window = self._segment.map(offset, part_bytes * self._num_ranks)

@@ -1,0 +1,166 @@
+"""What a timeout says: for whom this rank waited, where that one is, and at which line."""
+
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon
+from echelon.collectives.calls import hang_diagnosis
+from echelon.group import message_wait
+from echelon.group.group import ProcessGroup
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.worlds import tcp_world
+
+HERE = r"[^ ]*test_whereabouts\.py:\d+"
+
+
+ASKS = 1
+"""The rank whose time runs out first: it begins to wait when all others have told it that they are where they are."""
+TOLD, STAY = 8, 7
+"""Tags: of what tells it so, and of what lets the others go on."""
+
+
+def stay(group):
+    """Is in a receive until the rank that asks has asked."""
+    waiting = group.irecv(ASKS, tag=STAY)
+    group.send(torch.ones(1), ASKS, tag=TOLD)
+    waiting.wait()
+
+
+def leave_others_waiting(group, behind):
+    """All but one are in an all-reduce, and wait for each other or for that one."""
+    group.barrier()
+    if group.rank == behind:
+        stay(group)
+        return None
+    if group.rank != ASKS:
+        work = group.all_reduce(torch.ones(10), async_op=True)
+        group.send(torch.ones(1), ASKS, tag=TOLD)
+        with pytest.raises(echelon.PeerFailed) as caught:
+            work.wait()
+        return str(caught.value)
+    for src in range(group.world_size):
+        if src != ASKS:
+            group.recv(src, tag=TOLD)
+    with pytest.raises(echelon.Timeout) as caught:
+        group.all_reduce(torch.ones(10), timeout=0.05)
+    group.send(torch.ones(1), behind, tag=STAY)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_the_rank_that_is_behind_is_named_and_not_one_that_waits_for_it(on_backend, behind):
+    messages = on_backend(leave_others_waiting, 4, behind)
+    wanted = (
+        rf"rank {ASKS} in all_reduce\(sum\) of float32\[10\], #2 of group 'world' at {HERE}: waited \d+\.\d s for "
+        rf"rank {behind}, which is in receive from rank {ASKS}, tag {STAY} of group 'world' at {HERE}; "
+        rf"ranks {2 - behind} and 3 have called it"
+    )
+    for rank, message in enumerate(messages):
+        assert rank == behind or re.search(wanted, message), message
+
+
+def compute(group, folder):
+    """Rank 1 computes, from before rank 0 asks until it has been answered."""
+    began, answered = (os.path.join(folder, name) for name in ("began", "answered"))
+    group.barrier()
+    if group.rank == 1:
+        Path(began).touch()
+        while not os.path.exists(answered):
+            pass
+        return None
+    while not os.path.exists(began):
+        time.sleep(0.001)
+    with pytest.raises(echelon.Timeout) as caught:
+        group.barrier(timeout=0.05)
+    Path(answered).touch()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_a_rank_that_computes_answers_with_its_line(pool, backend, tmp_path):
+    message, _ = pool.run(compute, 2, str(tmp_path), backend=backend)
+    line = compute.__code__.co_firstlineno
+    assert re.search(rf"for rank 1, which is past barrier, #1 of group 'world' at {HERE}, now at {HERE}", message)
+    assert line + 5 <= int(message.rpartition(":")[2]) <= line + 7
+
+
+def stop(group):
+    """Rank 0 is stopped while it waits, after it has sent what rank 2 needed."""
+    group.barrier()
+    group.all_reduce(torch.ones(3))
+    if group.rank == 0:
+        group.send(torch.tensor(os.getpid()), ASKS, tag=1)
+        return group.recv(ASKS, tag=STAY).item()
+    if group.rank == 2:
+        stay(group)
+        return 7
+    pid = group.recv(0, tag=1).item()
+    group.recv(2, tag=TOLD)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(echelon.Timeout) as caught:
+            group.broadcast(torch.ones(1), src=0, timeout=0.1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for rank in (0, 2):
+        group.send(torch.tensor(7), rank, tag=STAY)
+    return str(caught.value)
+
+
+def test_a_stopped_rank_is_named_with_what_was_heard_of_it_last():
+    zero, message, two = run_forked(stop, 3).values()
+    assert (zero, two) == (7, 7)
+    assert re.search(rf"waited \d+\.\d s for rank 2, which is in receive from rank {ASKS}, tag {STAY}", message)
+    assert "and for rank 0, which has not answered for 2 s: computing without a pause, or stopped; " in message
+    assert "its last message was of all_reduce(sum) of float32[3], #2 by recursive_doubling" in message
+
+
+def wait_for_a_message(group):
+    if group.rank != ASKS:
+        stay(group)
+        return None
+    group.recv(0, tag=TOLD)
+    with pytest.raises(echelon.Timeout) as caught:
+        group.recv(0, timeout=0.05)
+    group.send(torch.ones(1), 0, tag=STAY)
+    return str(caught.value)
+
+
+def test_a_message_that_does_not_come_says_where_its_sender_is(on_backend):
+    message = on_backend(wait_for_a_message, 2)[ASKS]
+    assert re.fullmatch(
+        rf"rank 1 in receive from rank 0, tag 0 of group 'world' at {HERE}: waited \d+\.\d s for rank 0, which is in "
+        rf"receive from rank 1, tag {STAY} of group 'world' at {HERE}",
+        message,
+    ), message
+
+
+def test_a_long_wait_is_a_warning_that_says_where_the_other_is(monkeypatch, caplog):
+    warned = threading.Event()
+    caplog.handler.addFilter(lambda _: warned.set() or True)
+    monkeypatch.setattr(hang_diagnosis, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(message_wait, "WARN_SECONDS", 0.05)
+    with tcp_world(2) as world, ThreadPoolExecutor(1) as thread:
+        for backend in world:
+            backend.query_peers_after = 0.05
+        groups = [ProcessGroup(backend, timeout=20) for backend in world]
+        for call, answer in (
+            (lambda: groups[0].barrier(), groups[1].barrier),
+            (lambda: groups[0].recv(1), lambda: groups[1].send(torch.ones(1), 0)),
+        ):
+            caplog.clear()
+            waiting = thread.submit(call)
+            warned.wait(20)
+            warned.clear()
+            answer()
+            waiting.result()
+            (text, *_) = [record.getMessage() for record in caplog.records]
+            assert re.search(rf"rank 0 in .* at {HERE}: waited \d\.\d s for rank 1, which is ", text), text
