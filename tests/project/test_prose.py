@@ -1,4 +1,4 @@
-"""tools/prose.py finds riddles, long sentences and private words in pages, and leaves code and tables alone."""
+"""tools/prose.py finds riddles, long sentences and private words, and leaves code and tables alone."""
 
 import importlib.util
 from pathlib import Path

@@ -50,7 +50,7 @@ _LOOK_SECONDS = 0.02
 _NEWS_SECONDS = 2.0
 """Seconds that a rank whose engine failed waits to learn which rank was the cause."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable by which torch is told which network Gloo is to use."""
+"""Variable with the network that torch's Gloo uses."""
 
 
 class TorchBackend(Carried):

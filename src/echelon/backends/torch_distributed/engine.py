@@ -1,9 +1,9 @@
 """Engine: one group's process group of torch.distributed (a c10d backend), with waits that can be given up.
 
-Strategy. One operation at a time, begun by all ranks at about the same time: they have agreed on it before. What works
-on CPU tensors is waited for in pieces of 20 ms; in between this rank looks around, so that it does not wait for one
-that has died or given up. What works on tensors of a device is queued there, and the device's stream waits. An
-operation that is left behind keeps its tensors and the process group until it ends; nobody waits for that.
+Strategy. One operation at a time, begun by all ranks at about the same time: they have agreed on it before. A wait
+for an operation on CPU tensors is divided into pieces of 20 ms. In between this rank checks its peers, so that it does
+not wait for one that has died or given up. An operation on tensors of a device is queued, and the device's stream
+waits. An abandoned operation keeps its tensors and the process group until it ends; no thread waits for that.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ class Engine:
 def _begun_aside(begin: Callable[[], dist.Work | None]) -> dist.Work | None:
     """Begins an operation in a thread of its own, of which Gloo then keeps the context instead of the caller's.
 
-    A context in a backward refers to Python's objects. Gloo's thread lets go of it some time after the operation has
-    ended, for which it needs the interpreter's lock; whoever takes the process group apart joins that thread with the
-    lock held, so the two would wait for each other for ever.
+    A context in a backward refers to Python's objects. Gloo's thread drops it some time after the operation has
+    ended, and needs the interpreter's lock for that. Closing the process group joins that thread with the lock held,
+    so the two would wait for each other for ever.
     """
     begun: Future[dist.Work | None] = Future()
 

@@ -1,13 +1,13 @@
 """Messages between two ranks that an engine carries, because their tensors are on a GPU.
 
 Strategy. An engine pairs what two ranks send and receive by its order alone. So every message is announced over TCP
-first, under its own tag: shape, dtype and note. Whichever receive takes the announcement, as it would take a message,
-answers it and begins to receive; the sender begins to send when the answer has come. Each ordered pair of ranks has a
-channel of its own, with one lane on either side, and both lanes go by the order of the answers: what the engine waits
-for is always the same message on both sides, so no order of calls can block it.
+first, under its own tag: shape, dtype and note. The receive that takes the announcement answers it and begins to
+receive. The sender begins to send when the answer has come. Each ordered pair of ranks has a channel of its own, with
+one lane on either side. Both lanes go by the order of the answers. So the engine waits for the same message on both
+sides, and no order of calls can block it.
 
-On a device nobody waits on the CPU: a message is queued behind what the caller had queued when it called, and whoever
-takes the Work's result has its stream wait for the end. What is on the CPU goes over TCP as a whole.
+The CPU never waits for a device. A message is queued behind the caller's earlier work, and taking the Work's result
+has the caller's stream wait for it. CPU tensors go over TCP as a whole.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ T = TypeVar("T")
 _ANNOUNCED = "a tensor that the engine carries"
 """The note of an announcement."""
 _NOTHING = 0
-"""The answer of a receive that the message does not fit, or that needs no bytes of it. Others number what comes."""
+"""Answer of a receive that the message does not fit, or that needs no bytes. Other answers number the messages."""
 _ANSWERS = 1 << 62
 """Bit of an answer's sequence number; for messages of users, of its context."""
 _ANY_LANE = -(1 << 65)
-"""Whose stream receives from any rank are queued on: the sender is not known when they are called. Channels have the
-lanes below; those of groups are numbered by their 64 bits."""
+"""Lane of the stream for receives from any rank, whose sender is unknown when they are called. Channels have the lanes
+below it. Lanes of groups are numbered by 64 bits."""
 
 
 class EngineMessages:
