@@ -3,8 +3,8 @@
 First lines of docstrings: one is a riddle if a module or class opens with What, Who, Whether, Where, When or How, or if
 any first line names a thing by "what", "those" or "whatever".
 
-Sentences of pages and of whole docstrings: at most 30 words, none that opens with What, Whatever, Those or Who unless it
-is a question, and no word that was ours alone. Code, tables, headings and links' targets are left out.
+Sentences of pages and of whole docstrings: at most 30 words, none that opens with What, Whatever, Those or Who unless
+it is a question, and no word that was ours alone. Code, tables, headings and links' targets are left out.
 
 Pages must have no problem. Of first lines, and of the sentences of docstrings, at most 1 % may have one.
 
