@@ -1,10 +1,12 @@
 """Checks the prose of docstrings and of Markdown pages: python tools/prose.py [FILE or FOLDER ...]
 
-Docstrings: a first line is a riddle if a module or class opens with What, Who, Whether, Where, When or How, or if any
-first line names a thing by "what", "those" or "whatever". At most 1 % of first lines may be riddles.
+First lines of docstrings: one is a riddle if a module or class opens with What, Who, Whether, Where, When or How, or if
+any first line names a thing by "what", "those" or "whatever".
 
-Pages: a sentence may have at most 30 words, may not open with What, Whatever, Those or Who unless it is a question, and
-may not use a word that was ours alone. Code, tables, headings and links' targets are left out.
+Sentences of pages and of whole docstrings: at most 30 words, none that opens with What, Whatever, Those or Who unless
+it is a question, and no word that was ours alone. Code, tables, headings and links' targets are left out.
+
+Pages must have no problem. Of first lines, and of the sentences of docstrings, at most 1 % may have one.
 
 Exits with 1 if a rule is broken. Also prints the number of comments per 100 lines of code in src; noqa and type: ignore
 do not count.
@@ -13,6 +15,7 @@ do not count.
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import sys
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOST_RIDDLES = 0.01
+"""Share of first lines, and of the sentences of docstrings, that may break a rule."""
 # The goal is 20. Lists of names need more; above 30 a reader starts again.
 MOST_WORDS = 30
 _OPENS_WITH_A_QUESTION = re.compile(r"(What|Who|Whether|Where|When|How)\b")
@@ -133,14 +137,27 @@ def _paragraphs(page: str) -> Iterator[tuple[int, str]]:
             lines.append(line[begins.end() :] if begins else line.strip())
 
 
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields the line and the text of each docstring, those of fields and constants included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, inspect.cleandoc(node.value.value)
+
+
 def check_code(paths: list[Path]) -> bool:
     """Prints the riddles in Python files. True if they are few enough."""
     found: list[FirstLine] = []
-    num_comments = num_code = 0
+    num_comments = num_code = num_sentences = num_problems = 0
     for path in paths:
         source = path.read_text()
         tree = ast.parse(source)
         found += first_lines(path, tree)
+        for line, text in docstrings(tree):
+            for sentence in sentences(text):
+                num_sentences += 1
+                for problem in sentence.problems():
+                    num_problems += 1
+                    print(f"{path}:{line}: {problem}: {sentence.text[:70]}")
         if "src" in path.parts:
             comments, code = comments_and_code(source, tree)
             num_comments += comments
@@ -150,8 +167,9 @@ def check_code(paths: list[Path]) -> bool:
         print(f"{line.path}:{line.line}: {line.text}")
     share = len(riddles) / max(len(found), 1)
     print(f"{len(riddles)} of {len(found)} first lines are riddles ({share:.1%}, at most {MOST_RIDDLES:.0%}).")
+    print(f"{num_problems} problems in {num_sentences:,} sentences of docstrings (at most {MOST_RIDDLES:.0%}).")
     print(f"{100 * num_comments / max(num_code, 1):.1f} comments per 100 of {num_code:,} lines of code.")
-    return share <= MOST_RIDDLES
+    return share <= MOST_RIDDLES and num_problems <= MOST_RIDDLES * num_sentences
 
 
 def check_pages(paths: list[Path]) -> bool:

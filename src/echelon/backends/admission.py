@@ -16,7 +16,7 @@ ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Classes without code of their own."""
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
-"""What `__torch_dispatch__` is in a class that does not define it."""
+"""The default `__torch_dispatch__`, for classes that do not define one."""
 FAR_ADDRESS = 1 << 40
 """An address above this is never the offset of a view in an empty storage, which is the address that torch tells."""
 _UNINITIALIZED = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)

@@ -175,10 +175,10 @@ class Backend(ABC):
     def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:
         """Revokes a context: its pending and future collectives fail with `failure` on all `ranks`.
 
-        Returns the first failure that this rank knows of for the context: `failure`, or what was told before.
+        Returns the first failure that this rank knows of for the context: `failure`, or an earlier one.
 
-        A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone; they are
-        told the first cause instead of waiting for their timeout.
+        A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone. They
+        raise the first cause instead of waiting for their timeout.
         """
 
     def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: ARG002
@@ -209,8 +209,8 @@ class Backend(ABC):
     ) -> bool:
         """Fast path: sends a message if all of it can leave now. False, without effect, if `isend` has to do it.
 
-        Without a Work, for what is done before anybody could wait for it. Arguments are not checked: they must be such
-        as `isend` takes. Messages keep their order, whichever of the two sends them.
+        It makes no Work, because the send is done before anybody could wait for it. Arguments are not checked: they
+        must be such as `isend` takes. Messages keep their order, whichever of the two sends them.
         """
         return False
 

@@ -2,8 +2,8 @@
 
 Strategy. Operations of one lane run in the order they were started, lanes run beside each other. A group uses one lane,
 so two groups never wait for each other. Whoever waits on such a Work sleeps on a condition; the lane's thread wakes it.
-An operation may itself wait for what was started after it: the lane's thread then runs what is queued behind it. A
-lane without work for some seconds ends its thread, because nobody says when a group is used for the last time.
+An operation may itself wait for a later one of its lane: the lane's thread then runs the queue meanwhile. A lane
+without work for some seconds ends its thread, because nobody says when a group is used for the last time.
 """
 
 from __future__ import annotations

@@ -29,22 +29,22 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.num_posted = 0
-        """The number of receives that wait for the head of their message."""
+        """Number of receives that wait for the header of their message."""
         self._num_from_any = 0
-        """How many of them take a message from whoever sends first."""
+        """Number of them that take a message from any rank."""
         self._num_receives = 0
         self._posted: dict[Key, deque[Receive]] = {}
         self._unclaimed: dict[Key, deque[IncomingMessage]] = {}
         self._unclaimed_bytes: Counter[int] = Counter()
         self._served: dict[Tag, int] = {}
-        """The source that a receive from any was served from last, where several had sent."""
+        """Source of the latest receive from any rank, by tag, if messages of several ranks were waiting."""
         self._failed_peers: dict[int, PeerFailed] = {}
         self._failed_contexts: dict[int, Failure] = {}
         self.claimed: defaultdict[int, int] = defaultdict(int)
-        """How many messages of each rank were given to a receive, those of collectives left out."""
+        """Number of messages of each rank that a receive has taken, without the messages of collectives."""
         self._has_withdrawn = False
         self._told: set[tuple[int, int]] = set()
-        """Of which deaths receives from any were told: context and rank."""
+        """Deaths, as context and rank, that a receive from any rank has reported."""
 
     def post(self, receive: Receive) -> None:
         """Adds a receive; gives it the oldest unclaimed message of its source and tag, if there is one."""
@@ -66,7 +66,7 @@ class Mailbox:
             self._num_from_any += receive.src == ANY
 
     def _next_source(self, receive: Receive) -> int:
-        """Returns whose message a receive from any is to get: the next after the one served last; ANY if none came."""
+        """Returns the source of the next message for a receive from any rank, in turns. ANY if no message is there."""
         waiting = sorted(src for src in receive.sources if (src, receive.tag) in self._unclaimed)
         if not waiting:
             self._served.pop(receive.tag, None)
@@ -109,7 +109,7 @@ class Mailbox:
         return failed or bool(self._failed_contexts) or self._has_withdrawn
 
     def is_free(self, src: int, tag: Tag) -> bool:
-        """Says whether the next message of a source with this tag is for whoever asks now: nothing stands before."""
+        """Whether a receive made now would get the next message of a source with this tag."""
         key = (src, tag)
         return not (key in self._posted or key in self._unclaimed or self._num_from_any or self.failure(src, tag))
 
@@ -126,7 +126,7 @@ class Mailbox:
         return delivery
 
     def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
-        """Takes in a message that is there whole; the tensor must be nobody else's."""
+        """Delivers a complete message. The mailbox takes over the tensor."""
         receive = self._claim(src, tag)
         delivery = IncomingMessage(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
         if receive is None:
@@ -136,7 +136,7 @@ class Mailbox:
     def take_bytes(
         self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, address: int
     ) -> None:
-        """Takes in a message whose bytes stand somewhere in memory, and need not stand there any longer after this."""
+        """Delivers a complete message by copying its bytes from an address."""
         receive = self._claim(src, tag)
         if tag.sequence > 0 and tag.context in self._failed_contexts:
             return  # its receives have ended
@@ -171,7 +171,7 @@ class Mailbox:
         work.complete(error=error)
 
     def _return(self, delivery: IncomingMessage) -> None:
-        """Gives a message back that is still arriving, so none of its source and tag can have come after it."""
+        """Delivers a message again that is still arriving, so no later one of its source and tag can have come."""
         receive = self._claim(delivery.src, delivery.tag)
         if receive is not None:
             delivery.attach(receive)
@@ -186,23 +186,23 @@ class Mailbox:
         self._unclaimed_bytes[delivery.src] += sign * delivery.memory_bytes
 
     def unclaimed_bytes(self, src: int) -> int:
-        """Returns how much memory the messages of a rank take, or are to take, that nobody has asked for."""
+        """Returns the memory of a rank's unclaimed messages in bytes, arriving ones included."""
         return self._unclaimed_bytes.get(src, 0)
 
     def unclaimed(self) -> list[Key]:
-        """Returns source and tag of the messages that nobody has asked for."""
+        """Returns source and tag of the unclaimed messages."""
         return list(self._unclaimed)
 
     def awaits(self, src: int) -> bool:
-        """Says whether a receive waits for a message that this rank may send."""
+        """Whether a posted receive could take a message of this rank."""
         posted = (receive for receives in self._posted.values() for receive in receives)
         return any(src == receive.src or src in receive.sources for receive in posted)
 
     def fail_peer(self, rank: int, error: PeerFailed) -> PeerFailed:
         """Ends every receive from `rank`, now and later, except of messages that have arrived.
 
-        Of receives from any rank one is told of a death, and none of a rank that left in good order, unless nobody is
-        left who could send.
+        One receive from any rank reports a death. A rank that closed in good order is reported only if no rank is left
+        that could send.
 
         Returns:
             The first cause.
@@ -212,7 +212,7 @@ class Mailbox:
         return first
 
     def fail_context(self, context: int, error: Failure, arriving: Iterable[IncomingMessage] = ()) -> Failure:
-        """Ends every receive of a collective of that context, now and later; returns the first cause ever given.
+        """Ends every receive of a collective of that context, now and later. Returns the first cause.
 
         Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.
         """
@@ -231,17 +231,17 @@ class Mailbox:
         self._end(lambda _: error)
 
     def revoked(self, context: int) -> EchelonError | None:
-        """Returns why the collectives of a context have ended, if they have."""
+        """Returns the failure that revoked a context. None if there is none."""
         return self._failed_contexts.get(context)
 
     def failure(self, rank: int, tag: Tag) -> EchelonError | None:
-        """Returns why nothing with this tag can be exchanged with `rank` any more."""
+        """Returns the failure that prevents messages of this tag to and from `rank`. None if there is none."""
         if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
             return error
         return self._failed_peers.get(rank)
 
     def _failure_of(self, receive: Receive) -> EchelonError | None:
-        """Returns why nothing more can come for a receive, or, once for each death, that a source of it has died."""
+        """Returns the failure of a receive: none of its sources can send, or one has died, once for each death."""
         if receive.src != ANY or receive.tag.is_collective_of(receive.tag.context):
             return self.failure(receive.src, receive.tag)
         gone = [src for src in receive.sources if src in self._failed_peers]
@@ -263,7 +263,7 @@ class Mailbox:
                 receive.work.complete(error=error)
 
     def _remove(self, receive: Receive) -> None:
-        """Takes back `post`."""
+        """Removes a posted receive."""
         key = (receive.src, receive.tag)
         self._posted[key].remove(receive)
         if not self._posted[key]:
@@ -273,7 +273,7 @@ class Mailbox:
 
 
 def _take_first(queues: dict[Key, deque[T]], key: Key) -> T | None:
-    """Removes and returns the first of a queue, and the queue with the last."""
+    """Removes and returns the first entry of a queue. Removes an empty queue."""
     queue = queues.get(key)
     if queue is None:
         return None

@@ -116,7 +116,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_ordinary(tensor: object) -> bool:
-    """Whether a value is a tensor for the fast paths, outside of all modes that change what tensors are.
+    """Whether a value is a tensor for the fast paths, outside of all modes that change tensors.
 
     It is on the CPU, dense, plain, of torch's own class, and part of no graph. A tensor of another class is not
     ordinary, because its own code may answer any question about it. Modes are fake tensors, torch.func, forward-mode AD

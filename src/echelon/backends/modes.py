@@ -1,9 +1,9 @@
 """Tensors and torch's modes: ordinary tensors inside of `torch.inference_mode()`, and changes that autograd learns of.
 
 Strategy. torch refuses to change a tensor that was made in inference mode once the mode is off. The mode belongs to a
-thread, and a message is written by any thread that polls. So the library makes all its tensors as ordinary ones, works
-on a user's inference tensor through an ordinary tensor over the same memory, and refuses what torch refuses at the
-group's edge, before anything is sent.
+thread, and a message is written by any thread that polls. So the library makes only
+ordinary tensors, and works on a user's inference tensor through an ordinary tensor over the same memory. The group
+refuses a change that torch refuses, before anything is sent.
 
 Autograd compares a version counter to find out that a saved tensor was changed. Bytes that are copied to an address do
 not count there, so every call that overwrites a user's tensor counts for itself.

@@ -188,7 +188,7 @@ class Work(Generic[T]):
         self._when_seen = callback
 
     def when_taken(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` when somebody takes the operation's result, in that one's thread."""
+        """Calls `callback` when a thread takes the operation's result, in that thread."""
         self._when_taken = callback
 
     def record(self, flight: OperationRecord) -> None:
@@ -198,9 +198,9 @@ class Work(Generic[T]):
             end_with(flight, self._result, self._error)
 
     def overwrites(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Has autograd told at the end of the operation that it has overwritten these tensors.
+        """Counts these tensors as overwritten for autograd at the end of the operation.
 
-        Autograd was told when the operation began; a graph may have saved a tensor since.
+        They were counted when it began as well, but a graph may have saved a tensor since.
         """
         self._overwritten = tensors
         if self.has_ended:

@@ -1,11 +1,11 @@
 """DistributedDataParallel: wraps a module so that every backward leaves the mean gradient on every rank.
 
 Strategy. Hooks on the parameters report complete gradients, so it does not matter how the module was called. The first
-hook of a backward (on the module's output, if the module was called as a whole) queues a callback of the autograd
-engine for the end of that backward: of the outermost one, where checkpoints run others inside. In the callback `finish`
-blocks until all ranks have reduced. Everything runs in the thread that called backward. The collectives run in the lane
-of the reducer's group, overlapped with backward, or after backward if they would take its core. Hooks hold the wrapper
-weakly: once it is gone, the module is an ordinary one again.
+hook of a backward queues a callback of the autograd engine for the end of that backward. If checkpoints run others
+inside, it is the end of the outermost one. (The first hook is on the module's output if the module was called as a
+whole.) In the callback `finish` blocks until all ranks have reduced. Everything runs in the thread that called
+backward. The collectives run in the lane of the reducer's group, overlapped with backward, or after backward if they
+would take its core. Hooks hold the wrapper weakly: once it is gone, the module is an ordinary one again.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
 
     The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. If it is not
     set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts, rank
-    0 makes one and shares it through torch's store, which authenticates nobody. That keeps out strangers who only find
-    the port of a rank, but not those who can reach the store. Set ECHELON_SECRET yourself if that matters.
+    0 makes one and shares it through torch's store, which authenticates nobody. That keeps out a stranger who finds
+    the port of a rank, but not one who can reach the store. Set ECHELON_SECRET yourself if that matters.
 
     Args:
         backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory

@@ -147,7 +147,7 @@ class TcpBackend(Backend):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Host, port and process of every rank, by rank. Empty in a world of one."""
+        """Host, port and process of every rank, by rank. Empty if the world size is 1."""
         return self._members
 
     @property

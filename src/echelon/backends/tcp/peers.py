@@ -1,9 +1,9 @@
 """Peers of one rank: their connections and links, control frames, backpressure, and detection of failed peers.
 
-Strategy. A peer is gone when its connection ends, when it says so, or, on the same machine, when its process ends
-(pidfd), even while children of that process still hold its sockets. The first cause stays. But the kernel's buffer is
-drained before a peer is given up: its last frames may hold the cause. Everything here is called with the lock of
-`Progress` held, and nothing blocks.
+Strategy. A peer is gone when its connection ends or when it says so. On the same machine it is also gone when its
+process ends (pidfd), even while children of that process still hold its sockets. The first cause stays. But the
+kernel's buffer is drained before a peer is given up: its last frames may hold the cause. Everything here is called with
+the lock of `Progress` held, and nothing blocks.
 
 An unclaimed message takes memory. A large one is left in the kernel for 5 ms, so that a receive that is posted
 meanwhile gets it written straight into its buffer. When a peer's unclaimed messages reach a limit, reading from it is

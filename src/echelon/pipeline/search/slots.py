@@ -70,8 +70,8 @@ class _Slots:
     def backwards(self) -> int:
         """Places one backward on each rank that has one, and returns their number.
 
-        Ranks whose gradient was known when the slot began come first. The other ranks may use gradients of this slot,
-        but only in their unfinished stage that is last in the model, so as not to break the order of their stages.
+        Ranks whose gradient was known when the slot began come first. The other ranks may use gradients of this slot.
+        They do so only in their last unfinished stage of the model, which keeps the order of their stages.
         """
         put, rest = 0, []
         picks = [next((stage for stage in own if self._on_its_way("I", stage)), None) for own in self._stages]

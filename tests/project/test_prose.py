@@ -1,11 +1,11 @@
-"""tools/prose.py finds riddles, long sentences and private words in pages, and leaves code and tables alone."""
+"""tools/prose.py finds riddles, long sentences and private words, and leaves code and tables alone."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "prose.py"
+TOOL = Path(__file__).parents[2] / "tools" / "prose.py"
 SPEC = importlib.util.spec_from_file_location("prose", TOOL)
 prose = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(prose)
