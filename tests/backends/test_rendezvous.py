@@ -352,7 +352,7 @@ def test_a_table_of_members_may_be_as_long_as_the_world_needs():
 
     limit = handshake.MAX_HELLO_BYTES + world_size * handshake.MAX_ENTRY_BYTES
     assert len(asyncio.run(read(limit))["members"]) == world_size
-    with pytest.raises(ProtocolError, match=f"a greeting of {length} bytes is over the limit of 1048576"):
+    with pytest.raises(ProtocolError, match=f"a hello of {length} bytes exceeds the limit of 1048576"):
         asyncio.run(read(1 << 20))
 
 

@@ -327,7 +327,7 @@ def test_close_says_what_it_could_not_send():
     """After five seconds it gave up in silence."""
     with tcp_world(2) as world:
         send = world[0].messages.isend(torch.ones(1 << 24), 1)
-        with pytest.raises(Timeout, match="close of rank 0: rank 1 did not take all"):
+        with pytest.raises(Timeout, match="close of rank 0: rank 1 did not receive all messages"):
             world[0].close(timeout=0.2)
         with pytest.raises(Closed):
             send.wait(SECONDS)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import echelon
 from echelon import functional
 from echelon._torch_private import is_in_backward
-from echelon.backends.native import Call
+from echelon.backends.collective import Collective
 from echelon.backends.operators import operator
 from echelon.backends.shared.backend import share
 from echelon.backends.torch_distributed.agreement import exchange, gather
@@ -30,6 +30,7 @@ from echelon.backends.torch_distributed.collectives import native_op
 from echelon.backends.torch_distributed.engine import Engine
 from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.group.group import ProcessGroup
+from tests.helpers.collective_calls import call_of
 from tests.helpers.collective_cases import call, cases, check, expected
 from tests.helpers.forked_ranks import run_forked
 from tests.helpers.worlds import gloo_world, on_every_rank, tcp_world
@@ -187,18 +188,12 @@ def test_a_group_that_was_interrupted_says_so_and_others_go_on():
         assert on_every_rank(world, act) == [[2.0, 2.0]] * 2
 
 
-class Never:
-    """A lookout that has nothing to look for."""
-
-    next_check_at = float("inf")
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])
 def test_what_a_rank_tells_reaches_all_others(world_size):
     with tcp_world(world_size) as world, ThreadPoolExecutor(world_size) as threads:
 
         def act(backend):
-            call = Call(1, "a collective", 0, backend.now() + 20.0, Never())
+            call = call_of(1, deadline=backend.now() + 20.0)
             return exchange(backend, 9, range(world_size), backend.rank, call, range(backend.rank))
 
         assert list(threads.map(act, world)) == [[list(range(rank)) for rank in range(world_size)]] * world_size
@@ -209,9 +204,9 @@ def test_ranks_of_one_host_tell_each_other_over_shared_memory():
         shared = list(threads.map(lambda tcp: share(tcp, required=True, timeout=20.0), world))
 
         def act(backend):
-            collectives = backend.native_collectives(9, range(3))
-            call = Call(1, "a collective", 0, backend.now() + 20.0, Never())
-            return gather(collectives, call, range(backend.rank))
+            all_gather = backend.executor(9, range(3)).prepare(Collective("all_gather"))
+            call = call_of(1, deadline=backend.now() + 20.0)
+            return gather(all_gather, call, range(backend.rank))
 
         assert list(threads.map(act, shared)) == [[[], [0], [0, 1]]] * 3
 

@@ -132,7 +132,7 @@ class Host:
         self._num_programs -= 1
         if not self._num_programs:
             self.scheduler.is_ending = True
-            self.scheduler.doom()
+            self.scheduler.cancel()
 
     def run(self):
         self.is_running = True

@@ -14,13 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from echelon.arguments import check_world_size
+from echelon.backends.collective import CollectiveExecutor
 from echelon.backends.control import ControlPlane
 from echelon.backends.host_copies import AcceleratorCopies, HostCopies, StreamScope
 from echelon.backends.lanes import Lanes, ThreadLanes
 from echelon.backends.messages import Messages
-from echelon.backends.native import NativeCollectives
-from echelon.errors import InvalidRank, PeerFailed
-from echelon.exits import fails, reason_of
+from echelon.errors import InvalidRank, PeerFailed, fails, reason_of
 
 
 class Backend(ABC):
@@ -63,8 +62,8 @@ class Backend(ABC):
     def name(self) -> str:
         """The name that users select this backend by, such as "tcp"."""
 
-    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: ARG002
-        """Returns the collectives of a group that need no messages. None if plans over messages do them.
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: ARG002
+        """Returns the executor of a group's collectives, if they need no messages. None if plans over messages do them.
 
         The answer is the same on every member.
 

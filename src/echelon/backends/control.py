@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from echelon.backends.inherited import inherited_error
 from echelon.backends.status import Question, Status
-from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed
-from echelon.exits import fails, reason_of
+from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, fails, reason_of
 from echelon.operation_records import FlightRecorder
 
 
@@ -59,8 +58,8 @@ class ControlPlane(ABC):
 
         Returns the first failure that this rank knows of for the context: `failure`, or an earlier one.
 
-        A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone; they are
-        told the first cause instead of waiting for their timeout.
+        A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone. They
+        raise the first cause instead of waiting for their timeout.
         """
 
     # Optional: more to say in errors

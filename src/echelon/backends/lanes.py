@@ -2,8 +2,8 @@
 
 Strategy. Operations of one lane run in the order they were started, lanes run beside each other. A group uses one lane,
 so two groups never wait for each other. Whoever waits on such a Work sleeps on a condition; the lane's thread wakes it.
-An operation may itself wait for what was started after it: the lane's thread then runs what is queued behind it. A
-lane without work for some seconds ends its thread, because nobody says when a group is used for the last time.
+An operation may itself wait for a later one of its lane: the lane's thread then runs the queue meanwhile. A lane
+without work for some seconds ends its thread, because nobody says when a group is used for the last time.
 """
 
 from __future__ import annotations
@@ -40,13 +40,10 @@ class InOrder:
     Operation 1 passes first. An operation that fails lets the next one pass as well."""
 
     def __init__(self) -> None:
-        self._next = 1
+        self.next = 1
+        """Number of the operation that can pass without `enter`, because all before it have left."""
         self._num_waiting = 0
         self._changed = threading.Condition()
-
-    def is_open_to(self, number: int) -> bool:
-        """Whether an operation can pass without `enter`, because all before it have left."""
-        return self._next == number
 
     def enter(self, number: int, check_liveness: Callable[[], None]) -> None:
         """Returns when all operations before `number` have left.
@@ -59,14 +56,14 @@ class InOrder:
             self._num_waiting += 1
             try:
                 wait_checking(
-                    lambda seconds: self._changed.wait_for(lambda: self._next >= number, seconds), check_liveness
+                    lambda seconds: self._changed.wait_for(lambda: self.next >= number, seconds), check_liveness
                 )
             finally:
                 self._num_waiting -= 1
 
     def leave(self, number: int) -> None:
         """Lets the operation after `number` pass."""
-        self._next = number + 1
+        self.next = number + 1
         if self._num_waiting:
             with self._changed:
                 self._changed.notify_all()

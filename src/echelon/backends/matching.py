@@ -29,10 +29,10 @@ class Unclaimed:
 
     def __init__(self) -> None:
         self.num_bytes: Counter[int] = Counter()
-        """How much memory the messages of each rank take, or are to take."""
+        """Memory of each rank's messages in bytes, arriving ones included."""
         self._messages: dict[Key, deque[IncomingMessage]] = {}
         self._served: dict[Tag, int] = {}
-        """The source that a receive from any was served from last, where several had sent."""
+        """Source of the latest receive from any rank, by tag, if messages of several ranks were waiting."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._messages
@@ -55,7 +55,7 @@ class Unclaimed:
         return delivery
 
     def next_source(self, receive: Receive) -> int:
-        """Returns the source for a receive from any: the next after the one served last. ANY if none has sent."""
+        """Returns the source of the next message for a receive from any rank, in turns. ANY if no message is there."""
         waiting = sorted(src for src in receive.sources if (src, receive.tag) in self._messages)
         if not waiting:
             self._served.pop(receive.tag, None)
@@ -81,7 +81,7 @@ class Failures:
         self.has_withdrawn = False
         """Whether a receive was withdrawn."""
         self._told: set[tuple[int, int]] = set()
-        """The deaths that a receive from any has raised: context and rank."""
+        """Deaths, as context and rank, that a receive from any rank has reported."""
 
     @property
     def has_any(self) -> bool:
@@ -92,17 +92,17 @@ class Failures:
         return self.has_withdrawn or bool(self.contexts) or any(not error.has_closed for error in self.peers.values())
 
     def revoked(self, context: int) -> Failure | None:
-        """Returns the failure that revoked a context. None if it is not revoked."""
+        """Returns the failure that revoked a context. None if there is none."""
         return self.contexts.get(context)
 
     def of(self, rank: int, tag: Tag) -> Failure | None:
-        """Returns why nothing with this tag can be exchanged with `rank` any more. None if it can."""
+        """Returns the failure that prevents messages of this tag to and from `rank`. None if there is none."""
         if tag.sequence > 0 and (error := self.contexts.get(tag.context)):
             return error
         return self.peers.get(rank)
 
     def of_receive(self, receive: Receive) -> EchelonError | None:
-        """Returns why nothing more can come for a receive, or, once for each death, that a source of it has died."""
+        """Returns the failure of a receive: none of its sources can send, or one has died, once for each death."""
         if receive.src != ANY or receive.tag.is_collective_of(receive.tag.context):
             return self.of(receive.src, receive.tag)
         gone = [src for src in receive.sources if src in self.peers]
@@ -114,7 +114,7 @@ class Failures:
         if len(gone) < len(receive.sources):
             return None
         last = self.peers[gone[-1]]
-        return PeerFailed(last.rank, f"{last.reason}, and nobody is left who could send")
+        return PeerFailed(last.rank, f"{last.reason}, and no rank is left that could send")
 
 
 class Mailbox:
@@ -122,13 +122,13 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.num_posted = 0
-        """The number of receives that wait for the head of their message."""
+        """Number of receives that wait for the header of their message."""
         self.unclaimed = Unclaimed()
         self.failures = Failures()
         self.claimed: defaultdict[int, int] = defaultdict(int)
-        """How many messages of each rank were given to a receive, messages of collectives left out."""
+        """Number of messages of each rank that a receive has taken, without the messages of collectives."""
         self._num_from_any = 0
-        """How many of the posted receives take a message from whoever sends first."""
+        """Number of posted receives that take a message from any rank."""
         self._num_receives = 0
         self._posted: dict[Key, deque[Receive]] = {}
 
@@ -174,7 +174,7 @@ class Mailbox:
             self.claimed[src] += 1
 
     def is_free(self, src: int, tag: Tag) -> bool:
-        """Whether the next message of a source with this tag is for a receive that is posted now: nothing is before."""
+        """Whether a receive made now would get the next message of a source with this tag."""
         key = (src, tag)
         return not (key in self._posted or key in self.unclaimed or self._num_from_any or self.failures.of(src, tag))
 
@@ -191,7 +191,7 @@ class Mailbox:
         return delivery
 
     def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
-        """Takes in a message that is there whole; the tensor must be nobody else's."""
+        """Delivers a complete message. The mailbox takes over the tensor."""
         receive = self._claim(src, tag)
         delivery = IncomingMessage(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
         if receive is None:
@@ -201,7 +201,7 @@ class Mailbox:
     def take_bytes(
         self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, address: int
     ) -> None:
-        """Takes in a message whose bytes stand somewhere in memory, and need not stand there any longer after this."""
+        """Delivers a complete message by copying its bytes from an address."""
         receive = self._claim(src, tag)
         if tag.sequence > 0 and tag.context in self.failures.contexts:
             return  # its receives have ended
@@ -240,15 +240,15 @@ class Mailbox:
         work.complete(error=error)
 
     def awaits(self, src: int) -> bool:
-        """Says whether a receive waits for a message that this rank may send."""
+        """Whether a posted receive could take a message of this rank."""
         posted = (receive for receives in self._posted.values() for receive in receives)
         return any(src == receive.src or src in receive.sources for receive in posted)
 
     def fail_peer(self, rank: int, error: PeerFailed) -> PeerFailed:
         """Ends every receive from `rank`, now and later, except of messages that have arrived.
 
-        Of receives from any rank one is told of a death, and none of a rank that left in good order, unless nobody is
-        left who could send.
+        One receive from any rank reports a death. A rank that closed in good order is reported only if no rank is left
+        that could send.
 
         Returns:
             The first cause.
@@ -258,7 +258,7 @@ class Mailbox:
         return first
 
     def fail_context(self, context: int, error: Failure, arriving: Iterable[IncomingMessage] = ()) -> Failure:
-        """Ends every receive of a collective of that context, now and later; returns the first cause ever given.
+        """Ends every receive of a collective of that context, now and later. Returns the first cause.
 
         Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.
         """
@@ -282,7 +282,7 @@ class Mailbox:
                 receive.work.complete(error=error)
 
     def _remove(self, receive: Receive) -> None:
-        """Takes back `post`."""
+        """Removes a posted receive."""
         key = (receive.src, receive.tag)
         self._posted[key].remove(receive)
         if not self._posted[key]:
@@ -292,7 +292,7 @@ class Mailbox:
 
 
 def _take_first(queues: dict[Key, deque[T]], key: Key) -> T | None:
-    """Removes and returns the first of a queue, and the queue with the last."""
+    """Removes and returns the first entry of a queue. Removes an empty queue."""
     queue = queues.get(key)
     if queue is None:
         return None

@@ -127,8 +127,8 @@ class Messages(ABC):
     ) -> bool:
         """Fast path: sends a message if all of it can leave now. False, without effect, if `isend` has to do it.
 
-        Without a Work, for what is done before anybody could wait for it. Arguments are not checked: they must be such
-        as `isend` takes. Messages keep their order, whichever of the two sends them.
+        It makes no Work, because the send is done before anybody could wait for it. Arguments are not checked: they
+        must be such as `isend` takes. Messages keep their order, whichever of the two sends them.
         """
         return False
 

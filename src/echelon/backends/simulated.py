@@ -140,7 +140,7 @@ class SimulatedMessages(Messages):
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         with self._control.changed:
-            self._control.mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
+            self._control.mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Sleeps until another rank's thread has completed `work`; returns False when the time is up."""

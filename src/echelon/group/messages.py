@@ -154,7 +154,7 @@ class PointToPoint(GroupBase):
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
         """Starts to receive a tensor from any rank. The Work has the result of `recv_any`."""
-        self._check_open()
+        self._runner.check_open()
         if self.world_size == 1:
             raise InvalidWorldSize("recv_any in a group of 1 rank: there is nobody who could send")
         others = {peer: rank for rank, peer in enumerate(self.ranks) if rank != self.rank}
@@ -203,7 +203,7 @@ class PointToPoint(GroupBase):
         """Validates a send and returns its values, peer, tag and record."""
         # Returns a plain tuple, which costs less than a named one. Checks types before the look-up, since a wrong
         # argument may not be hashable; `_known_send` then raises the error for it.
-        self._check_open()
+        self._runner.check_open()
         if isinstance(tensor, Tensor) and isinstance(dst, int) and isinstance(tag, int) and is_ordinary(tensor):
             kind = dst, tag, tensor.shape, tensor.dtype
             known = self._known_sends.get(kind)
@@ -234,7 +234,7 @@ class PointToPoint(GroupBase):
         return work
 
     def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[int, Tag, OperationRecord]:
-        self._check_open()
+        self._runner.check_open()
         is_out_ordinary = out is None or (isinstance(out, Tensor) and is_ordinary(out))
         if isinstance(src, int) and isinstance(tag, int) and is_out_ordinary:
             kind = src, tag, None if out is None else out.dtype

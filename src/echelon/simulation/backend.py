@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from threading import get_ident
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ class VirtualWork(Work[T]):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, after all events of this instant have run."""
-        return self._completed or self.boundary.poll(self)  # type: ignore[arg-type]
+        return self.has_ended or self.boundary.poll(self)  # type: ignore[arg-type]
 
     def wait(self, timeout: float | None = None) -> T:
         """Blocks until the operation ends and returns its result; see `Work.wait`."""
@@ -120,6 +121,7 @@ class Boundary:
         self._timeout = timeout
         self._process = os.getpid()
         self._scheduler = world.scheduler
+        self._clock = world.scheduler.clock
         self._meter = world.meter
         self._random_states = world.random_states
         self._is_computing = False
@@ -133,7 +135,7 @@ class Boundary:
             UnsupportedOp: the calling thread is none of the simulation's.
         """
         task = self._scheduler.current()
-        if task.is_doomed:
+        if task.is_cancelled:
             raise Ended
         self._num_looks = 0
         if self._meter is not None:
@@ -149,6 +151,11 @@ class Boundary:
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is the running task."""
+        running = self._scheduler.running
+        return running is not None and running.ident == get_ident()
+
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks, in virtual time, until `work` is completed. False if the time is up before."""
         if self._is_inherited:  # the other ranks are threads, which a forked child does not have
@@ -156,15 +163,15 @@ class Boundary:
         task = self.enter()
         # The limit of a nested wait is compared from the start of the outermost call, which has the group's timeout. A
         # shorter limit is the program's own: then a timeout is a legal end, not a deadlock.
-        began = task.entered_at if task.depth else self._scheduler.now
-        deadline = math.inf if timeout is None else self._scheduler.now + timeout
+        began = task.entered_at if task.depth else self._clock.now
+        deadline = math.inf if timeout is None else self._clock.now + timeout
         done = self._scheduler.wait(work, deadline, deadline - began < self._timeout * _NEARLY)
         self.leave(task)
         return done
 
     def poll(self, work: Work[object]) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed."""
-        if not self._scheduler.is_running_here() or self._is_inherited:
+        if not self.is_running_here() or self._is_inherited:
             return False
         task = self.enter()
         done = self._scheduler.poll(work)
@@ -191,7 +198,7 @@ class Boundary:
         """Begins a call that may be nested in another."""
         if task.depth == 0:
             self.enter()
-            task.entered_at = self._scheduler.now
+            task.entered_at = self._clock.now
             task.operation = ""
         task.depth += 1
         self.leave(task)
@@ -206,7 +213,7 @@ class Boundary:
         finally:
             task.depth = 0
         if task.operation:
-            recorder, began, now = self._world.recorder, task.entered_at, self._scheduler.now
+            recorder, began, now = self._world.recorder, task.entered_at, self._clock.now
             operation = readable(task.operation)
             if task.number:
                 recorder.span_beside(self._rank, task.number, operation, began, now)
@@ -223,15 +230,15 @@ class Boundary:
         # A loop that only reads the clock would never end: without measured costs no time passes between two reads.
         if self._meter is None:
             self._num_looks += 1
-            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
+            if self._num_looks > _LOOKS and self.is_running_here():
                 raise DeadlockError(
-                    f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._scheduler.now:g} s, and "
+                    f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._clock.now:g} s, and "
                     "no virtual time passes between two reads: wait for a message with a timeout, or use "
                     'costs="measured"'
                 )
-        elif self._scheduler.is_running_here():
+        elif self.is_running_here():
             self.leave(self.enter())
-        return self._scheduler.now
+        return self._clock.now
 
     @contextmanager
     def compute(self, step: object) -> Iterator[None]:
@@ -255,7 +262,7 @@ class Boundary:
 
     def _spend(self, seconds: float) -> None:
         if self._world.faults.faults:
-            seconds = self._world.faults.duration(self._rank, self._scheduler.now, seconds)
+            seconds = self._world.faults.duration(self._rank, self._clock.now, seconds)
         self._world.traffic.compute(self._rank, seconds)
 
 
@@ -279,7 +286,7 @@ class VirtualControl(ControlPlane):
     """Control plane of a simulated rank: news are events of the world, and arrive after the messages sent before."""
 
     def __init__(self, rank: int, world_size: int, world: World) -> None:
-        super().__init__(rank, world_size, FlightRecorder(lambda: world.scheduler.now), world.hosts)
+        super().__init__(rank, world_size, FlightRecorder(lambda: world.scheduler.clock.now), world.hosts)
         self.is_closed = False
         self._world = world
         self._mailbox = world.mailboxes[rank]
@@ -382,7 +389,7 @@ class VirtualMessages(Messages):
         return work
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
-        self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
+        self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102
         return self._boundary.will_wait()
@@ -439,8 +446,8 @@ class VirtualLanes(Lanes):
         place = source_of(calling_place())
         if queue.task is None:
             queue.task = self._scheduler.add(rank, partial(self._work_off, queue), len(self._lanes), place)
-        else:
-            self._scheduler.rouse(queue.task)
+        elif queue.task.is_idle:
+            self._scheduler.clock.wake(queue.task, queue.task.turn)
         self._boundary.leave(task)
         return work
 
@@ -449,7 +456,7 @@ class VirtualLanes(Lanes):
         task = self._scheduler.current()
         while True:
             while not queue.jobs:
-                self._scheduler.rest()
+                self._scheduler.park()
             function, work = queue.jobs.popleft()
             self._boundary.leave(task)
             result, error = None, None
@@ -462,7 +469,7 @@ class VirtualLanes(Lanes):
                 error = raised
             self._boundary.enter()
             work.complete(result, error)
-            self._scheduler.stir()
+            self._scheduler.clock.wake_pollers()
             # Locals of a loop live until they are assigned again: the tensors would live until the next job.
             del function, work, result, error
 

@@ -112,7 +112,7 @@ def be_late(group):
     def revoke_late(*arguments):
         """Tells the others only when rank 1 is in its barrier, where it sees what this rank has announced."""
         group.send(torch.ones(1), 1, 7)
-        while group._caller._native._shared.board.missing():
+        while group._runner._executor._shared.board.missing():
             time.sleep(0.001)
         return revoke(*arguments)
 

@@ -182,7 +182,7 @@ def close_with_something_unsent(group):
     if group.rank == 0:
         group.send(torch.ones(1), 1)
         group.isend(torch.ones(6 * MIB), 1)
-        with pytest.raises(echelon.Timeout, match="did not take all"):
+        with pytest.raises(echelon.Timeout, match="did not receive all messages"):
             group.backend.close(0.05)
     else:
         with pytest.raises(echelon.PeerFailed):

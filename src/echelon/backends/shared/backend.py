@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from echelon.backends.base import Backend
+from echelon.backends.collective import CollectiveExecutor
 from echelon.backends.connect.members import machine_id
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import Tag
-from echelon.backends.native import Call, NativeCollectives
-from echelon.backends.shared.collectives.executor import SharedCollectives
+from echelon.backends.shared.collectives.executor import SharedMemoryExecutor
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Window
 from echelon.backends.shared.memory.setup import Common, Unshared, meet
@@ -30,6 +30,7 @@ from echelon.backends.shared.messages.sender import RingSender
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.tcp.link import Link
 from echelon.errors import LaunchError, Timeout
+from echelon.operation_records import OperationRecord
 from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
@@ -71,17 +72,17 @@ class SharedMemoryBackend(Backend):
 
     # Collectives
 
-    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: D102
         # A group that spans hosts runs plans over messages instead.
         if len(ranks) < 2 or not self._local_ranks.issuperset(ranks):
             return None
-        return SharedCollectives(self, context, tuple(ranks), list(ranks).index(self.rank))
+        return SharedMemoryExecutor(self, context, tuple(ranks), list(ranks).index(self.rank))
 
     def check(self, context: int) -> None:
         """Raises Closed or PeerFailed if the group cannot begin an operation."""
         self._control.check_open(context)
 
-    def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
+    def check_liveness(self, call: OperationRecord, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises if waiting is in vain: a disagreement, a failure of `rank` or of the group, or the deadline."""
         # Reads the connections first: nobody else may be polling while this rank waits in shared memory.
         self._control.poll()
@@ -92,9 +93,9 @@ class SharedMemoryBackend(Backend):
             raise error
         if self.now() >= call.deadline:
             missing = board.missing() if board is not None else []
-            raise Timeout(f"its time is up, {listed(missing)} {'has' if len(missing) < 2 else 'have'} not come")
+            raise Timeout(f"timed out waiting for {listed(missing) if missing else 'another rank'}")
 
-    def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
+    def map_region(self, call: OperationRecord, context: int, ranks: tuple[int, ...]) -> Window:
         """Maps the region of a group. The first rank allocates it; the others block for its offset."""
         size = len(ranks) * memory_layout.ROOM_BYTES
         tag = Tag(context, _REGION_SEQUENCE)

@@ -132,7 +132,7 @@ class TcpBackend(Backend):
         machines = list(dict.fromkeys(member.machine for member in world.members))
         hosts = tuple(machines.index(member.machine) for member in world.members) or (0,)
         self.members = world.members
-        """Host, port and process of every rank, by rank. Empty in a world of one."""
+        """Host, port and process of every rank, by rank. Empty if the world size is 1."""
         self.max_message_bytes = max_message_bytes
         """A larger message from a peer is a ProtocolError."""
         self._has_cores = hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))

@@ -112,7 +112,7 @@ class TcpControl(ControlPlane):
         kind = wire.FrameKind.CLOSE if close_reason.has_closed else wire.FrameKind.FAILED
         unsent = self._leave(wire.Frame(kind, step=self.rank, note=close_reason.reason), timeout)
         if unsent:
-            raise Timeout(f"close of rank {self.rank}: {listed(unsent)} did not take all that was sent there in time")
+            raise Timeout(f"close of rank {self.rank}: {listed(unsent)} did not receive all messages in time")
 
     def _leave(self, close_reason: wire.Frame, timeout: float) -> list[int]:
         """Tells the peers, frees all connections, and returns the ranks that did not get all messages in `timeout`."""

@@ -129,8 +129,8 @@ class ControlFrames:
         if self._mailbox.failures.revoked(context) is None:
             if self._num_revoked[rank] >= MAX_REVOKED_CONTEXTS:
                 raise ProtocolError(
-                    f"rank {rank} has ended more than {MAX_REVOKED_CONTEXTS} groups, which is the most that are "
-                    "remembered: start the job again, or close and open the group of all ranks before that"
+                    f"rank {rank} has revoked more than {MAX_REVOKED_CONTEXTS} groups, the most that other ranks keep: "
+                    "start the job again, or close and open the group of all ranks earlier"
                 )
             self._num_revoked[rank] += 1
         self._peers.revoke(context, failure)
@@ -139,7 +139,7 @@ class ControlFrames:
         connection = self._peers.connections.get(rank)
         if connection is not None and connection.sender.num_unsent_words >= MAX_UNSENT_WORDS:
             raise ProtocolError(
-                f"rank {rank} goes on asking where this rank is, but has not read the last {MAX_UNSENT_WORDS} frames: "
+                f"rank {rank} sends queries, but has not read the last {MAX_UNSENT_WORDS} answers: "
                 "it does not speak this protocol"
             )
         status = status_of(self._recorder, Question(frame.context, frame.sequence, frame.step))

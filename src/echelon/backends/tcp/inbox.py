@@ -45,7 +45,7 @@ class Head(NamedTuple):
             UnsupportedOp: this torch does not have its dtype.
         """
         if frame.kind != wire.FrameKind.DATA:
-            raise ProtocolError(f"frame of kind {frame.kind} where only messages are sent: another version?")
+            raise ProtocolError(f"frame of kind {frame.kind} among messages: run one version of Echelon on all ranks")
         tag = Tag(frame.context, frame.sequence, frame.step)
         dtype = dtype_of(frame.dtype)
         return cls(tag, frame.shape, dtype, frame.note, frame.payload_bytes, wire.is_signed(frame.note))
@@ -84,7 +84,7 @@ class Inbox:
         if not self.is_at_limit:
             self.is_at_limit = True
             logger.warning(
-                "rank %d has sent %d bytes that nobody here has received: nothing more is read from it until some are; "
+                "rank %d is paused, because %d bytes of its messages are unclaimed: "
                 "receive its messages in the order they are sent, or raise max_unclaimed_bytes (%d)",
                 self.rank,
                 unclaimed,

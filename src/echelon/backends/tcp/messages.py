@@ -109,7 +109,7 @@ class TcpMessages(Messages):
                 progress.call_background()
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
-        error = Timeout(f"{work.description}: withdrawn after its time was up")
+        error = Timeout(f"{work.description}: withdrawn after its timeout")
         with self.progress.lock:
             self._mailbox.withdraw(work, error, self._peers.deliveries())
             self.progress.wake()

@@ -76,7 +76,7 @@ class Parting:
         """
         tallies = self._tallies.setdefault(peer, [])
         if len(tallies) == MAX_TALLIES:
-            raise ProtocolError(f"more than {MAX_TALLIES} words of farewell: the peer does not speak this protocol")
+            raise ProtocolError(f"more than {MAX_TALLIES} TALLY frames: the peer does not speak this protocol")
         tallies.append(tally)
 
     def difference(self) -> CollectiveMismatch | None:

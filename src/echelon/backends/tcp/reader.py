@@ -185,7 +185,7 @@ class Reader:
                 if not link.receiver.take_in(inbox):
                     return
             raise ProtocolError(
-                f"rank {link.rank} goes on writing after it has told its end, {_MOST_AT_END} messages so far"
+                f"{_MOST_AT_END} messages came after its CLOSE frame: the peer does not speak this protocol"
             )
         except EchelonError as error:
             self._on_failure(link.rank, PeerFailed(link.rank, str(error)))

@@ -18,13 +18,13 @@ import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.backends.base import Backend
+from echelon.backends.collective import CollectiveExecutor
 from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import StreamScope
-from echelon.backends.native import NativeCollectives
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.agreement import agreement_of
-from echelon.backends.torch_distributed.collectives import TorchCollectives
+from echelon.backends.torch_distributed.collectives import EngineExecutor
 from echelon.backends.torch_distributed.engine import Engines
 from echelon.backends.torch_distributed.engines import ENGINES, MESSAGES
 from echelon.backends.torch_distributed.messages import EngineMessages
@@ -77,10 +77,10 @@ class TorchBackend(Backend):
 
     # Collectives
 
-    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: D102
         if self._name == "mpi" and len(ranks) < self.world_size:
             return None  # MPI makes groups only if all ranks of the world take part
-        return TorchCollectives(self._engines, context, tuple(ranks), agreement_of(self._notes, context, ranks))
+        return EngineExecutor(self._engines, context, tuple(ranks), agreement_of(self._notes, context, ranks))
 
     def aside(self, context: int) -> StreamScope | None:  # noqa: D102
         return self._engines.scope(context)

@@ -8,6 +8,7 @@ operation fails on the other ranks as well.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +17,15 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from echelon.backends.collective import Collective, CollectiveExecutor, Run, received_buffer, result_buffer
 from echelon.backends.lanes import InOrder
 from echelon.backends.memory import as_bytes, dtype_code, dtype_of, new_tensor
-from echelon.backends.native import Allocate, AllocateAny, Call, Gathered, NativeCollectives
 from echelon.backends.operators import Operator, accumulation_dtype
 from echelon.backends.torch_distributed.agreement import Agreement
 from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Engines, Look
 from echelon.backends.torch_distributed.engines import ENGINES
 from echelon.errors import PeerFailed
+from echelon.operation_records import OperationRecord
 
 Facts: TypeAlias = Sequence[Sequence[int]]
 """Facts of each rank, by rank, from the agreement."""
@@ -47,7 +49,7 @@ def native_op(operator: Operator, dtype: torch.dtype) -> dist.ReduceOp.RedOpType
     return _OPS.get(operator.name)
 
 
-class TorchCollectives(NativeCollectives):
+class EngineExecutor(CollectiveExecutor):
     """Collectives of one group.
 
     8- and 16-bit floats are reduced as float32. For a reduction without a native op the engine only moves data: each
@@ -72,10 +74,21 @@ class TorchCollectives(NativeCollectives):
         # Number of the first operation that failed.
         self._interrupted: int | None = None
 
+    def prepare(self, collective: Collective) -> Run:  # noqa: D102
+        if collective.op:
+            _ = collective.reduction  # raises now, before the collective has a number
+        # Ranks without rows gather none from each other, and all of the source's.
+        kind = "all_gather" if collective.kind == "broadcast_rows" else collective.kind
+        run = partial(getattr(self, f"_{kind}"), collective)
+        return collective.checked(run) if kind == "all_to_all" else run
+
     # Reductions
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, operator: Operator) -> None:  # noqa: D102
-        with self._agreed(call, tensor) as (engine, _):
+    def _all_reduce(
+        self, collective: Collective, call: OperationRecord, tensor: torch.Tensor, _: torch.Tensor | None
+    ) -> torch.Tensor:
+        operator = collective.reduction
+        with self._agreed(call, tensor) as (engine, __):
             wide = _wide(tensor)
             flat = wide.view(-1)
             op = native_op(operator, flat.dtype)
@@ -86,10 +99,13 @@ class TorchCollectives(NativeCollectives):
                 parts = flat.tensor_split(engine.num_ranks)
                 own = _reduced_part(engine, parts, operator)
                 engine.exchange([own] * engine.num_ranks, parts)
-            _keep(tensor, wide)
+            return _keep(tensor, wide)
 
-    def reduce(self, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:  # noqa: D102
-        with self._agreed(call, tensor) as (engine, _):
+    def _reduce(
+        self, collective: Collective, call: OperationRecord, tensor: torch.Tensor, _: torch.Tensor | None
+    ) -> torch.Tensor:
+        operator, dst = collective.reduction, collective.root
+        with self._agreed(call, tensor) as (engine, __):
             is_dst = engine.rank == dst
             wide = _wide(tensor)
             if not is_dst and wide.data_ptr() == tensor.data_ptr():
@@ -106,16 +122,16 @@ class TorchCollectives(NativeCollectives):
                 nothing = own[:0]
                 sends = [own if rank == dst else nothing for rank in range(engine.num_ranks)]
                 engine.exchange(sends, parts if is_dst else [nothing] * engine.num_ranks)
-            if is_dst:
-                _keep(tensor, wide)
+            return _keep(tensor, wide) if is_dst else tensor
 
-    def reduce_scatter(  # noqa: D102
-        self, call: Call, tensor: torch.Tensor, operator: Operator, place: Allocate
+    def _reduce_scatter(
+        self, collective: Collective, call: OperationRecord, tensor: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        with self._agreed(call, tensor) as (engine, _):
+        operator = collective.reduction
+        with self._agreed(call, tensor) as (engine, __):
             wide = _wide(tensor)
             parts = wide.tensor_split(engine.num_ranks)
-            result = place(parts[engine.rank].shape)
+            result = result_buffer(out, parts[engine.rank].shape, tensor)
             op = native_op(operator, wide.dtype)
             if op is not None and len(tensor) % engine.num_ranks == 0:
                 own = result if result.dtype == wide.dtype else torch.empty_like(parts[engine.rank])
@@ -123,22 +139,25 @@ class TorchCollectives(NativeCollectives):
                 operator.finish(own, engine.num_ranks)
             else:
                 own = _reduced_part(engine, parts, operator)
-            _keep(result, own)
-            return result
+            return _keep(result, own)
 
     # Data movement
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, src: int) -> None:  # noqa: D102
-        with self._agreed(call, tensor) as (engine, _):
+    def _broadcast(
+        self, collective: Collective, call: OperationRecord, tensor: torch.Tensor, _: torch.Tensor | None
+    ) -> torch.Tensor:
+        with self._agreed(call, tensor) as (engine, __):
             flat = tensor.contiguous()
             if flat.numel():
-                engine.broadcast(as_bytes(flat), src)
-            _keep(tensor, flat)
+                engine.broadcast(as_bytes(flat), collective.root)
+            return _keep(tensor, flat)
 
-    def all_gather(self, call: Call, rows: torch.Tensor, place: Allocate) -> torch.Tensor:  # noqa: D102
+    def _all_gather(
+        self, _: Collective, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
         with self._agreed(call, rows, [len(rows)]) as (engine, told):
             counts = [facts[0] for facts in told]
-            result = place((sum(counts), *rows.shape[1:]))
+            result = result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
             if not result.numel():
                 return result
             if len(set(counts)) == 1:
@@ -152,7 +171,10 @@ class TorchCollectives(NativeCollectives):
                     engine.broadcast(as_bytes(part), src)
             return result
 
-    def gather(self, call: Call, rows: torch.Tensor, dst: int, place: Allocate) -> torch.Tensor | None:  # noqa: D102
+    def _gather(
+        self, collective: Collective, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        dst = collective.root
         with self._agreed(call, rows, [len(rows)]) as (engine, told):
             nothing = rows.new_empty(0)
             sends = [rows.contiguous() if rank == dst else nothing for rank in range(engine.num_ranks)]
@@ -160,11 +182,14 @@ class TorchCollectives(NativeCollectives):
                 engine.exchange(sends, [nothing] * engine.num_ranks)
                 return None
             counts = [facts[0] for facts in told]
-            result = place((sum(counts), *rows.shape[1:]))
+            result = result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
             engine.exchange(sends, torch.split(result, counts))
             return result
 
-    def scatter(self, call: Call, tensor: torch.Tensor | None, src: int, place: AllocateAny) -> torch.Tensor:  # noqa: D102
+    def _scatter(
+        self, collective: Collective, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        src = collective.root
         # Only rank `src` knows these: whether the tensor is on the device, its dtype and its shape.
         own: list[int] = []
         if tensor is not None:
@@ -173,7 +198,7 @@ class TorchCollectives(NativeCollectives):
             is_on_device, code, num_rows, *row = told[src]
             where = self._engines.device if is_on_device else torch.device("cpu")
             count = len(range(engine.rank, num_rows, engine.num_ranks))  # as torch.tensor_split: first ranks get more
-            part = place((count, *row), dtype_of(code), where)
+            part = received_buffer(out, (count, *row), dtype_of(code), where, tensor)
             nothing = part.new_empty(0)
             sends: Sequence[torch.Tensor] = [nothing] * engine.num_ranks
             if tensor is not None and engine.rank == src:
@@ -181,37 +206,40 @@ class TorchCollectives(NativeCollectives):
             engine.exchange(sends, [part if peer == src else nothing for peer in range(engine.num_ranks)])
             return part
 
-    def all_to_all(  # noqa: D102
-        self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate
-    ) -> Gathered:
+    def _all_to_all(
+        self, collective: Collective, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[int]]:
+        splits = collective.in_splits
         parts = rows.tensor_split(len(self._ranks)) if splits is None else torch.split(rows, list(splits))
         with self._agreed(call, rows, [len(part) for part in parts]) as (engine, told):
             counts = [facts[engine.rank] for facts in told]
-            result = place((sum(counts), *rows.shape[1:]))
+            result = result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
             engine.exchange([part.contiguous() for part in parts], torch.split(result, counts))
-            return Gathered(result, counts)
+            return result, counts
 
     # Without the engine
 
-    def barrier(self, call: Call) -> None:
-        """Blocks until all ranks have called it and each rank's GPU has run its queued work."""
+    def _barrier(self, _: Collective, call: OperationRecord, *__: object) -> None:
+        # Also blocks until each rank's GPU has run its queued work.
         with self._turn(call):
             self._engines.finish_queued()
             self._agree(call, ())
 
-    def empty(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:  # noqa: D102
+    def _empty(self, collective: Collective, call: OperationRecord, *_: object) -> torch.Tensor:
         with self._turn(call):
             self._agree(call, ())
-        return new_tensor(tuple(shape), dtype)
+        assert collective.shape is not None
+        assert collective.dtype is not None
+        return new_tensor(tuple(collective.shape), collective.dtype)
 
     # Turns
 
     @contextmanager
-    def _turn(self, call: Call) -> Iterator[Look]:
+    def _turn(self, call: OperationRecord) -> Iterator[Look]:
         """Waits for the turn of an operation. Closes the engine if the operation fails."""
         number = call.sequence
         look = partial(self._engines.check_liveness, call.deadline, self._context, self._ranks)
-        if not self._order.is_open_to(number):
+        if self._order.next != number:
             self._order.enter(number, look)
         try:
             self._engines.check(self._context)
@@ -229,7 +257,7 @@ class TorchCollectives(NativeCollectives):
 
     @contextmanager
     def _agreed(
-        self, call: Call, tensor: torch.Tensor | None, own: Sequence[int] = ()
+        self, call: OperationRecord, tensor: torch.Tensor | None, own: Sequence[int] = ()
     ) -> Iterator[tuple[Engine, Facts]]:
         """Waits until all ranks have agreed on an operation, and gives the engine and all ranks' facts to it.
 
@@ -240,7 +268,8 @@ class TorchCollectives(NativeCollectives):
         """
         if tensor is not None and tensor.device.type != "cpu":
             # Ranks with tensors on different devices would be in different engines.
-            call = call._replace(operation=f"{call.operation} on {tensor.device.type}")
+            call = copy.copy(call)
+            call.operation += f" on {tensor.device.type}"
         with self._turn(call) as look:
             told = self._agree(call, own)
             try:
@@ -268,7 +297,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype)).contiguous()
 
 
-def _keep(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Copies a result into the caller's tensor, unless it is there already."""
+def _keep(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Copies a result into the caller's tensor, unless it is there already, and returns that tensor."""
     if result.data_ptr() != tensor.data_ptr() or result.dtype != tensor.dtype:
         tensor.copy_(result.view(tensor.shape))
+    return tensor

@@ -11,7 +11,7 @@ from echelon.errors import LaunchError
 
 ENGINES: Mapping[str, Mapping[str, str]] = {
     "gloo": {"cpu": "gloo"},
-    "nccl": {"cpu": "gloo", "cuda": "nccl"},
+    "nccl": {"cpu": "gloo", "cuda": "nccl"},  # NCCL takes no tensors on the CPU
     "mpi": {"cpu": "mpi"},
     "ucc": {"cpu": "ucc", "cuda": "ucc"},
 }
@@ -26,6 +26,7 @@ TIMED = frozenset({"gloo", "nccl"})
 
 def check_available(name: str) -> None:
     """Raises LaunchError if an engine of a backend, or the GPU that it needs, is missing here."""
+    # Late, for commands that need the names alone.
     import torch
     import torch.distributed as dist
 

@@ -80,6 +80,7 @@ class Channel:
         self._engine: Engine | None = None
         self._failure: BaseException | None = None
         self._num_numbered = 0
+        # Answers of different tags may overtake each other: sends whose turn has not come wait here, by number.
         self._num_begun = 0
         self._early: dict[int, Callable[[], None]] = {}
 
@@ -115,6 +116,7 @@ class Channel:
                 act(self._engine)
         except BaseException as error:
             self._failure = error
+            # First of all: the peer's engine fails when the connections end.
             engine, self._engine = self._engine, None
             if engine is not None:
                 engine.close()
@@ -173,6 +175,7 @@ class EngineMessages(Messages):
         frame = message_head(tag, tensor.dtype, tensor.shape, note)
         head = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         self._leaving[work] = None
+        self._messages.when_ended(work, lambda: self._leaving.pop(work, None))
         # Answers to announcements with one tag come in the order of the announcements.
         with self._announcing:
             self._messages.isend(head, dst, tag, note=_ANNOUNCED)
@@ -182,14 +185,17 @@ class EngineMessages(Messages):
             channel.send(as_bytes(tensor), self.timeout, self._look(dst, tag))
             _keep_until_done(tensor)
 
+        def act() -> None:
+            _queue(scope, send)
+            self._messages.end(work.complete)
+
         def answered() -> None:
             error = answer.exception()
             number = _NOTHING if error is not None else int(answer.result().item())
             if number == _NOTHING:
-                self._left(work, error)
+                work.complete(error=error)
             else:
-                act = partial(_queue, scope, send)
-                channel.in_order(number, lambda: self._in_lane(channel, act, partial(self._left, work), work))
+                channel.in_order(number, lambda: self._in_lane(channel, act, work))
 
         self._messages.when_ended(answer, answered)
         return work
@@ -228,7 +234,7 @@ class EngineMessages(Messages):
         coming = self._expected.get(work)
         if coming is not None:
             self._messages.cancel(coming)
-        error = Timeout(f"{work.description}: withdrawn after its time was up")
+        error = Timeout(f"{work.description}: withdrawn after its timeout")
         self._messages.end(lambda: work.complete(error=error))
 
     def finish(self, timeout: float) -> bool:
@@ -273,12 +279,7 @@ class EngineMessages(Messages):
                 receive.work.complete(error=error)
             return
         channel = self._channel(Route(receive.tag.context, src, self.rank))
-
-        def end(error: BaseException | None) -> None:
-            if error is not None:
-                receive.work.complete(error=error)
-
-        self._in_lane(channel, partial(self._take, receive, src, tensor, channel, scope), end, receive.work)
+        self._in_lane(channel, partial(self._take, receive, src, tensor, channel, scope), receive.work)
 
     def _take(
         self, receive: Receive, src: int, head: torch.Tensor, channel: Channel, scope: StreamScope | None
@@ -288,6 +289,7 @@ class EngineMessages(Messages):
         frame = wire.decode(data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :], self._tcp.max_message_bytes)
         shape, dtype, device = frame.shape, dtype_of(frame.dtype), self._engines.device
         error = receive.refusal(src, shape, dtype, frame.note) or _elsewhere(receive, device)
+        # The number is taken in the lane, so both lanes move the messages in the order of the answers.
         number = _NOTHING if error is not None or not frame.payload_bytes else channel.next_number()
         answer = torch.tensor([number], dtype=torch.int64, device="cpu")
         self._messages.isend(answer, src, _answer_tag(receive.tag))
@@ -307,31 +309,20 @@ class EngineMessages(Messages):
         tensor = _queue(scope, fetch)
         self._messages.end(lambda: receive.complete(tensor, src, frame.note))
 
-    def _in_lane(
-        self,
-        channel: Channel,
-        act: Callable[[], object],
-        end: Callable[[BaseException | None], object],
-        work: Work[Any],
-    ) -> None:
-        """Queues an action in the lane of a channel, which then ends a Work. The caller holds the connections' lock."""
+    def _in_lane(self, channel: Channel, act: Callable[[], None], work: Work[Any]) -> None:
+        """Queues the rest of an operation in the lane of a channel. The caller holds the connections' lock."""
 
         def run() -> None:
-            failure: BaseException | None = None
             try:
                 act()
             except BaseException as error:  # whoever waits for the Work raises it
                 failure = error
-            self._messages.end(lambda: end(failure))
+                self._messages.end(lambda: work.complete(error=failure))
 
         try:
             self._tcp.lanes.start(run, str(work.description), channel.lane)
         except EchelonError as error:
-            end(error)
-
-    def _left(self, work: Work[None], error: BaseException | None) -> None:
-        self._leaving.pop(work, None)
-        work.complete(error=error)
+            work.complete(error=error)
 
     def _look(self, peer: int, tag: Tag) -> Look:
         """Returns a function that raises the reason to stop waiting for a message, if there is one."""
@@ -360,8 +351,8 @@ def _elsewhere(receive: Receive, device: torch.device) -> EchelonError | None:
         receive.out = None
         return None
     return UnsupportedOp(
-        f"receive from rank {receive.src}, {receive.tag}: the message came to {device}, out= is on {out.device}: give "
-        "a tensor there, or none"
+        f"receive from rank {receive.src}, {receive.tag}: the message came to {device}, but out= is on {out.device}: "
+        "give a tensor there, or leave out= out"
     )
 
 

@@ -208,7 +208,7 @@ class RingReceiver(Receiver):
         # The peer wrote header and lengths: a payload must end inside its record.
         payload = message_layout.payload_at(prefix.head_bytes)
         if payload + head.num_bytes > prefix.record_bytes:
-            raise ProtocolError(f"record of {prefix.record_bytes} bytes for a payload of {head.num_bytes}")
+            raise ProtocolError(f"payload of {head.num_bytes} bytes in a record of {prefix.record_bytes}")
         # Messages of collectives are not kept: their tag has a new sequence number each time, so none would match.
         if not head.is_signed:
             if len(self._latest) >= _MAX_CACHED:
@@ -222,7 +222,7 @@ class RingReceiver(Receiver):
         if head is None:
             header, extra = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
             if len(header) < wire.HEADER_BYTES or wire.extra_bytes(header) != len(extra):
-                raise ProtocolError(f"head of {len(data)} bytes: the peer does not speak this protocol")
+                raise ProtocolError(f"header of {len(data)} bytes: the peer does not speak this protocol")
             head = Head.of(wire.decode(header, extra, self._max_message_bytes))
             if len(self._heads) >= _MAX_CACHED:
                 self._heads.clear()
@@ -234,7 +234,7 @@ class RingReceiver(Receiver):
         expected = self._sizes.part_bytes(size)
         # The peer wrote offset and length: both are checked before the arena is read.
         if prefix.part_bytes != expected or prefix.part % MIN_PART_BYTES or prefix.part + expected > ARENA_BYTES:
-            raise ProtocolError(f"part of {prefix.part_bytes} bytes at {prefix.part} for a payload of {size}")
+            raise ProtocolError(f"payload of {size} bytes in a part of {prefix.part_bytes} at {prefix.part}")
         if self._parts is None:
             self._parts = _Parts(self._post, self._writer)
         self.delivery = inbox.open(head, comes_whole=expected == size)

@@ -93,7 +93,7 @@ class _Parts:
                 return
             size = self._lent.pop(part * MIN_PART_BYTES, None)
             if size is None:
-                raise ProtocolError(f"part {part} freed, which it does not have: the peer does not speak this protocol")
+                raise ProtocolError(f"part {part} freed, which was not in use: the peer does not speak this protocol")
             self._num_freed = number + 1
             self._free(part * MIN_PART_BYTES, size)
 
