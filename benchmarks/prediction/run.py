@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from echelon.simulation import Measured
 
 sys.path.extend([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples")])
 from gpt import loss_of, make_gpt
-from harness import options_of, print_environment, print_head, print_row
+from harness import Act, options_of, print_environment, print_head, print_row
 from slow_link import LOCAL, Ends, Unavailable, run_ranks, slow_link
 
 LINKS = ("shm", "loopback", "shaped")
@@ -71,32 +71,29 @@ def local_steps(group: ProcessGroup) -> list[float]:
     return timed(group, computing(group))
 
 
+def training_steps(group: ProcessGroup, parameters: Iterable[torch.Tensor], forward_and_backward: Act) -> list[float]:
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        forward_and_backward()
+        optimizer.step()
+
+    return timed(group, step)
+
+
 def ddp_steps(group: ProcessGroup) -> list[float]:
     torch.set_num_threads(1)
     inputs, target = _batch(group)
     ddp = echelon.DDP(_model(), group, bucket_mb=BUCKET / 2**20)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(ddp(inputs), target).backward()
-        optimizer.step()
-
-    return timed(group, step)
+    return training_steps(group, ddp.parameters(), lambda: loss_of(ddp(inputs), target).backward())
 
 
 def pipeline_steps(group: ProcessGroup) -> list[float]:
     torch.set_num_threads(1)
     inputs, target = _batch(group)
     pipe = Pipeline(_model(), group, "1f1b", MICROBATCHES, loss_of)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        pipe.step(inputs, target=target)
-        optimizer.step()
-
-    return timed(group, step)
+    return training_steps(group, pipe.parameters(), lambda: pipe.step(inputs, target=target))
 
 
 def _model() -> torch.nn.Sequential:
@@ -199,7 +196,7 @@ def _beside(
         group.barrier()
         without = compute()
         group.barrier()
-        moving = group.backend.start(moves, "messages")
+        moving = group.backend.lanes.start(moves, "messages")
         longer.append(compute() - without)
         seconds.append(moving.wait())
     return _Beside(statistics.median(seconds) / count, max(0.0, statistics.median(longer)) / count)

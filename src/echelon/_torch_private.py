@@ -38,37 +38,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Only names of torch that are passed on.
 __all__ = [
-    "DispatchMode",
     "DistributedBackendOptions",
     "TreeSpec",
-    "all_gather_into",
-    "at_end_of_backward",
-    "backend_config",
-    "dispatch_depth",
-    "draws_random_numbers",
-    "fail_when_unwrapped",
-    "fake_tensors",
-    "forward_ad_level",
-    "guards_of",
-    "hooks_after_gradient",
-    "is_dual",
-    "is_faking",
-    "is_in_backward",
-    "make_process_group",
-    "operators_of",
     "register_work",
-    "resolve_process_group",
-    "run_backward",
-    "storage_users",
-    "transform_stack",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
-    "version_of",
-    "wraps_new_tensors",
-    "writes_in_place",
 ]
 # DistributedBackendOptions: argument of the function that makes a group of a registered backend.
 # resolve_process_group, register_work: functional collectives get the name of a group, and torch finds their Work by
@@ -166,8 +144,7 @@ def run_backward(
         into_leaves: accumulate the gradients of leaves into their .grad, and return an empty list.
         keep_graph: keep the graph for another run.
     """
-    edges = tuple(edge for edge, _ in roots)
-    gradients = tuple(gradient for _, gradient in roots)
+    edges, gradients = zip(*roots, strict=True)
     found = torch.autograd.Variable._execution_engine.run_backward(
         edges, gradients, keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=into_leaves
     )

@@ -68,10 +68,10 @@ def listening():
 
 def talk(backend):
     other = (backend.rank + 1) % backend.world_size
-    send = backend.isend(torch.tensor([backend.rank]), other)
-    got = backend.recv((backend.rank - 1) % backend.world_size, timeout=SECONDS).item()
+    send = backend.messages.isend(torch.tensor([backend.rank]), other)
+    got = backend.messages.recv((backend.rank - 1) % backend.world_size, timeout=SECONDS).item()
     send.wait(SECONDS)
-    backend.barrier(SECONDS)
+    backend.messages.barrier(SECONDS)
     return got
 
 

@@ -202,6 +202,11 @@ class IncomingMessage:
         note_bytes = len(note) if note.isascii() else 4 * len(note)  # one emoji makes all characters as wide
         return math.prod(shape) * dtype.itemsize + len(shape) * _DIM_BYTES + note_bytes + _OVERHEAD_BYTES
 
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether its bytes cannot be read before it has a buffer."""
+        return not (self.is_placed or self.comes_whole)
+
     def place(self) -> None:
         """Finds a place for the bytes of a message that nobody has asked for yet."""
         if not self.is_placed:

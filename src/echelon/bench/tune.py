@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from echelon.arguments import writing
 from echelon.bench.measure import measure_case, network_of
 from echelon.bench.request import DEFAULT_RANKS, Case, Tuning, is_launched
 from echelon.bench.subject import EchelonSubject
@@ -27,7 +28,6 @@ from echelon.collectives.plans.algorithms.hosts import Hosts, is_nested
 from echelon.collectives.plans.select import ANY_SIZE, SIZED, Rule, Table, Where, choose, variable_of
 from echelon.collectives.plans.tuning import from_text, to_text
 from echelon.errors import LaunchError
-from echelon.files import writing
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.spawn import spawn
@@ -164,7 +164,7 @@ def _for_all_sizes(timings: Sequence[Timing]) -> list[Rule]:
 
 
 def _best(timing: Timing, seconds: Mapping[str, float]) -> str:
-    # The static table's choice counts as the default even if it was not measured here.
+    # A default that was not measured here counts as infinitely slow.
     usual = choose(timing.operation, timing.size, timing.hosts)
     fastest = min(seconds, key=lambda name: (seconds[name], name))
     return usual if seconds.get(usual, math.inf) <= seconds[fastest] * _MARGIN else fastest

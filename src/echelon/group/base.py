@@ -51,13 +51,13 @@ class GroupBase:
 
     def _check_message(self, tensor: Tensor) -> None:
         self._runner.check_open()
-        if not check_dense(tensor, self.backend.message_devices, "send"):
-            raise wrong_device(tensor, self.backend.message_devices, "send")
+        if not check_dense(tensor, self.backend.messages.devices, "send"):
+            raise wrong_device(tensor, self.backend.messages.devices, "send")
 
     def _check_out(self, out: Tensor | None) -> None:
         self._runner.check_open()
         if out is not None:
-            check_tensor(out, self.backend.message_devices, "recv(out=)")
+            check_tensor(out, self.backend.messages.devices, "recv(out=)")
 
     def _check_rank(self, rank: int, what: str) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:

@@ -27,9 +27,10 @@ from echelon.errors import (
     PeerFailed,
     Timeout,
     UnsupportedOp,
+    fails,
     failure_of,
+    reason_of,
 )
-from echelon.exits import fails, reason_of
 from echelon.group.base import Seconds
 from echelon.group.coalesced import CoalescedCollectives
 from echelon.group.collectives import Collectives
@@ -85,7 +86,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self.rank = self.ranks.index(backend.rank)
         self.name = name
         self.context = context
-        hosts = backend.hosts
+        hosts = backend.control.hosts
         self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
         seconds = backend.timeout if timeout is None else check_seconds(timeout)
         self._runner = CollectiveRunner(backend, self.ranks, context, name, self._selector, seconds)
@@ -184,7 +185,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             raise
         self._call_back()
         self._runner.check_seen()
-        if not was_closed and self._owns_backend and (difference := self.backend.difference()):
+        if not was_closed and self._owns_backend and (difference := self.backend.control.difference()):
             raise difference
 
     def abort(self, reason: str, origin: int | None = None) -> None:

@@ -85,7 +85,7 @@ class CollectiveRunner:
         self.is_native = native is not None
         """Whether the backend runs collectives itself, not by messages of a plan."""
         self._executor = native or PlanExecutor(backend, ranks, context, selector)
-        backend.join(context, ranks)
+        backend.control.join(context, ranks)
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()
         self._sequence = 0
@@ -263,7 +263,7 @@ class CollectiveRunner:
         aside = self._backend.aside(self._context)
         if aside is not None:
             attempt = partial(aside.queued, attempt)
-        work: Work[Any] = self._backend.start(partial(self._beside, attempt, record), str(record), self._context)
+        work: Work[Any] = self._backend.lanes.start(partial(self._beside, attempt, record), str(record), self._context)
         work.overwrites(changes)
         if aside is not None:
             work.when_taken(aside.join)
@@ -357,7 +357,7 @@ class CollectiveRunner:
         failure = told
         if not isinstance(failure, PeerFailed | CollectiveMismatch):
             failure = failure_of(told, self._backend.rank)
-        first = self._backend.revoke(self._context, self._ranks, failure)
+        first = self._backend.control.revoke(self._context, self._ranks, failure)
         # The first cause on any rank explains more than a PeerFailed here, which may be its consequence.
         if isinstance(first, CollectiveMismatch) or isinstance(told, PeerFailed):
             return first.noticed_by(operation)

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.errors import LaunchError
-from echelon.exits import fails
+from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide

@@ -114,7 +114,7 @@ def test_where_one_rank_cannot_share_memory_none_does(monkeypatch, caplog, faili
         assert caplog.text.count("no shared memory, so all goes over TCP: rank") == 3
         assert "it rains" in caplog.text or "Broken pipe" in caplog.text  # as the giver sees who does not take
         for tcp in world:
-            tcp.isend(torch.ones(1), (tcp.rank + 1) % 3).wait(SECONDS)
+            tcp.messages.isend(torch.ones(1), (tcp.rank + 1) % 3).wait(SECONDS)
     with tcp_world(2) as world:
         for error in share_all(world, required=True):
             assert "backend='shm' cannot be used here" in str(error)

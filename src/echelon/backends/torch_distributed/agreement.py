@@ -1,11 +1,11 @@
 """Agreement of a group before an engine (c10d backend) begins: all ranks have called the same operation.
 
-Strategy. The engines carry no notes: ranks that differ are aborted by Gloo and hang in NCCL. So each operation begins
-with an agreement, which also brings the facts that a rank needs to allocate its result, such as numbers of rows.
-Ranks of one host gather it over shared memory, where every operation announces itself. Others exchange it in
-ceil(log2(ranks)) rounds of small messages (dissemination: in round k a rank hears from the one 2**k before it). A rank
-that gets through all rounds has heard, over others, from all ranks that their notes are equal to its own; one that does
-not get through revokes the group, which ends the rounds of the others.
+Strategy. Engines carry no notes: if ranks differ, Gloo aborts and NCCL hangs. So each operation begins with an
+agreement. It also brings the facts that a rank needs to allocate its result, such as numbers of rows. Ranks of one host
+gather facts over shared memory, which compares notes itself. Other ranks exchange them in ceil(log2(ranks)) rounds of
+small messages (dissemination): in round k a rank receives from the rank 2**k before it. A rank that gets through all
+rounds has heard from all ranks, by way of others, that their notes equal its own. A rank that fails in between revokes
+the group, which ends the rounds of the others.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from echelon.backends.formats.wire import Tag
 from echelon.operation_records import OperationRecord
 
 Agreement: TypeAlias = Callable[[OperationRecord, Sequence[int]], Sequence[Sequence[int]]]
-"""Returns the facts of each rank, by rank, once all have come with the same note. Raises as `exchange`."""
+"""Function of a call and this rank's facts. Blocks until all ranks have agreed; returns each rank's facts, by rank."""
 
 
 def agreement_of(backend: Backend, context: int, ranks: Sequence[int]) -> Agreement:
-    """Returns how a group agrees on its operations; the same way on every member.
+    """Returns the agreement of a group, of the same kind on every member.
 
     Args:
         backend: connects the ranks.
-        context: of the group.
-        ranks: the backend's rank of each member, this one included.
+        context: number of the group.
+        ranks: the backend's rank of each member, this rank included.
     """
     shared = backend.executor(context, ranks)
     if shared is not None:
@@ -41,36 +41,36 @@ def agreement_of(backend: Backend, context: int, ranks: Sequence[int]) -> Agreem
 
 
 def gather(all_gather: Run, call: OperationRecord, facts: Sequence[int]) -> list[list[int]]:
-    """Has the ranks of one host agree on an operation; see `Agreement`."""
+    """Makes the ranks of one host agree on an operation; see `Agreement`."""
     return _unpack(all_gather(call, _pack([facts]), None))
 
 
 def exchange(
     backend: Backend, context: int, ranks: Sequence[int], rank: int, call: OperationRecord, facts: Sequence[int]
 ) -> list[list[int]]:
-    """Has any ranks agree on an operation; see `Agreement`.
+    """Makes ranks of any hosts agree on an operation; see `Agreement`.
 
     Args:
         backend: connects the ranks.
-        context: of the group.
+        context: number of the group.
         ranks: the backend's rank of each member.
-        rank: this one, among the members.
+        rank: this rank, among the members.
         call: the operation.
-        facts: of this rank, for the others.
+        facts: facts of this rank, for the others.
 
     Raises:
         CollectiveMismatch: a rank has another note. PeerFailed, Timeout.
     """
     size, note = len(ranks), signed_note(call)
-    known = [list(facts)]  # of this rank, the one before it, and so on
+    known = [list(facts)]  # facts of this rank, of the rank before it, and so on
     distance, step = 1, 0
     while distance < size:
         tag = Tag(context, call.sequence, step)
         after, before = ranks[(rank + distance) % size], ranks[(rank - distance) % size]
-        with backend.will_wait():
-            coming = backend.irecv(before, tag, note=note)
-            # In the last round the receiver lacks fewer facts than are known.
-            sent = backend.isend(_pack(known[: size - distance]), after, tag, note=note)
+        # This thread polls for its own messages, so the background thread need not wake.
+        with backend.messages.will_wait():
+            coming = backend.messages.irecv(before, tag, note=note)
+            sent = backend.messages.isend(_pack(known[: size - distance]), after, tag, note=note)
             known += _unpack(wait_and_look(coming, before, call, backend.now))
             wait_and_look(sent, after, call, backend.now)
         distance, step = distance * 2, step + 1

@@ -112,7 +112,7 @@ def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = 
         Timeout, PeerFailed, CollectiveMismatch, SizeMismatch: the plan could not be finished.
     """
     # This thread polls for its own messages, so the background thread need not wake.
-    with channel.backend.will_wait():
+    with channel.backend.messages.will_wait():
         for steps in _rounds(plan, channel.rank):
             _run_round(steps, channel, chunks, combine)
 
@@ -126,13 +126,15 @@ def _run_round(steps: _Round, channel: Channel, chunks: Chunks, combine: Combine
         how = _in_order(step, combine) if chunks.combines_in_place and isinstance(step, Reduce) else None
         works = []
         for place in chunks.places(step, busy):
-            works.append(backend.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how))
+            works.append(
+                backend.messages.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how)
+            )
         receives.append((step, works))
     sends: list[tuple[Work[None], int]] = []
     for leaving in steps.sends:
         dst = ranks[leaving.peer]
         for part in chunks.outgoing(leaving):
-            sends.append((backend.isend(part, dst, tag, note=note), dst))
+            sends.append((backend.messages.isend(part, dst, tag, note=note), dst))
     for copy in steps.copies:
         chunks.copy(copy)
     for step, works in receives:

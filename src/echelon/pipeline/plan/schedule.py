@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from echelon.arguments import named, shown
+from echelon.arguments import named, reading, shown, writing
 from echelon.errors import InvalidArgument, ScheduleError
-from echelon.files import reading, writing
 from echelon.pipeline.plan.action import Action, Overlapped, Step
 from echelon.pipeline.plan.check import find_problems, over_limit, report
 from echelon.pipeline.plan.cost import Amount, Costs, check_costs
