@@ -1,8 +1,8 @@
 """Peers of one rank: the link and the connection of each, and the end of a peer.
 
 Strategy. A peer is gone when its connection ends or when it says so. On the same machine it is also gone when its
-process ends. The first cause stays. But the kernel's buffer is drained before a peer is given up: its last frames may hold the cause.
-Everything here is called with the lock of `Progress` held, and nothing blocks.
+process ends. The first cause stays. But the kernel's buffer is drained before a peer is given up: its last frames may
+hold the cause. Everything here is called with the lock of `Progress` held, and nothing blocks.
 
 Messages take the link of their peer: its connection, unless the two share memory. Control frames always take the
 connection.
