@@ -22,6 +22,7 @@ def explore(
     costs: CostsLike = None,
     faults: Faults = (),
     *,
+    late_sends: bool = False,
     check: Callable[[Simulation], object] | None = None,
 ) -> int:
     """Simulates `fn` with one seed after another. Returns the number of seeds tried.
@@ -30,7 +31,7 @@ def explore(
     replay it.
 
     Args:
-        fn, world_size, args, network, costs, faults: as for `simulate`.
+        fn, world_size, args, network, costs, faults, late_sends: as for `simulate`.
         seeds: the seeds to try.
         check: function called with the simulation of each seed. An exception of it is a failure, too. It can check
             conditions that no single rank sees, such as equal results.
@@ -46,12 +47,13 @@ def explore(
     count = 0
     for seed in seeds:
         try:
-            simulation = simulate(fn, world_size, args, seed, network, costs, faults)
+            simulation = simulate(fn, world_size, args, seed, network, costs, faults, late_sends=late_sends)
             if check is not None:
                 check(simulation)
         except Exception as error:  # not KeyboardInterrupt, which is no failure of the seed
             name = getattr(fn, "__name__", repr(fn))
             more = "".join(f", {what}=..." for what, given in _given(args, network, costs, faults) if given)
+            more += ", late_sends=True" if late_sends else ""
             replay = f"echelon.simulate({name}, {world_size}{more}, seed={seed})"
             told = f"seed {seed} fails, after {count} that passed; to replay it: {replay}"
             error.add_note(told)

@@ -17,7 +17,7 @@ from echelon.backends.matching import Mailbox
 from echelon.backends.memory import as_bytes, describe
 from echelon.backends.modes import normal_mode
 from echelon.backends.status import Question, Status, status_of
-from echelon.call_site import line_of
+from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
 from echelon.pipeline.run.transfer import TRANSFERS
@@ -26,7 +26,7 @@ from echelon.simulation.faults import FaultPlan
 from echelon.simulation.network import Network, Traffic
 from echelon.simulation.random_state import RandomStates
 from echelon.simulation.record import Event, Recorder
-from echelon.simulation.scheduler import Scheduler
+from echelon.simulation.scheduler import Scheduler, Task
 
 
 class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
@@ -106,12 +106,11 @@ class _Arrival:
 class _Departure:
     """Event: a send is done. Checks that its tensor has not changed, which it may from now on."""
 
-    __slots__ = ("_complete", "_dst", "_note", "_original", "_sent", "_src", "_world")
+    __slots__ = ("_complete", "_dst", "_note", "_original", "_place", "_sent", "_task", "_world")
 
     def __init__(
         self,
         world: World,
-        src: int,
         dst: int,
         note: str,
         original: torch.Tensor,
@@ -119,7 +118,8 @@ class _Departure:
         complete: Callable[[], None],
     ) -> None:
         self._world = world
-        self._src = src
+        self._task = world.scheduler.current()
+        self._place = calling_place(3)
         self._dst = dst
         self._note = note
         self._original = original
@@ -127,10 +127,14 @@ class _Departure:
         self._complete = complete
 
     def __call__(self) -> None:
+        self.check()
+        self._complete()
+
+    def check(self) -> None:
+        """Ends the simulation if the tensor has changed since its send."""
         if not _have_equal_bits(self._original, self._sent):
             what = readable(self._note) or describe(self._sent.shape, self._sent.dtype)
-            self._world.note_overwritten(self._src, self._dst, what)
-        self._complete()
+            self._world.fail_overwritten(self._task, self._place, self._dst, what)
 
 
 class World:
@@ -146,6 +150,7 @@ class World:
         meter: Meter | None,
         measures_memory: bool,
         hosts: tuple[int, ...],
+        late_sends: bool,
     ) -> None:
         # The one source of order between events at the same time: one seed gives one run.
         self.scheduler = Scheduler(random.Random(seed).random)
@@ -154,6 +159,8 @@ class World:
         self.meter = meter
         self.hosts = hosts
         """Number of each rank's host."""
+        self.late_sends = late_sends
+        """Whether a send is done only after all that can happen at the time of its arrival."""
         self.traffic = Traffic(self.scheduler, world_size, link, faults)
         self.recorder = Recorder(world_size)
         self.random_states = RandomStates(seed, world_size)
@@ -191,7 +198,7 @@ class World:
             if is_plain(tag):
                 recorder.sent(src, dst, tag, passage.left, passage.arrives)
             self.scheduler.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
-        if passage.done <= self.scheduler.now:
+        if passage.done <= self.scheduler.now and not self.late_sends:
             complete()
         # Not compared with faults, where a program may give up a wait and use the tensor again, nor with memory meters,
         # because the event keeps the tensor alive, so it would count for longer.
@@ -199,7 +206,9 @@ class World:
             self.scheduler.at(passage.done, complete)
         else:
             copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
-            self.scheduler.at(passage.done, _Departure(self, src, dst, note, original.detach(), copy, complete))
+            # All other draws are below 1: a late send comes after every event and turn of its instant.
+            draw = self.scheduler.draw() + self.late_sends
+            self.scheduler.at(passage.done, _Departure(self, dst, note, original.detach(), copy, complete), draw)
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
@@ -299,13 +308,22 @@ class World:
             if isinstance(action, _Arrival) and not is_plain(action.tag):
                 yield action.dst, action.src, action.tag
 
-    def note_overwritten(self, src: int, dst: int, what: str) -> None:
-        """Records the error for a tensor that was changed during its send. The first one counts."""
+    def check_sends(self) -> UnsupportedOp | None:
+        """Checks all sends in flight, and returns the error if a tensor of any was changed. Ends the simulation then."""
+        for action in self.scheduler.actions():
+            if isinstance(action, _Departure):
+                action.check()
+        return self.overwritten
+
+    def fail_overwritten(self, sender: Task, place: Place | None, dst: int, what: str) -> None:
+        """Ends the simulation with the error for a tensor that was changed during its send. The first one counts."""
         if self.overwritten is None:
+            line = source_of(place) or sender.origin  # a lane has no line of the program but the one that began it
             self.overwritten = UnsupportedOp(
-                f"rank {src} changed a tensor before its send to rank {dst} was done, at {self.scheduler.now:g} s in "
-                f"{what}: wait for the Work of the send first"
+                f"rank {sender.rank} changed a tensor before its send to rank {dst} was done, at "
+                f"{self.scheduler.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
             )
+            self.scheduler.fail(self.overwritten)
 
     def _unread(self) -> Iterator[tuple[int, int, Tag]]:
         """Yields receiver, sender and tag of a group's plain messages that were not received, in flight or not."""
