@@ -19,12 +19,12 @@ from echelon.group.group import ProcessGroup
 from echelon.pipeline import Pipeline
 from echelon.pipeline.run.transfer import PendingSends
 from echelon.testing import check_backend, clause_names, ranks_in_threads
-from tests.backends.forked import run_forked
 from tests.backends.test_contract import gloo_world as connected_world
-from tests.backends.worlds import gloo_world
-from tests.noted import Noted
-from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
-from tests.test_group_failures import on_every_rank
+from tests.group.test_group_failures import on_every_rank
+from tests.helpers.alone import gradients, make_batch, make_model, train_alone
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.stream_log import Noted
+from tests.helpers.worlds import gloo_world
 
 RENDEZVOUS = {
     "writes_where_told",

@@ -15,7 +15,7 @@ from echelon.backends.connect.members import Job
 from echelon.backends.connect.sockets import Sockets
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import AuthenticationError, ConnectError, ProtocolError
-from tests.backends.worlds import (
+from tests.helpers.worlds import (
     MAGIC,
     SECRET,
     connect_all,

@@ -14,7 +14,7 @@ from echelon.backends.connect import acceptor
 from echelon.backends.connect.members import machine_id
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import AuthenticationError, ConnectError
-from tests.backends.worlds import MAGIC, SECRET, dial, free_address, prove, receive, start
+from tests.helpers.worlds import MAGIC, SECRET, dial, free_address, prove, receive, start
 
 SECONDS = 20.0
 

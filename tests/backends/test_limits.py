@@ -23,7 +23,7 @@ from echelon.backends.tcp.link_table import LinkTable, UnclaimedLimit
 from echelon.backends.tcp.parting import Parting
 from echelon.collectives.calls.objects import _decode_all
 from echelon.errors import ConnectError, PeerFailed, ProtocolError
-from tests.backends.worlds import SECRET, dial, free_address, hello, prove, rank_0_and_a_bare_peer, start
+from tests.helpers.worlds import SECRET, dial, free_address, hello, prove, rank_0_and_a_bare_peer, start
 
 SECONDS = 20.0
 QUESTION = Frame(FrameKind.QUESTION, 1, 1, 7).encode()

@@ -18,7 +18,7 @@ from echelon.backends.connect import handshake
 from echelon.backends.connect.members import split_address
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import ConnectError, InvalidRank, InvalidWorldSize, ProtocolError
-from tests.backends.worlds import (
+from tests.helpers.worlds import (
     SECRET,
     connect_all,
     dial,

@@ -20,8 +20,8 @@ from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.tcp.connection import Connection
 from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout
-from tests.backends.forked import run_forked
-from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
 
 SECONDS = 20.0
 

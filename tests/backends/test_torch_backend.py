@@ -31,10 +31,10 @@ from echelon.backends.torch_distributed.engine import Engine
 from echelon.backends.torch_distributed.engine_names import ENGINES
 from echelon.backends.torch_distributed.engines import check_available, native_op
 from echelon.group.group import ProcessGroup
-from tests.backends.forked import run_forked
-from tests.backends.worlds import gloo_world, tcp_world
-from tests.cases import call, cases, check, expected
-from tests.test_group_failures import on_every_rank
+from tests.group.test_group_failures import on_every_rank
+from tests.helpers.collective_cases import call, cases, check, expected
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.worlds import gloo_world, tcp_world
 
 BATCHES = st.lists(cases(), min_size=8, max_size=24)
 

@@ -9,7 +9,7 @@ import torch
 from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp import peers
 from echelon.errors import PeerFailed, Timeout
-from tests.backends.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
+from tests.helpers.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
 
 SECONDS = 20.0
 LARGE = 100_000

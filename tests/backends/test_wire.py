@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Frame, FrameKind
 from echelon.errors import ProtocolError
-from tests.backends.worlds import header
+from tests.helpers.worlds import header
 
 U64 = st.integers(0, 2**64 - 1)
 

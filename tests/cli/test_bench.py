@@ -8,7 +8,7 @@ import pytest
 from echelon.bench import start
 from echelon.bench.subject import EchelonSubject
 from echelon.cli import main
-from tests.cli.commands import captured, printed, refusal, spawned_by
+from tests.helpers.commands import captured, printed, refusal, spawned_by
 
 PRINTED = """\
 # all_reduce by ring: 4 ranks on 4 hosts, simulated over 10GbE, in virtual time

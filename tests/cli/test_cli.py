@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import imported_by, printed, refusal
+from tests.helpers.commands import imported_by, printed, refusal
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from echelon.cli import main
 from echelon.pipeline import Costs, Schedule, schedules
-from tests.cli.commands import imported_by, printed, refusal
+from tests.helpers.commands import imported_by, printed, refusal
 
 PLAN = """\
 1f1b: 2 ranks, 2 stages, 4 microbatches

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build
 from echelon.collectives.plans.plan import text_of_round
-from tests.cli.commands import imported_by, printed, refusal
+from tests.helpers.commands import imported_by, printed, refusal
 
 BROADCAST = """\
 binomial broadcast: 3 ranks, 1 chunk, 1000 bytes

@@ -10,7 +10,7 @@ import echelon
 from echelon.bench import start_tuning
 from echelon.cli import main
 from echelon.collectives.plans.tuning import from_text
-from tests.cli.commands import refusal, spawned_by
+from tests.helpers.commands import refusal, spawned_by
 
 SIMULATED = ["--backend", "simulated", "--max", "4K"]
 

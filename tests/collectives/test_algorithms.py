@@ -10,7 +10,7 @@ from echelon.collectives.plans.check import check, goal_of
 from echelon.collectives.plans.cost import LinkCosts, simulate
 from echelon.collectives.plans.plan import Send
 from echelon.errors import InvalidRank, InvalidWorldSize, PlanError
-from tests.collectives.plans import ALL, plans, roots
+from tests.helpers.collective_plans import ALL, plans, roots
 
 BY_HOSTS = [case for case in ALL if registry.find(*case).goes_by_hosts]
 

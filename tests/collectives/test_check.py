@@ -11,7 +11,7 @@ from echelon.collectives.plans.algorithms import build
 from echelon.collectives.plans.check import check, find_problems, goal_of
 from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.errors import PlanError
-from tests.collectives.plans import ALL, plan_of
+from tests.helpers.collective_plans import ALL, plan_of
 
 SIZES = (2, 3, 4, 5, 8)
 

@@ -6,7 +6,7 @@ import torch
 from echelon._torch_private import DispatchMode
 from echelon.backends.tcp import peers
 from echelon.group.group import ProcessGroup
-from tests.backends.worlds import start, tcp_world
+from tests.helpers.worlds import start, tcp_world
 
 MIB = 1 << 20
 COPIES = {"copy_", "clone", "cat", "_to_copy", "contiguous", "index_put_"}

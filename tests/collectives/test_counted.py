@@ -10,7 +10,7 @@ from collections import Counter, deque
 import pytest
 
 from echelon.collectives.plans.plan import Copy, Recv, Reduce, Send
-from tests.collectives.plans import ALL, plan_of, plans, roots
+from tests.helpers.collective_plans import ALL, plan_of, plans, roots
 
 COUNTED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 CASES = [case for case in ALL if case[0] in COUNTED]

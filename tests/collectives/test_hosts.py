@@ -11,10 +11,10 @@ from echelon.backends.simulated import SimulatedBackend
 from echelon.backends.tcp import backend
 from echelon.collectives.plans.algorithms import find
 from echelon.simulation.network import host_numbers
-from tests.backends import forked
-from tests.backends.forked import run_forked
 from tests.collectives.test_algorithms import NAMES
 from tests.collectives.test_run import everything
+from tests.helpers import forked_ranks
+from tests.helpers.forked_ranks import run_forked
 
 FAR, NEAR = (2.0**-10, 2.0**-20), (2.0**-14, 2.0**-24)
 """Latency and seconds per byte, between hosts and inside; powers of two, so that no sum is rounded."""
@@ -122,6 +122,6 @@ def sums_over(group):
 
 def test_over_tcp_ranks_of_one_machine_share_a_host(monkeypatch):
     assert run_forked(sums_over, 3)[2] == [[0, 0, 0], [3 * sum(range(50_000))] * 3]
-    monkeypatch.setattr(forked, "TcpBackend", connect_as_if_elsewhere)
+    monkeypatch.setattr(forked_ranks, "TcpBackend", connect_as_if_elsewhere)
     for result in run_forked(sums_over, 3).values():
         assert result == [[0, 0, 1], [3 * sum(range(50_000))] * 3]

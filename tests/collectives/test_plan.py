@@ -3,7 +3,7 @@ import pytest
 from echelon.collectives.plans.algorithms import build
 from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send, runs
 from echelon.errors import PlanError
-from tests.collectives.plans import ALL, plans, roots
+from tests.helpers.collective_plans import ALL, plans, roots
 
 RING = """\
 ring all-reduce: 3 ranks, 3 chunks

@@ -3,7 +3,7 @@ import pytest
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, numbered
 from echelon.collectives.plans.select import SIZED, STATIC, Rule, Selector, choose, parse
 from echelon.errors import PlanError
-from tests.collectives.plans import layouts
+from tests.helpers.collective_plans import layouts
 
 HUGE = 2**50
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from echelon import DDP
-from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
-from tests.data_parallel.passes import backward, batch, gradients, loss_of, part
-from tests.torch_groups import gloo
+from tests.helpers.ddp_passes import backward, batch, gradients, loss_of, part
+from tests.helpers.models import TINY_MB, Branches, Shared, fill, mlp
+from tests.helpers.torch_groups import gloo
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this torch was built without Gloo, which is the yardstick"

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon import DDP
 from echelon.data_parallel.reducer import can_overlap
-from tests.data_parallel.models import TINY_MB, Branches, Shared, fill, mlp
-from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
+from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
+from tests.helpers.models import TINY_MB, Branches, Shared, fill, mlp
 
 WORLD_SIZES = (1, 2, 3, 4)
 

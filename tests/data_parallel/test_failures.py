@@ -8,8 +8,8 @@ from torch import nn
 
 import echelon
 from echelon import DDP
-from tests.data_parallel.models import TINY_MB, mlp
-from tests.data_parallel.passes import backward, batch, loss_of, part
+from tests.helpers.ddp_passes import backward, batch, loss_of, part
+from tests.helpers.models import TINY_MB, mlp
 
 
 def different_models(group, change):

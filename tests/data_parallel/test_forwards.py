@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP, CollectiveMismatch
-from tests.data_parallel.models import TINY_MB, Branches, fill, mlp
-from tests.data_parallel.passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
+from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
+from tests.helpers.models import TINY_MB, Branches, fill, mlp
 
 
 class Fragile(nn.Module):

@@ -7,8 +7,8 @@ from torch import nn
 import echelon
 from echelon import DDP, CollectiveMismatch, SyncBatchNorm
 from echelon.data_parallel.hooks import AccumulateIn, CompressTo, LocalSGD, PowerSGD
-from tests.data_parallel.models import TINY_MB, fill, mlp
-from tests.data_parallel.passes import assert_all_equal, batch, gradients, loss_of, single
+from tests.helpers.ddp_passes import assert_all_equal, batch, gradients, loss_of, single
+from tests.helpers.models import TINY_MB, fill, mlp
 
 
 def train_uneven(group, num_batches, mode, average):

@@ -9,8 +9,8 @@ from torch import nn
 
 import echelon
 from echelon import DDP
-from tests.data_parallel.models import fill, mlp
-from tests.data_parallel.passes import assert_all_equal, batch, gradients, loss_of, part, single
+from tests.helpers.ddp_passes import assert_all_equal, batch, gradients, loss_of, part, single
+from tests.helpers.models import fill, mlp
 
 WORLD_SIZES = (1, 2, 3, 4)
 

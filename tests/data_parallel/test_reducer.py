@@ -5,7 +5,7 @@ import torch
 
 import echelon
 from echelon.data_parallel.reducer import GradientReducer
-from tests.data_parallel.models import TINY_MB
+from tests.helpers.models import TINY_MB
 
 
 def make(group, count=6, size=30):

@@ -6,7 +6,7 @@ from torch import nn
 
 import echelon
 from echelon import DDP, SyncBatchNorm
-from tests.data_parallel.models import fill
+from tests.helpers.models import fill
 
 LAYERS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 SHAPES = {1: (3,), 2: (3, 2, 4), 3: (3, 2, 1, 2)}

@@ -6,8 +6,8 @@ from torch import nn
 
 import echelon
 from echelon import DDP, UnsupportedOp, ZeroOptimizer
-from tests.data_parallel.models import fill, mlp
-from tests.data_parallel.passes import assert_all_equal, batch, loss_of, part
+from tests.helpers.ddp_passes import assert_all_equal, batch, loss_of, part
+from tests.helpers.models import fill, mlp
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),

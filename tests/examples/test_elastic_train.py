@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.examples.ranks import EXAMPLES, elastic_train_as_rank, import_example
+from tests.helpers.examples import EXAMPLES, elastic_train_as_rank, import_example
 
 KILLED = """
 import os, signal, sys

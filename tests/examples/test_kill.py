@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.ranks import EXAMPLES
+from tests.helpers.examples import EXAMPLES
 
 
 def children(pid):

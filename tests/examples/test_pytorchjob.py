@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.examples.ranks import EXAMPLES
+from tests.helpers.examples import EXAMPLES
 
 MANIFEST = EXAMPLES / "pytorchjob.yaml"
 FIELDS = {

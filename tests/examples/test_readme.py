@@ -7,7 +7,7 @@ import pytest
 
 import echelon
 from echelon.cli import main
-from tests.examples.ranks import EXAMPLES, run_example, run_example_as_rank
+from tests.helpers.examples import EXAMPLES, run_example, run_example_as_rank
 
 OUTPUTS = {
     "ddp.py": r"loss 0\.\d+ on 2 ranks\n",

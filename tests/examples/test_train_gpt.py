@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import echelon
-from tests.examples.ranks import EXAMPLES, SMALL, import_example, train_gpt, train_gpt_as_rank
+from tests.helpers.examples import EXAMPLES, SMALL, import_example, train_gpt, train_gpt_as_rank
 
 
 def losses(output):

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.examples.ranks import run_example_as_rank
+from tests.helpers.examples import run_example_as_rank
 
 N = 2
 

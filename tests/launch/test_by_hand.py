@@ -14,8 +14,8 @@ import pytest
 
 import echelon
 from echelon.launch.environment import REQUIRED
-from tests.backends.forked import fork_and_collect
-from tests.backends.worlds import free_address
+from tests.helpers.forked_ranks import fork_and_collect
+from tests.helpers.worlds import free_address
 
 SECRET = "a secret for a test by hand"
 

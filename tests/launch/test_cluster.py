@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.hosts import two_hosts
+from tests.helpers.two_hosts import two_hosts
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "cluster.md").read_text()

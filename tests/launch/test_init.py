@@ -13,7 +13,7 @@ from echelon.errors import LaunchError
 from echelon.launch import init as init_module
 from echelon.launch.environment import REQUIRED
 from echelon.launch.variables import ReservedPort
-from tests.launch import ranks
+from tests.helpers import rank_functions
 
 MPIRUN = shutil.which("mpirun")
 ALL_REDUCE = """
@@ -227,7 +227,7 @@ def test_srun_s_ranks_meet(pool, tmp_path, hosts):
         common |= {"MASTER_ADDR": "127.0.0.2", "ECHELON_SECRET": "known to both of the hosts"}
     tmp_path.chmod(0o700)
     environs = [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
-    assert pool.run(ranks.totals_of_another_world, 3, environs) == [[6.0, 6.0]] * 3
+    assert pool.run(rank_functions.totals_of_another_world, 3, environs) == [[6.0, 6.0]] * 3
     assert not list(tmp_path.iterdir()), "the secret was left behind"
 
 
@@ -245,6 +245,6 @@ def test_ranks_meet_with(pool, environ):
     with ReservedPort() as port:
         environ |= {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
         assert (
-            pool.run(ranks.totals_of_another_world, 3, [environ | {"RANK": str(rank)} for rank in range(3)])
+            pool.run(rank_functions.totals_of_another_world, 3, [environ | {"RANK": str(rank)} for rank in range(3)])
             == [[6.0, 6.0]] * 3
         )

@@ -16,8 +16,8 @@ import echelon
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.group.group import ProcessGroup
 from echelon.launch.environment import REQUIRED
-from tests.backends.forked import fork_and_collect
-from tests.backends.worlds import free_address
+from tests.helpers.forked_ranks import fork_and_collect
+from tests.helpers.worlds import free_address
 
 EARLY = 20
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from echelon.errors import LaunchError
 from echelon.launch import environment, variables
 from echelon.launch.run import rank_environs
 from echelon.launch.variables import ReservedPort, threads_per_rank
-from tests.launch import ranks
+from tests.helpers import rank_functions
 
 NOBODYS = "192.0.2.1"
 """An address that no host has (RFC 5737)."""
@@ -54,7 +54,7 @@ def test_ports_differ_and_are_given_back():
 
 def test_every_rank_gets_at_least_one_thread(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert [threads_per_rank(ranks) for ranks in (1, 2, 4, 6, 100)] == [6, 3, 1, 1, 1]
+    assert [threads_per_rank(rank_functions) for ranks in (1, 2, 4, 6, 100)] == [6, 3, 1, 1, 1]
 
 
 def test_a_host_with_ipv6_alone_uses_that(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_host_with_ipv6_alone_uses_that(monkeypatch):
 
 def test_ranks_meet_on_a_host_with_ipv6_alone(monkeypatch, pool):
     monkeypatch.setattr(variables, "LOOPBACK", NOBODYS)
-    assert pool.run(ranks.who, 2) == [(0, 2), (1, 2)]
+    assert pool.run(rank_functions.who, 2) == [(0, 2), (1, 2)]
 
 
 def test_a_host_without_a_loopback_address_is_told_how_to_get_one(monkeypatch):

@@ -14,28 +14,28 @@ import torch
 import echelon
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.job import pickle_call
-from tests.launch import ranks
+from tests.helpers import rank_functions
 
 
 def test_results_come_back_in_the_order_of_ranks():
-    results = echelon.spawn(ranks.total, 3, (2.0,))
+    results = echelon.spawn(rank_functions.total, 3, (2.0,))
     assert all(torch.equal(result, torch.full((3,), 12.0)) for result in results)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((ranks.who, 0), InvalidWorldSize, "world_size=0: a world has at least 1 rank"),
-        ((ranks.who, "2"), InvalidWorldSize, "world_size='2': a world has at least 1 rank"),
+        ((rank_functions.who, 0), InvalidWorldSize, "world_size=0: a world has at least 1 rank"),
+        ((rank_functions.who, "2"), InvalidWorldSize, "world_size='2': a world has at least 1 rank"),
         ((lambda _: 0, 2), LaunchError, "<lambda> cannot be found by name in another process: def it"),
         (
-            (ranks.who, 2, (), "mpi4"),
+            (rank_functions.who, 2, (), "mpi4"),
             LaunchError,
             "backend='mpi4' is unknown: did you mean mpi? There are auto, shm, tcp, gloo",
         ),
-        ((ranks.who, 2, (), "simulated"), LaunchError, "call echelon.simulate"),
-        ((ranks.who, 2, (), "auto", 0.0), LaunchError, "timeout=0.0: use a number of seconds above 0"),
-        ((ranks.who, 2, (threading.Lock(),)), LaunchError, "cannot be pickled"),
+        ((rank_functions.who, 2, (), "simulated"), LaunchError, "call echelon.simulate"),
+        ((rank_functions.who, 2, (), "auto", 0.0), LaunchError, "timeout=0.0: use a number of seconds above 0"),
+        ((rank_functions.who, 2, (threading.Lock(),)), LaunchError, "cannot be pickled"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(monkeypatch, arguments, error, message):

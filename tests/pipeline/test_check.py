@@ -20,7 +20,7 @@ from echelon.pipeline.plan.check import Problem
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
-from tests.pipeline.named import schedules, sizes_of
+from tests.helpers.named_schedules import schedules, sizes_of
 
 
 def is_valid(schedule: Schedule) -> bool:

@@ -13,9 +13,9 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, schedules
 from echelon.pipeline.run import interpreter, pipeline
-from tests.backends.forked import run_forked
-from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
-from tests.pipeline.named import sizes_of
+from tests.helpers.alone import gradients, make_batch, make_model, train_alone
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.named_schedules import sizes_of
 
 AT_ONCE = 2.0
 """Seconds; the timeouts are ten times as long."""

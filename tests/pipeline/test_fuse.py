@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.plan.action import actions_of
 from echelon.pipeline.plan.fuse import fused, split_stages
-from tests.pipeline import named
+from tests.helpers import named_schedules
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 
 
-@given(named.schedules(max_ranks=4, max_microbatches=10, among=SPLIT), st.data())
+@given(named_schedules.schedules(max_ranks=4, max_microbatches=10, among=SPLIT), st.data())
 def test_the_stages_asked_for_have_whole_backwards_and_the_rest_is_as_before(schedule, data):
     stages = data.draw(st.sets(st.integers(0, schedule.num_stages - 1)))
     result = fused(schedule, stages)

@@ -6,8 +6,8 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline, schedules
-from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
-from tests.pipeline.named import sizes_of
+from tests.helpers.alone import gradients, make_batch, make_model, train_alone
+from tests.helpers.named_schedules import sizes_of
 
 TRAINING = [name for name in schedules.names() if name != "forward-only"]
 

@@ -16,8 +16,8 @@ from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
-from tests.pipeline.named import sizes_of
-from tests.torch_groups import gloo
+from tests.helpers.named_schedules import sizes_of
+from tests.helpers.torch_groups import gloo
 
 MULTI = {
     "looped-bfs": of_torch.ScheduleLoopedBFS,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from echelon.errors import ScheduleError
 from echelon.pipeline import schedules
 from echelon.pipeline.plan.program import Compute, Flush, Post, Receive, Recompute, Reduce, Send, check_program, lower
-from tests.pipeline import named
+from tests.helpers import named_schedules
 
 
 def test_the_program_of_a_small_schedule():
@@ -25,7 +25,7 @@ def test_neighbours_on_one_rank_send_nothing():
     assert not any(isinstance(instruction, Post | Receive | Send) for instruction in program.orders[0])
 
 
-@given(named.schedules(max_microbatches=16), st.booleans(), st.integers(1, 5))
+@given(named_schedules.schedules(max_microbatches=16), st.booleans(), st.integers(1, 5))
 def test_every_named_schedule_has_a_program_that_ends(schedule, recomputes, lookahead):
     again = range(schedule.num_stages) if recomputes and not schedule.forward_only else ()
     check_program(lower(schedule, again, lookahead))

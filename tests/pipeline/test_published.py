@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.schedules import build
-from tests.pipeline.named import schedules
+from tests.helpers.named_schedules import schedules
 
 SINGLE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 

@@ -9,8 +9,8 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, schedules
 from echelon.pipeline.plan.fuse import split_stages
-from tests.pipeline.alone import WIDTH, gradients, make_batch, make_model, train_alone
-from tests.pipeline.named import sizes_of
+from tests.helpers.alone import WIDTH, gradients, make_batch, make_model, train_alone
+from tests.helpers.named_schedules import sizes_of
 
 TRAINING = [name for name in schedules.names() if name != "forward-only"]
 

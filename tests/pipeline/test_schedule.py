@@ -17,7 +17,7 @@ from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.timeline.terminal import picture
-from tests.pipeline.named import V_SHAPED, schedules
+from tests.helpers.named_schedules import V_SHAPED, schedules
 
 PICTURES = {
     "gpipe": ("gpipe", 3, 4, 1),

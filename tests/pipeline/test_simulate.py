@@ -14,7 +14,7 @@ from echelon.pipeline.plan.action import Action, Overlapped, actions_of
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build
-from tests.pipeline.named import schedules
+from tests.helpers.named_schedules import schedules
 
 amounts = st.integers(0, 12).map(lambda quarters: Fraction(quarters, 4))
 

@@ -2,40 +2,40 @@
 
 import pytest
 
-from tests.backends.forked import run_forked
-from tests.backends.shared import ranks
+from tests.helpers import shared_memory_checks
+from tests.helpers.forked_ranks import run_forked
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_combines(pool, world_size):
-    assert pool.run(ranks.check_reducing, world_size, backend="shm") == ["shm"] * world_size
+    assert pool.run(shared_memory_checks.check_reducing, world_size, backend="shm") == ["shm"] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_dtype(pool, world_size):
-    pool.run(ranks.check_dtypes, world_size, backend="shm")
+    pool.run(shared_memory_checks.check_dtypes, world_size, backend="shm")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_moves(pool, world_size):
-    pool.run(ranks.check_moving, world_size, backend="shm")
+    pool.run(shared_memory_checks.check_moving, world_size, backend="shm")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_up_to_1_mib_takes_no_slots(world_size):
-    run_forked(ranks.check_what_stands_beside_the_announcement, world_size, backend="shm")
+    run_forked(shared_memory_checks.check_what_stands_beside_the_announcement, world_size, backend="shm")
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_out_may_be_of_the_same_storage(pool, backend):
-    pool.run(ranks.check_out_beside_the_input, 3, backend=backend)
+    pool.run(shared_memory_checks.check_out_beside_the_input, 3, backend=backend)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_a_rank_has_for_itself_is_not_shown(pool, world_size):
-    pool.run(ranks.check_own_blocks_stay, world_size, backend="shm")
+    pool.run(shared_memory_checks.check_own_blocks_stay, world_size, backend="shm")
 
 
 def test_a_rank_that_shows_more_bytes_than_its_rows_have_is_refused():
-    for text in run_forked(ranks.show_more_than_there_is, 2, backend="shm").values():
+    for text in run_forked(shared_memory_checks.show_more_than_there_is, 2, backend="shm").values():
         assert "rank 1 of the group showed 40 bytes" in text

@@ -24,7 +24,7 @@ def why_no_namespace():
 def test_a_full_dev_shm_of_64_kib_does_not_matter():
     if reason := why_no_namespace():
         pytest.skip(reason)
-    program = ["unshare", "--mount", sys.executable, "-m", "tests.backends.shared.tiny_dev_shm"]
+    program = ["unshare", "--mount", sys.executable, "-m", "tests.helpers.tiny_dev_shm"]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["free", "0", "('shm',", "3.0)", "('shm',", "3.0)"]

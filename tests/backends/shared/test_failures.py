@@ -16,8 +16,8 @@ import echelon
 from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.group.group import ProcessGroup
-from tests.backends.forked import run_forked
-from tests.backends.worlds import SECRET, free_address
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.worlds import SECRET, free_address
 
 SIZES = (1, 50_000, 3_000_000)
 

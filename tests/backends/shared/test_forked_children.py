@@ -22,7 +22,7 @@ from echelon.backends.shared.backend import share
 from echelon.backends.shared.memory import mapping
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.group.group import ProcessGroup
-from tests.backends.worlds import SECRET, free_address
+from tests.helpers.worlds import SECRET, free_address
 
 LARGE = 100_000
 """Numbers in a message that is received where its sender wrote it."""

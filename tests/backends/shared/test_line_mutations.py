@@ -19,8 +19,8 @@ from echelon.backends.tcp.peers import Peers
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Progress
 from echelon.errors import EchelonError
-from tests.backends.shared import scenarios
-from tests.backends.shared.simulated import Chance, Interruptions, Stuck
+from tests.helpers import shared_memory_scenarios
+from tests.helpers.shared_memory_host import Chance, Interruptions, Stuck
 
 _MOST_SEEDS = 400
 
@@ -346,8 +346,8 @@ EXPLORED = sorted({(each.scenario, each.seed) for each in MUTATIONS if each.seed
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "seed"), EXPLORED)
 def test_without_a_mutation_all_goes_well(scenario, seed):
-    for at in range(1, scenarios.num_points(scenario, seed) + 1):
-        scenarios.play(scenario, Interruptions((at,)), seed)
+    for at in range(1, shared_memory_scenarios.num_points(scenario, seed) + 1):
+        shared_memory_scenarios.play(scenario, Interruptions((at,)), seed)
 
 
 def break_code(monkeypatch, mutation):
@@ -368,7 +368,7 @@ def orders(mutation):
         for seed in range(_MOST_SEEDS):
             yield Chance(seed), seed
         return
-    most = scenarios.num_points(mutation.scenario, mutation.seed)
+    most = shared_memory_scenarios.num_points(mutation.scenario, mutation.seed)
     for at in range(1, most + 1):
         yield Interruptions((at,)), mutation.seed
 
@@ -376,7 +376,7 @@ def orders(mutation):
 def fails(scenario, order, seed):
     """Says whether ranks sleep for ever, or get what was not sent. Any other error is one of the test."""
     try:
-        scenarios.play(scenario, order, seed)
+        shared_memory_scenarios.play(scenario, order, seed)
     except (Stuck, AssertionError, EchelonError):
         return True
     return False

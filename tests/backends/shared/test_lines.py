@@ -13,29 +13,29 @@ import pytest
 
 from echelon.backends.shared.memory.segment import Segment
 from echelon.backends.shared.messages import message_region
-from tests.backends.shared import scenarios
-from tests.backends.shared.simulated import Chance, Interruptions, Stuck, two_ranks
+from tests.helpers import shared_memory_scenarios
+from tests.helpers.shared_memory_host import Chance, Interruptions, Stuck, two_ranks
 
 
-@pytest.mark.parametrize("name", scenarios.ALL)
+@pytest.mark.parametrize("name", shared_memory_scenarios.ALL)
 def test_in_every_order_of_loads_and_stores_messages_arrive_as_they_were_sent(name):
-    assert sum(scenarios.play(name, Chance(seed), seed) for seed in range(40)), "no rank ever slept"
+    assert sum(shared_memory_scenarios.play(name, Chance(seed), seed) for seed in range(40)), "no rank ever slept"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", scenarios.ALL)
+@pytest.mark.parametrize("name", shared_memory_scenarios.ALL)
 def test_in_many_more_orders_messages_arrive_as_they_were_sent(name):
     for seed in range(1000, 3000):
-        scenarios.play(name, Chance(seed), seed)
+        shared_memory_scenarios.play(name, Chance(seed), seed)
 
 
 def test_wherever_a_thread_is_interrupted_a_message_arrives():
     for length in (1, 129, 400):
-        try_every_interruption("one message", scenarios.LENGTHS.index(length))
+        try_every_interruption("one message", shared_memory_scenarios.LENGTHS.index(length))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", scenarios.ALL)
+@pytest.mark.parametrize("name", shared_memory_scenarios.ALL)
 def test_wherever_a_thread_is_interrupted_all_messages_arrive(name):
     try_every_interruption(name, 1)
 
@@ -44,21 +44,21 @@ def test_wherever_a_thread_is_interrupted_all_messages_arrive(name):
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("length", [1, 129])
 def test_wherever_threads_are_interrupted_twice_a_message_arrives(length, part):
-    seed = scenarios.LENGTHS.index(length)
+    seed = shared_memory_scenarios.LENGTHS.index(length)
     without = Interruptions(())
-    scenarios.play("one message", without, seed)
+    shared_memory_scenarios.play("one message", without, seed)
     pairs = itertools.combinations(range(1, without.num_points + 1), 2)
     for pair in itertools.islice(pairs, part, None, 8):
-        scenarios.play("one message", Interruptions(pair), seed)
+        shared_memory_scenarios.play("one message", Interruptions(pair), seed)
 
 
 def try_every_interruption(name, seed):
     """Plays a scenario once for each point at which one thread is stopped until the others sleep."""
     without = Interruptions(())
-    scenarios.play(name, without, seed)
+    shared_memory_scenarios.play(name, without, seed)
     assert without.num_points > 50
     for at in range(1, without.num_points + 1):
-        scenarios.play(name, Interruptions((at,)), seed)
+        shared_memory_scenarios.play(name, Interruptions((at,)), seed)
 
 
 def test_a_rank_that_nobody_wakes_is_found():

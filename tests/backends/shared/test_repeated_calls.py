@@ -6,7 +6,7 @@ import torch
 import echelon
 from echelon.group import collectives
 from echelon.group.messages import PointToPoint
-from tests.backends.forked import run_forked
+from tests.helpers.forked_ranks import run_forked
 
 
 def refuse(*_):

@@ -18,7 +18,7 @@ from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory import fd_passing, support
 from echelon.backends.shared.memory.segment import Segment
 from echelon.backends.shared.memory.waiting import SpinThenSleep
-from tests.backends.worlds import tcp_world
+from tests.helpers.worlds import tcp_world
 
 SECONDS = 20.0
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import echelon
 from echelon._torch_private import fake_tensors
-from tests.cases import Case, bytes_of, cases, check, expected, input_of, laid_out, splits_of
+from tests.helpers.collective_cases import Case, bytes_of, cases, check, expected, input_of, laid_out, splits_of
 
 MODES = ("plain", "no_grad", "inference")
 REFUSALS = ("op", "root", "sparse", "meta", "overlap", "fake", "vmap", "inference")

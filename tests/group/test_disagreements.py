@@ -13,7 +13,7 @@ import torch
 import echelon
 from echelon.backends.simulated import SimulatedBackend
 from echelon.group.group import ProcessGroup
-from tests.backends.worlds import gloo_world, tcp_world
+from tests.helpers.worlds import gloo_world, tcp_world
 
 SECONDS = 20.0
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import echelon
-from tests.programs import programs, run, verify
+from tests.helpers.random_programs import programs, run, verify
 
 FEW = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 FEW_ON_PROCESSES = settings(FEW, max_examples=8)

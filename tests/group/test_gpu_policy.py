@@ -14,8 +14,8 @@ from echelon.backends.host_copies import HostCopies, HostCopy
 from echelon.group.group import ProcessGroup
 from echelon.group.staging import OFF, ON, VARIABLE, fallback_is_on
 from echelon.launch.environment import REQUIRED
-from tests.backends.worlds import gloo_world
-from tests.noted import Noted
+from tests.helpers.stream_log import Noted
+from tests.helpers.worlds import gloo_world
 
 
 class StandIn(HostCopies):
@@ -282,7 +282,7 @@ def test_a_barrier_waits_for_what_the_gpu_of_each_rank_has_queued():
         late.result(20.0)
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 
 def test_the_code_of_the_page_runs(monkeypatch):

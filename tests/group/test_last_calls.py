@@ -12,7 +12,7 @@ from echelon.backends.formats import wire
 from echelon.backends.matching import Mailbox
 from echelon.backends.tcp.parting import MAX_TALLIES, Parting
 from echelon.operation_records import FlightRecorder
-from tests.backends.forked import run_forked
+from tests.helpers.forked_ranks import run_forked
 
 
 def close(group):

@@ -15,8 +15,8 @@ import echelon
 from echelon.data_parallel.hooks import CompressTo
 from echelon.errors import Timeout, failure_of
 from echelon.pipeline import Pipeline
-from tests.backends.forked import run_forked
-from tests.test_whereabouts import stay
+from tests.group.test_whereabouts import stay
+from tests.helpers.forked_ranks import run_forked
 
 HERE = r"[^ ]*test_late_works\.py:\d+"
 THERE = r"[^ ]*test_whereabouts\.py:\d+"

@@ -11,8 +11,8 @@ import torch
 import echelon
 from echelon.group.staging import VARIABLE
 from echelon.pipeline import Pipeline
-from tests.cases import ALL_DTYPES, Case, call, check, expected, ops_of
-from tests.pipeline.alone import gradients, make_batch, make_model, train_alone
+from tests.helpers.alone import gradients, make_batch, make_model, train_alone
+from tests.helpers.collective_cases import ALL_DTYPES, Case, call, check, expected, ops_of
 
 DEVICE = "cuda"
 NCCL = "nccl"

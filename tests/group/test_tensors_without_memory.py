@@ -13,7 +13,7 @@ from echelon._torch_private import fake_tensors
 from echelon.data_parallel import DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.pipeline import Pipeline
-from tests.sharded import mesh_of_one
+from tests.helpers.sharded import mesh_of_one
 
 
 @pytest.fixture(params=["simulated", "tcp", "shm"])

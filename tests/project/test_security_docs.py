@@ -12,7 +12,7 @@ from echelon.backends.connect import acceptor, handshake
 from echelon.backends.formats import wire
 from echelon.backends.tcp import link_table, peers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "security.md").read_text()
 POINTERS = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", DOCS)
 

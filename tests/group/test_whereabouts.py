@@ -15,8 +15,8 @@ import echelon
 from echelon.collectives.calls import hang_diagnosis
 from echelon.group import message_wait
 from echelon.group.group import ProcessGroup
-from tests.backends.forked import run_forked
-from tests.backends.worlds import tcp_world
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.worlds import tcp_world
 
 HERE = r"[^ ]*test_whereabouts\.py:\d+"
 

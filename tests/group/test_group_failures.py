@@ -16,8 +16,8 @@ import torch
 import echelon
 from echelon import functional
 from echelon.group.group import ProcessGroup
-from tests.backends.forked import run_forked
-from tests.backends.worlds import gloo_world, rank_0_and_a_bare_peer, tcp_world
+from tests.helpers.forked_ranks import run_forked
+from tests.helpers.worlds import gloo_world, rank_0_and_a_bare_peer, tcp_world
 
 SECONDS = 20.0
 SOON = 5.0  # far from SECONDS; within a second on a machine that has nothing else to do

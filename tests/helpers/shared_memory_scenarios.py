@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from echelon.backends.work import Work
-from tests.backends.shared.simulated import NUM_PARTS, ONE_SLOT, Interruptions, tag, two_ranks, values
+from tests.helpers.shared_memory_host import NUM_PARTS, ONE_SLOT, Interruptions, tag, two_ranks, values
 
 LENGTHS = (0, 1, 16, 17, 40, 128, 129, 400)
 """Numbers of float32: within a record, of one piece, of some, in a circle."""

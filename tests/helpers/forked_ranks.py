@@ -18,7 +18,7 @@ from echelon.backends.shared.backend import share
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.backend import engage
 from echelon.group.group import ProcessGroup
-from tests.backends.worlds import SECRET, free_address
+from tests.helpers.worlds import SECRET, free_address
 
 
 def run_forked(function, world_size, *arguments, backend="tcp", timeout=20.0, rank_timeout=20.0, waits_for=None):

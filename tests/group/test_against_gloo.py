@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import echelon
-from tests.cases import GLOO_DTYPES, call, cases, check, expected, input_of, splits_of
+from tests.helpers.collective_cases import GLOO_DTYPES, call, cases, check, expected, input_of, splits_of
 
 OPS = {"sum": "SUM", "mean": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
 OPS |= {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
