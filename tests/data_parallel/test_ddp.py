@@ -254,7 +254,7 @@ def test_training_equals_that_of_one_process(run, optimizer_first, set_to_none):
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @OPTIMIZERS
 def test_training_on_other_numbers_of_ranks(world_size, optimizer_first, set_to_none):
-    check_training(echelon.simulate(train, world_size, (optimizer_first, set_to_none)).results)
+    check_training(echelon.simulate(train, world_size, (optimizer_first, set_to_none), late_sends=True).results)
 
 
 def check_training(ranks):

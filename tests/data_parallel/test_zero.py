@@ -54,7 +54,7 @@ def test_it_trains_as_the_plain_optimizer_does(name, world_size, bucket_mb):
     for make in (mlp, channels_last):
         model = make()
         expected = train(model, optimizer_class(groups_of(model, options)), batch())
-        results = echelon.simulate(train_sharded, world_size, (make, name, bucket_mb)).results
+        results = echelon.simulate(train_sharded, world_size, (make, name, bucket_mb), late_sends=True).results
         assert_all_equal(results, expected)
 
 
@@ -94,7 +94,7 @@ def some_without_gradient(group):
 
 def test_parameters_without_gradient_stay():
     expected = [parameter.detach().clone() for parameter in mlp().parameters()]
-    for result in echelon.simulate(some_without_gradient, 3).results:
+    for result in echelon.simulate(some_without_gradient, 3, late_sends=True).results:
         changed = [not torch.equal(a, b) for a, b in zip(result, expected, strict=True)]
         assert changed == [False, True, False, False, False, False]
 
@@ -124,9 +124,9 @@ def test_a_state_is_loaded_by_another_number_of_ranks_and_by_the_plain_optimizer
     halfway = {key: value.clone() for key, value in model.state_dict().items()}
     expected = train(model, plain, batch(), 2)
 
-    for _, state in echelon.simulate(interrupted, 3, (make, None, None)).results:
+    for _, state in echelon.simulate(interrupted, 3, (make, None, None), late_sends=True).results:
         for world_size in (1, 2, 4):
-            for weights, _ in echelon.simulate(interrupted, world_size, (make, state, None)).results:
+            for weights, _ in echelon.simulate(interrupted, world_size, (make, state, None), late_sends=True).results:
                 assert_all_equal([weights], expected)
         model.load_state_dict(halfway)
         plain = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -135,7 +135,10 @@ def test_a_state_is_loaded_by_another_number_of_ranks_and_by_the_plain_optimizer
 
 
 def test_only_one_rank_gets_the_state_if_asked_for():
-    states = [state["optimizer"]["state"] for _, state in echelon.simulate(interrupted, 3, (mlp, None, 1)).results]
+    states = [
+        state["optimizer"]["state"]
+        for _, state in echelon.simulate(interrupted, 3, (mlp, None, 1), late_sends=True).results
+    ]
     assert [len(state) for state in states] == [0, 6, 0]
 
 

@@ -13,7 +13,9 @@ SHAPES = ((3, 2), (), (5,), (0, 4), (7,), (2, 1, 2), (1, 3))
 def run(request):
     """Runs a function on a number of ranks and returns their results."""
     if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
+        return lambda fn, world_size, *args: (
+            echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
+        )
     pool = request.getfixturevalue("pool")
     return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
 

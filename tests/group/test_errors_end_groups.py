@@ -10,7 +10,7 @@ import echelon
 def run(request):
     """Runs a function on two ranks and returns their results."""
     if request.param == "simulated":
-        return lambda fn, *args: echelon.simulate(fn, 2, args).results
+        return lambda fn, *args: echelon.simulate(fn, 2, args, late_sends=True).results
     pool = request.getfixturevalue("pool")
     return lambda fn, *args: pool.run(fn, 2, *args, backend=request.param)
 

@@ -27,7 +27,7 @@ MODIFIED = "modified by an inplace operation"
 def on(request):
     """Runs a function on ranks of a backend and returns their results."""
     if request.param == "simulated":
-        return lambda fn, *args: echelon.simulate(fn, RANKS, args, timeout=20.0).results
+        return lambda fn, *args: echelon.simulate(fn, RANKS, args, timeout=20.0, late_sends=True).results
     pool = request.getfixturevalue("pool")
     return lambda fn, *args: pool.run(fn, RANKS, *args, backend=request.param)
 

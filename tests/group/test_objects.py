@@ -9,7 +9,9 @@ import echelon
 def run(request):
     """Runs a function on a number of ranks and returns their results."""
     if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
+        return lambda fn, world_size, *args: (
+            echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
+        )
     pool = request.getfixturevalue("pool")
     return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
 

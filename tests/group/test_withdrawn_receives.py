@@ -22,7 +22,7 @@ GONE = 8
 def run(request):
     """Runs a function on a number of ranks and returns their results."""
     if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args).results
+        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, late_sends=True).results
     pool = request.getfixturevalue("pool")
     return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=request.param)
 

@@ -22,7 +22,7 @@ AT_ONCE = 2.0
 
 
 def simulate(fn, world_size, *args):
-    return echelon.simulate(fn, world_size, args, timeout=20.0).results
+    return echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
 
 
 def step(pipe, batch):

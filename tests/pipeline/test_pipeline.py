@@ -89,7 +89,7 @@ def test_every_runnable_schedule_is_exact(schedule, dtype):
     chunks = 1 if schedule in ("gpipe", "1f1b") else 2
     num_microbatches = 8
     args = (schedule, num_microbatches, 11, 4, chunks, dtype)
-    results = echelon.simulate(train_piped, 2, args, timeout=20.0).results
+    results = echelon.simulate(train_piped, 2, args, timeout=20.0, late_sends=True).results
     loss, gradients = train_alone(make_model(4, dtype), make_batch(11, dtype), num_microbatches)
     got = gradients_of(results)
     for name, gradient in gradients.items():

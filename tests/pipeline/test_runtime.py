@@ -16,7 +16,7 @@ TRAINING = [name for name in schedules.names() if name != "forward-only"]
 
 
 def simulate(fn, world_size, *args):
-    return echelon.simulate(fn, world_size, args, timeout=20.0).results
+    return echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
 
 
 def named(name, num_ranks, num_microbatches, num_chunks=1):

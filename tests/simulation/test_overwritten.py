@@ -17,7 +17,7 @@ def change_too_early(group):
         work = group.isend(values, 1)
         values[3] = 7
         work.wait()
-    else:
+    elif group.rank == 1:
         group.recv(0)
 
 
@@ -76,7 +76,9 @@ def test_a_plan_that_does_not_wait_for_its_sends_is_told_of(monkeypatch, name, c
     program = reduce_in_background if "background" in call else reduce
     assert echelon.simulate(program, 4, late_sends=True).results[3].tolist() == [4.0 * i for i in range(8)]
     monkeypatch.setattr(interpreter, "_finish", lambda sends, channel: sends.clear())
-    expected = r"changed a tensor before its send to rank \d.* in all_reduce.*, sent at .*test_overwritten.py:\d+: return"
+    expected = (
+        r"changed a tensor before its send to rank \d.* in all_reduce.*, sent at .*test_overwritten.py:\d+: return"
+    )
     with pytest.raises(echelon.UnsupportedOp, match=expected):
         echelon.simulate(program, 4, late_sends=True)
 
@@ -96,10 +98,34 @@ def test_wrong_values_do_not_hide_the_cause():
         echelon.simulate(reuse, 2, late_sends=True)
 
 
-@pytest.mark.parametrize("other", [{"faults": [echelon.Kill(1, at=1.0)]}, {"memory": True}])
-def test_late_sends_are_refused_where_they_would_check_nothing(other):
-    with pytest.raises(echelon.LaunchError, match=f"late_sends checks no send with {next(iter(other))}"):
-        echelon.simulate(change_in_time, 2, late_sends=True, **other)
+def give_up(group):
+    """After the death of rank 2 the others use their tensors again, though sends of the collective are not done."""
+    values = torch.ones(4)
+    try:
+        while True:
+            group.all_reduce(values)
+    except echelon.PeerFailed:
+        values.zero_()
+    return values.sum().item()
+
+
+def test_a_send_of_a_failed_collective_may_be_given_up():
+    for seed in range(8):
+        for at_op in (1, 5, 8):
+            kill = [echelon.Kill(2, at_op=at_op)]
+            for network in (None, SLOW):
+                run = echelon.simulate(give_up, 4, seed=seed, faults=kill, network=network, late_sends=True)
+                assert run.results == [0.0, 0.0, None, 0.0]
+
+
+def test_with_faults_an_overwritten_tensor_is_told_of_as_well():
+    with pytest.raises(echelon.UnsupportedOp, match="rank 0 changed a tensor"):
+        echelon.simulate(change_too_early, 3, faults=[echelon.Kill(2, at=0.0)], late_sends=True)
+
+
+def test_late_sends_are_refused_with_memory():
+    with pytest.raises(echelon.LaunchError, match="late_sends=True and memory=True: leave one out"):
+        echelon.simulate(change_in_time, 2, late_sends=True, memory=True)
 
 
 def change_in_time(group):

@@ -106,12 +106,13 @@ class _Arrival:
 class _Departure:
     """Event: a send is done. Checks that its tensor has not changed, which it may from now on."""
 
-    __slots__ = ("_complete", "_dst", "_note", "_original", "_place", "_sent", "_task", "_world")
+    __slots__ = ("_complete", "_dst", "_note", "_original", "_place", "_sent", "_tag", "_task", "_world")
 
     def __init__(
         self,
         world: World,
         dst: int,
+        tag: Tag,
         note: str,
         original: torch.Tensor,
         sent: torch.Tensor,
@@ -121,6 +122,7 @@ class _Departure:
         self._task = world.scheduler.current()
         self._place = calling_place(3)
         self._dst = dst
+        self._tag = tag
         self._note = note
         self._original = original
         self._sent = sent
@@ -131,8 +133,12 @@ class _Departure:
         self._complete()
 
     def check(self) -> None:
-        """Ends the simulation if the tensor has changed since its send."""
-        if not _have_equal_bits(self._original, self._sent):
+        """Ends the simulation if the tensor has changed since its send, unless that send was given up."""
+        if _have_equal_bits(self._original, self._sent):
+            return
+        # A killed rank, or a group that has failed, waits for its sends no longer.
+        src = self._task.rank
+        if src not in self._world.killed and self._world.mailboxes[src].failure(self._dst, self._tag) is None:
             what = readable(self._note) or describe(self._sent.shape, self._sent.dtype)
             self._world.fail_overwritten(self._task, self._place, self._dst, what)
 
@@ -200,15 +206,14 @@ class World:
             self.scheduler.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
         if passage.done <= self.scheduler.now and not self.late_sends:
             complete()
-        # Not compared with faults, where a program may give up a wait and use the tensor again, nor with memory meters,
-        # because the event keeps the tensor alive, so it would count for longer.
-        elif self.faults.faults or self.memory_meters:
+        # Not compared with memory meters, because the event keeps the tensor alive, so it would count for longer.
+        elif self.memory_meters:
             self.scheduler.at(passage.done, complete)
         else:
             copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
             # All other draws are below 1: a late send comes after every event and turn of its instant.
             draw = self.scheduler.draw() + self.late_sends
-            self.scheduler.at(passage.done, _Departure(self, dst, note, original.detach(), copy, complete), draw)
+            self.scheduler.at(passage.done, _Departure(self, dst, tag, note, original.detach(), copy, complete), draw)
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
