@@ -4,15 +4,16 @@
     python tools/mutations.py --jobs 2 reducer   two at a time; only mutations whose file or words contain "reducer"
     python tools/mutations.py --check            compares the list with the source, and runs nothing
 
-A mutation is killed if a test fails, or if its tests do not end within the deadline. One that survives shows a gap in the
-tests: add a test, or replace the mutation if it changes no behaviour. The exit status is 1 if a mutation survives, if the
-list does not fit the source, or if the tests fail without a mutation.
+A mutation is killed if a test fails, or if its tests do not end within the deadline. One that survives shows a gap in
+the tests: add a test, or replace the mutation if it changes no behaviour. The exit status is 1 if a mutation survives,
+if the list does not fit the source, or if the tests fail without a mutation.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import shutil
 import signal
@@ -118,10 +119,8 @@ def run_tests(tree: Path, tests: Sequence[str], deadline: float, also: Sequence[
             is_late = True
         finally:
             # The whole session: ranks that the tests have started end with them.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         output.seek(0)
         return Outcome(process.returncode == 0, is_late, time.monotonic() - began, output.read())

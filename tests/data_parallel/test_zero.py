@@ -84,6 +84,21 @@ def test_the_memory_is_8_bytes_and_an_nth_of_8_per_parameter(world_size):
         assert num_bytes == pytest.approx((8 + 8 / world_size) * count, abs=8)
 
 
+def bytes_of_loaded_state(group, state):
+    optimizer = ZeroOptimizer(torch.optim.AdamW, mlp().parameters(), group)
+    optimizer.load_state_dict(state)
+    tensors = [t for state in optimizer._inner.state.values() for t in state.values() if t.dim()]
+    return sum(t.untyped_storage().nbytes() for t in tensors), sum(t.nbytes for t in tensors)
+
+
+def test_a_loaded_shard_does_not_keep_the_whole_state_in_memory():
+    model = mlp()
+    plain = torch.optim.AdamW(model.parameters())
+    train(model, plain, batch(), 1)
+    for held, needed in echelon.simulate(bytes_of_loaded_state, 3, (plain.state_dict(),)).results:
+        assert 0 < held == needed
+
+
 def some_without_gradient(group):
     model = mlp()
     optimizer = ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=0.1)

@@ -75,7 +75,7 @@ def test_a_plan_that_does_not_wait_for_its_sends_is_told_of(monkeypatch, name, c
     monkeypatch.setenv("ECHELON_ALL_REDUCE", name)
     program = reduce_in_background if "background" in call else reduce
     assert echelon.simulate(program, 4, late_sends=True).results[3].tolist() == [4.0 * i for i in range(8)]
-    monkeypatch.setattr(interpreter, "_finish", lambda sends, channel: sends.clear())
+    monkeypatch.setattr(interpreter, "_finish", lambda sends, _: sends.clear())
     expected = (
         r"changed a tensor before its send to rank \d.* in all_reduce.*, sent at .*test_overwritten.py:\d+: return"
     )

@@ -314,7 +314,7 @@ class World:
                 yield action.dst, action.src, action.tag
 
     def check_sends(self) -> UnsupportedOp | None:
-        """Checks all sends in flight, and returns the error if a tensor of any was changed. Ends the simulation then."""
+        """Checks all sends in flight. Ends the simulation, and returns its error, if a tensor of any was changed."""
         for action in self.scheduler.actions():
             if isinstance(action, _Departure):
                 action.check()
