@@ -3,7 +3,6 @@
 import re
 
 import pytest
-
 from tools import mutations
 from tools.mutations import Mutation, Outcome
 
