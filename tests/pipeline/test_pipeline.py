@@ -118,6 +118,19 @@ def test_the_timeline_is_what_ran(run):
             assert made <= timeline.starts[transfer.target_rank][transfer.target]
 
 
+def recompute(group):
+    pipe = Pipeline(make_model(2), group, "1f1b", 4, nn.functional.mse_loss, recompute=True)
+    pipe.step(make_batch(8)[0], target=make_batch(8)[1])
+    return pipe.timeline
+
+
+def test_a_step_that_recomputes_begins_after_the_one_before():
+    for timeline in echelon.simulate(recompute, 2, costs=Costs(1.0, 1.0, 1.0)).results:
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+            times = [time for pair in zip(starts, ends, strict=True) for time in pair]
+            assert times == sorted(times)
+
+
 def timed(group):
     pipe = Pipeline(make_model(3), group, "1f1b", 4, nn.functional.mse_loss)
     pipe.step(make_batch(8)[0], target=make_batch(8)[1])
