@@ -20,11 +20,11 @@ from echelon.pipeline import Pipeline
 from echelon.pipeline.run.transfer import PendingSends
 from echelon.testing import check_backend, clause_names, ranks_in_threads
 from tests.backends.test_contract import gloo_world as connected_world
-from tests.group.test_group_failures import on_every_rank
-from tests.helpers.alone import gradients, make_batch, make_model, train_alone
 from tests.helpers.forked_ranks import run_forked
-from tests.helpers.stream_log import Noted
-from tests.helpers.worlds import gloo_world
+from tests.helpers.models import gradients
+from tests.helpers.one_process import make_batch, make_model, train_alone
+from tests.helpers.stream_log import StreamLog
+from tests.helpers.worlds import gloo_world, on_every_rank
 
 RENDEZVOUS = {
     "writes_where_told",
@@ -210,7 +210,7 @@ def test_a_message_is_queued_beside_the_caller_s_stream_and_joined_by_who_takes_
 
         def act(backend):
             log = []
-            backend.aside = lambda _: Noted(log)
+            backend.aside = lambda _: StreamLog(log)
             work = backend.isend(torch.ones(2), 1) if backend.rank == 0 else backend.irecv(0)
             work.wait(20.0)
             return log

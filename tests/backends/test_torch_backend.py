@@ -31,10 +31,9 @@ from echelon.backends.torch_distributed.engine import Engine
 from echelon.backends.torch_distributed.engine_names import ENGINES
 from echelon.backends.torch_distributed.engines import check_available, native_op
 from echelon.group.group import ProcessGroup
-from tests.group.test_group_failures import on_every_rank
 from tests.helpers.collective_cases import call, cases, check, expected
 from tests.helpers.forked_ranks import run_forked
-from tests.helpers.worlds import gloo_world, tcp_world
+from tests.helpers.worlds import gloo_world, on_every_rank, tcp_world
 
 BATCHES = st.lists(cases(), min_size=8, max_size=24)
 

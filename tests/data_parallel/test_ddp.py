@@ -11,8 +11,20 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon import DDP
 from echelon.data_parallel.reducer import can_overlap
-from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
-from tests.helpers.models import TINY_MB, Branches, Shared, fill, mlp
+from tests.helpers.models import (
+    TINY_MB,
+    Branches,
+    Shared,
+    assert_all_equal,
+    backward,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+    single,
+)
 
 WORLD_SIZES = (1, 2, 3, 4)
 

@@ -7,8 +7,19 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon import DDP, CollectiveMismatch
-from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
-from tests.helpers.models import TINY_MB, Branches, fill, mlp
+from tests.helpers.models import (
+    TINY_MB,
+    Branches,
+    assert_all_equal,
+    backward,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+    single,
+)
 
 
 class Fragile(nn.Module):

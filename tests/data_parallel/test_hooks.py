@@ -7,8 +7,18 @@ from torch import nn
 import echelon
 from echelon import DDP
 from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientHook, LocalSGD, PowerSGD
-from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part
-from tests.helpers.models import TINY_MB, Branches, fill, mlp
+from tests.helpers.models import (
+    TINY_MB,
+    Branches,
+    assert_all_equal,
+    backward,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+)
 
 
 def train_with(group, name, steps=30):

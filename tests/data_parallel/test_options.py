@@ -12,8 +12,19 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon import DDP, CollectiveMismatch
 from echelon.data_parallel.reducer import can_overlap
-from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
-from tests.helpers.models import TINY_MB, Branches, fill, mlp
+from tests.helpers.models import (
+    TINY_MB,
+    Branches,
+    assert_all_equal,
+    backward,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+    single,
+)
 
 
 def skip_a_backward(group):

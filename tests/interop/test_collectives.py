@@ -9,7 +9,7 @@ import torch.distributed as dist
 from echelon._torch_private import fake_tensors, operators_of, resolve_process_group
 from echelon._torch_versions import release
 from echelon.errors import UnsupportedOp
-from tests.helpers.interop_worlds import all_gather_single, reduce_scatter_single
+from tests.helpers.torch_groups import all_gather_single, reduce_scatter_single
 
 N = 2
 RELEASE = release(torch.__version__)

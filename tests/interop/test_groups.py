@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.errors import LaunchError, PeerFailed, Timeout, UnsupportedOp
 from echelon.interop.process_group import EchelonProcessGroup
-from tests.helpers.interop_worlds import begin
+from tests.helpers.torch_groups import begin
 
 N = 2
 

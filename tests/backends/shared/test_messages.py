@@ -15,8 +15,7 @@ from echelon.backends.formats import message_layout
 from echelon.backends.formats.wire import Tag
 from echelon.backends.shared.messages import receiver
 from echelon.backends.tcp.backend import TcpBackend
-from tests.backends.shared.test_failures import kill_this_process, seconds_after
-from tests.helpers.forked_ranks import run_forked
+from tests.helpers.forked_ranks import kill_this_process, run_forked, seconds_after
 from tests.helpers.shared_memory_checks import shared_kib, values
 
 MIB = 1 << 20
