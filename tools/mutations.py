@@ -162,6 +162,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="only compare the list with the source")
     parser.add_argument("--unchecked", action="store_true", help="do not run the tests without a mutation first")
     given = parser.parse_args(arguments)
+    # A shell starts background jobs with SIGINT ignored, and tests that send it would fail.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     mutations = read()
     if stale := list(problems(mutations)):
         print(*stale, sep="\n")
