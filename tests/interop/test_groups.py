@@ -172,6 +172,16 @@ def test_futures_of_collectives(in_world):
     assert in_world(N, futures) == [([9.0, 9.0], True, None)] * N
 
 
+def futures_after_waits(rank):
+    """C++ reads the value of the future as soon as a wait for the Work has returned."""
+    works = (dist.all_reduce(torch.ones(1), async_op=True) for _ in range(200))
+    return all(work.wait() and work.get_future().done() for work in works)
+
+
+def test_a_work_that_was_waited_for_has_a_finished_future(in_world):
+    assert in_world(2, futures_after_waits) == [True, True]
+
+
 def times_out(rank):
     if rank == 0:
         with pytest.raises(Timeout, match="receive from rank 1"):
