@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import echelon
+
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import Rounds, difference, gloo, in_turns, options_of, print_environment, print_head, print_row
 
 Step = Callable[[], None]
 
@@ -89,14 +93,12 @@ TASKS = {
 
 
 class Measured(NamedTuple):
-    """What all ranks together took."""
+    """Times of all ranks together."""
 
-    rounds: list[list[list[float]]]
-    """By round: seconds of each variant's step, of the slowest rank; then of the processors of all."""
-    reductions: list[float]
-    """Seconds to reduce all gradients by Echelon, with nothing beside it."""
-    reductions_busy: list[float]
-    """And of the processors of all."""
+    steps: Rounds
+    """Of each variant's step."""
+    reductions: Rounds
+    """Of reducing all gradients by Echelon, with nothing beside it."""
 
 
 def training_step(model: nn.Module, batch: torch.Tensor, set_to_none: bool) -> Step:
@@ -111,76 +113,43 @@ def training_step(model: nn.Module, batch: torch.Tensor, set_to_none: bool) -> S
 
 
 def measure(group: echelon.ProcessGroup, options: argparse.Namespace, store: str) -> Measured:
-    """Measures on one rank; `store` is a file for torch.distributed to start by."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=group.rank, world_size=group.world_size
-    )
-    torch.manual_seed(group.rank)
-    task = TASKS[options.model]
-    batch = torch.randn(task.batch)
-    models = {
-        "local": task.make(),
-        "Echelon": echelon.DDP(task.make(), group, bucket_mb=options.bucket_mb),
-        "torch": nn.parallel.DistributedDataParallel(task.make(), bucket_cap_mb=options.bucket_mb),
-    }
-    steps = {name: training_step(models[name], batch, options.set_to_none) for name in VARIANTS}
-    rounds = []
-    for number in range(WARMUP + options.rounds):
-        seconds = {}
-        shift = number % len(VARIANTS)
-        for name in VARIANTS[shift:] + VARIANTS[:shift]:
-            group.barrier()
-            start, start_busy = time.perf_counter(), time.process_time()
-            steps[name]()
-            seconds[name] = time.perf_counter() - start, time.process_time() - start_busy
-        elapsed, busy = torch.tensor([seconds[name] for name in VARIANTS], dtype=torch.float64).t().contiguous()
-        rounds.append([group.all_reduce(elapsed, "max").tolist(), group.all_reduce(busy, "sum").tolist()])
-    reductions, reductions_busy = [], []
-    for _ in range(NUM_ALONE):
-        group.barrier()
-        start, start_busy = time.perf_counter(), time.process_time()
-        models["Echelon"].sync_gradients()
-        elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        busy = torch.tensor([time.process_time() - start_busy], dtype=torch.float64)
-        reductions += group.all_reduce(elapsed, "max").tolist()
-        reductions_busy += group.all_reduce(busy, "sum").tolist()
-    torch.distributed.destroy_process_group()
-    return Measured(rounds[WARMUP:], reductions, reductions_busy)
+    """Measures on one rank. `store`: file for torch.distributed to start by."""
+    with gloo(group, store):
+        torch.manual_seed(group.rank)
+        task = TASKS[options.model]
+        batch = torch.randn(task.batch)
+        ours = echelon.DDP(task.make(), group, bucket_mb=options.bucket_mb)
+        theirs = nn.parallel.DistributedDataParallel(task.make(), bucket_cap_mb=options.bucket_mb)
+        models = dict(zip(VARIANTS, (task.make(), ours, theirs), strict=True))
+        acts = {name: training_step(model, batch, options.set_to_none) for name, model in models.items()}
+        steps = in_turns(group, acts, options.rounds, warmup=WARMUP)
+        return Measured(steps, in_turns(group, {"alone": ours.sync_gradients}, NUM_ALONE, warmup=0))
 
 
 def report(options: argparse.Namespace) -> None:
     task = TASKS[options.model]
     parameters = sum(parameter.numel() for parameter in task.make().parameters())
-    print(
-        f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-    print(
+    print_environment(
         f"{options.ranks} ranks over {options.backend}, 1 thread each; {options.model} of {parameters / 1e6:.2f}M "
         f"parameters, inputs {tuple(task.batch)} a rank, SGD; buckets of "
-        f"{options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms\n"
+        f"{options.bucket_mb:g} MiB; medians of {options.rounds} rounds, in ms"
     )
     columns = "local step | Echelon | torch on Gloo | Echelon adds | torch adds | ratio | Echelon / local"
-    print(f"| zero_grad(set_to_none=) | of | {columns} |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print_head(f"zero_grad(set_to_none=) | of | {columns}")
     for options.set_to_none in (True, False):
         with tempfile.TemporaryDirectory() as folder:
             arguments = (options, os.path.join(folder, "store"))
-            rounds = echelon.spawn(measure, options.ranks, arguments, backend=options.backend)[0].rounds
-        for index, what in enumerate(("slowest rank", "all processors")):
-            rows = [times[index] for times in rounds]
-            medians = [statistics.median(column) * 1e3 for column in zip(*rows, strict=True)]
-            added = [statistics.median(row[column] - row[0] for row in rows) * 1e3 for column in (1, 2)]
-            cells = [f"{value:.2f}" for value in (*medians, *added, added[0] / added[1], medians[1] / medians[0])]
-            print(f"| {options.set_to_none} | {what} | {' | '.join(cells)} |", flush=True)
+            steps = echelon.spawn(measure, options.ranks, arguments, backend=options.backend)[0].steps
+        for what, times in (("slowest rank", steps.seconds), ("all processors", steps.busy)):
+            medians = [statistics.median(each) * 1e3 for each in times.values()]
+            added = [difference(times[name], times["local"]) * 1e3 for name in VARIANTS[1:]]
+            cells = (*medians, *added, added[0] / added[1], medians[1] / medians[0])
+            print_row(options.set_to_none, what, *(f"{value:.2f}" for value in cells))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = options_of(__doc__, rounds=30, ranks=2)
     parser.add_argument("--model", choices=TASKS, default="mlp10m")
     parser.add_argument("--backend", default="auto", help="of Echelon: auto, shm, tcp")
     parser.add_argument("--bucket-mb", type=float, default=25, help="mebibytes, for both")
-    parser.add_argument("--rounds", type=int, default=30)
     report(parser.parse_args())

@@ -9,13 +9,11 @@ turns of changing order, all ranks together, so that they meet the same noise. M
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,10 +24,10 @@ from torch.distributed.fsdp import fully_shard
 import echelon
 import echelon.interop.torch_distributed  # makes "echelon" a backend of torch.distributed
 
-Act = Callable[[], object]
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import Act, gloo, in_turns, options_of, print_environment, print_head, print_row, ratio
 
 SIZES = (8, 16 * 2**10, 256 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
-WARMUP = 3
 BACKENDS = ("gloo", "echelon")
 STEPS = ("DDP", "FSDP2")
 
@@ -70,58 +68,35 @@ def training_step(kind: str, group: dist.ProcessGroup, width: int, depth: int) -
     return step
 
 
-def in_turns(group: echelon.ProcessGroup, acts: list[Act], rounds: int, repeat: int) -> list[list[float]]:
-    """Returns the seconds that one call of each of `acts` took the slowest rank, by round."""
-    found = []
-    for number in range(WARMUP + rounds):
-        seconds = [0.0] * len(acts)
-        for index in range(len(acts)):
-            chosen = (index + number) % len(acts)
-            group.barrier()
-            start = time.perf_counter()
-            for _ in range(repeat):
-                acts[chosen]()
-            seconds[chosen] = (time.perf_counter() - start) / repeat
-        found.append(group.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").tolist())
-    return found[WARMUP:]
-
-
 def measure(group: echelon.ProcessGroup, rounds: int, store: str) -> list[tuple[str, str, list[list[float]]]]:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=group.rank, world_size=group.world_size)
-    groups = [dist.new_group(backend=backend) for backend in BACKENDS]
+    """Returns the name and size of each call, with its seconds over Gloo and over Echelon, by round."""
     found = []
-    for size in SIZES:
-        both = [collectives(each, size) for each in groups]
-        for name in both[0]:
-            repeat = max(1, min(20, 2**20 // size))
-            found.append((name, f"{size:,}", in_turns(group, [calls[name] for calls in both], rounds, repeat)))
-    for kind in STEPS:
-        torch.manual_seed(group.rank)
-        acts = [training_step(kind, each, 1024, 10) for each in groups]
-        found.append((f"a step of {kind}", "10.5M parameters", in_turns(group, acts, rounds, 1)))
-    dist.destroy_process_group()
+    with gloo(group, store):
+        groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+
+        def compare(name: str, size: str, acts: dict[str, Act], repeat: int = 1) -> None:
+            found.append((name, size, list(in_turns(group, acts, rounds, repeat).seconds.values())))
+
+        for size in SIZES:
+            calls = {backend: collectives(each, size) for backend, each in groups.items()}
+            for name in calls["gloo"]:
+                acts = {backend: each[name] for backend, each in calls.items()}
+                compare(name, f"{size:,}", acts, max(1, min(20, 2**20 // size)))
+        for kind in STEPS:
+            torch.manual_seed(group.rank)
+            steps = {backend: training_step(kind, each, 1024, 10) for backend, each in groups.items()}
+            compare(f"a step of {kind}", "10.5M parameters", steps)
     return found
 
 
-def report(num_ranks: int, rounds: int) -> None:
-    print(
-        f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-    print(f"{num_ranks} ranks on one host, 1 thread each, medians of {rounds} rounds, microseconds\n")
-    print("| what | bytes | Gloo | Echelon | Echelon / Gloo |\n|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        found = echelon.spawn(measure, num_ranks, (rounds, os.path.join(folder, "store")))[0]
-    for name, size, seconds in found:
-        gloo, ours = (statistics.median(column) * 1e6 for column in zip(*seconds, strict=True))
-        ratio = statistics.median(row[1] / row[0] for row in seconds)
-        print(f"| {name} | {size} | {gloo:,.0f} | {ours:,.0f} | {ratio:.2f} |")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    report(options.ranks, options.rounds)
+    options = options_of(__doc__, rounds=9, ranks=2).parse_args()
+    print_environment(
+        f"{options.ranks} ranks on one host, 1 thread each, medians of {options.rounds} rounds, microseconds"
+    )
+    print_head("call | bytes | Gloo | Echelon | Echelon / Gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        found = echelon.spawn(measure, options.ranks, (options.rounds, os.path.join(folder, "store")))[0]
+    for name, size, (theirs, ours) in found:
+        medians = (f"{statistics.median(each) * 1e6:,.0f}" for each in (theirs, ours))
+        print_row(name, size, *medians, f"{ratio(ours, theirs):.2f}")

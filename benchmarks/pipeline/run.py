@@ -12,13 +12,13 @@ rank's time and of each round's ratio.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,10 @@ from echelon.pipeline.plan.action import Action, actions_of, loop, vee
 from echelon.pipeline.plan.simulate import Timeline
 from echelon.pipeline.stage.stage import Forward, Made, Stage
 
-RANKS, WARMUP = 2, 3
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import difference, gloo, in_turns, ms, print_environment, print_head, print_row, ratio
+
+RANKS = 2
 TORCH = {
     "gpipe": (pipelining.ScheduleGPipe, loop(RANKS)),
     "1f1b": (pipelining.Schedule1F1B, loop(RANKS)),
@@ -128,21 +131,6 @@ def torch_step(work: Work, rank: int, name: str) -> Step:
     return step
 
 
-def measure(group: echelon.ProcessGroup, steps: Sequence[Step], rounds: int) -> list[list[float]]:
-    """Returns for each step the seconds of every round."""
-    found: list[list[float]] = [[] for _ in steps]
-    for number in range(WARMUP + rounds):
-        order = list(range(len(steps)))
-        for which in order if number % 2 else reversed(order):
-            group.barrier()
-            began = time.perf_counter()
-            steps[which]()
-            seconds = time.perf_counter() - began
-            if number >= WARMUP:
-                found[which].append(seconds)
-    return found
-
-
 def one_process(work: Work) -> Step:
     """The same step in one process, one microbatch after another."""
     model, (inputs, target) = work.model(), work.batch()
@@ -211,8 +199,7 @@ class Link:
     """What a step takes beside computing, measured in steps of 1F1B."""
 
     def __init__(self, group: echelon.ProcessGroup, work: Work) -> None:
-        schedule = schedule_of(work, group.rank, "1f1b")
-        self._pipe = Pipeline(list(equal_parts(work.model(), RANKS)), group, schedule, loss_fn=loss_of)
+        self._pipe = our_pipeline(group, work, "1f1b")
         self._step = our_step(self._pipe, work)
         self._step()
         self._alone = Alone(self._pipe, work, group.rank)
@@ -272,31 +259,38 @@ def costs_of(rows: Sequence[Sequence[float]], schedule: Schedule, link: Sequence
 
 
 def run(group: echelon.ProcessGroup, work: Work, rounds: int, names: Sequence[str], store: str) -> dict[str, Any]:
-    """Measures everything; the result of rank 0 is for the table."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=group.rank, world_size=RANKS)
-    group.barrier()
-    alone = measure_alone(one_process(work)) if group.rank == 0 else 0.0
-    group.barrier()
-    link = Link(group, work)
-    found = [compare(group, work, rounds, name, link) for name in names]
-    torch.distributed.destroy_process_group()
+    """Measures everything. The result of rank 0 is for the table."""
+    with gloo(group, store):
+        group.barrier()
+        alone = measure_alone(one_process(work)) if group.rank == 0 else 0.0
+        group.barrier()
+        link = Link(group, work)
+        found = [compare(group, work, rounds, name, link) for name in names]
     return {"alone": alone, "link": [statistics.median(kind) for kind in zip(*link.rounds, strict=True)], "rows": found}
+
+
+def our_pipeline(group: echelon.ProcessGroup, work: Work, name: str) -> Pipeline:
+    schedule = schedule_of(work, group.rank, name)
+    return Pipeline(list(equal_parts(work.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
+
+
+def every_rank(group: echelon.ProcessGroup, rounds: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
+    """Returns the rows of all stages by round, from those of this rank's stages (see `Alone.rounds`)."""
+    rows = torch.tensor(rounds, dtype=torch.float64).transpose(0, 1).contiguous()
+    return group.all_gather(rows).transpose(0, 1).tolist()
 
 
 def compare(group: echelon.ProcessGroup, work: Work, rounds: int, name: str, link: Link) -> dict[str, Any]:
     """Measures one schedule: in each round our step, torch's, one without messages, and one of 1F1B for its link."""
-    schedule = schedule_of(work, group.rank, name)
-    pipe = Pipeline(list(equal_parts(work.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)
-    ours = our_step(pipe, work)
+    pipe = our_pipeline(group, work, name)
+    schedule, ours = pipe.schedule, our_step(pipe, work)
     ours()
     alone = Alone(pipe, work, group.rank)
-    steps = [ours, alone.step, link.step, *([torch_step(work, group.rank, name)] if name in TORCH else [])]
-    times = measure(group, steps, rounds)
-    slowest = group.all_reduce(torch.tensor(times, dtype=torch.float64), "max").tolist()
-    rows = torch.tensor(alone.rounds[-rounds:], dtype=torch.float64)
-    every_row = group.all_gather(rows.transpose(0, 1).contiguous()).transpose(0, 1).tolist()
+    steps = {"ours": ours, "alone": alone.step, "link": link.step}
+    if name in TORCH:
+        steps["torch"] = torch_step(work, group.rank, name)
+    slowest = in_turns(group, steps, rounds).seconds
+    every_row = every_rank(group, alone.rounds[-rounds:])
     links = group.all_reduce(torch.tensor(link.rounds[-rounds:], dtype=torch.float64), "mean").tolist()
     ideals, plans = [], []
     more = [max(0.0, statistics.median(kind)) for kind in list(zip(*links, strict=True))[2:4]]  # less is chance
@@ -305,8 +299,8 @@ def compare(group: echelon.ProcessGroup, work: Work, rounds: int, name: str, lin
         plans.append(float(schedule.simulate(costs_of(one, schedule, (transfer, gap, *more))).makespan) + around)
     return {
         "name": name,
-        "ours": slowest[0],
-        "torch": slowest[3] if name in TORCH else None,
+        "ours": slowest["ours"],
+        "torch": slowest.get("torch"),
         "ideal": ideals,
         "planned": plans,
         "actions": max(map(len, schedule.orders)),
@@ -332,38 +326,18 @@ def report(result: dict[str, Any], work: Work) -> None:
         f"1f1b: from rank to rank {transfer}; from action to action {gap}; an F takes {forward} more, a B {backward}; "
         f"around a step {around}\n"
     )
-    print(
-        "| schedule | Echelon (ms) | torch (ms) | ratio | ideal (ms) | ratio | predicted (ms) | ratio "
-        "| us per action | torch's | ratio |"
+    print_head(
+        "schedule | Echelon (ms) | torch (ms) | ratio | ideal (ms) | ratio | predicted (ms) | ratio "
+        "| us per action | torch's | ratio"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in result["rows"]:
-        ours, theirs, ideal, actions = row["ours"], row["torch"], row["ideal"], row["actions"]
-        own = per_action(ours, ideal, actions)
-        cells = [row["name"], milliseconds(ours)]
-        cells += [milliseconds(theirs), ratio(ours, theirs)] if theirs else ["-", "-"]
-        cells += [milliseconds(ideal), ratio(ours, ideal), milliseconds(row["planned"]), ratio(ours, row["planned"])]
-        cells.append(f"{own:.0f}")
-        if theirs:
-            others = per_action(theirs, ideal, actions)
-            cells += [f"{others:.0f}", f"{own / others:.2f}"]
-        else:
-            cells += ["-", "-"]
-        print(f"| {' | '.join(cells)} |")
-
-
-def milliseconds(rounds: Sequence[float]) -> str:
-    return f"{statistics.median(rounds) * 1e3:.2f}"
-
-
-def ratio(rounds: Sequence[float], others: Sequence[float]) -> str:
-    """The median of the rounds' ratios."""
-    return f"{statistics.median(one / other for one, other in zip(rounds, others, strict=True)):.2f}"
-
-
-def per_action(rounds: Sequence[float], ideals: Sequence[float], actions: int) -> float:
-    """What a step takes more than its ideal, in microseconds per action of the rank that has the most."""
-    return statistics.median(one - ideal for one, ideal in zip(rounds, ideals, strict=True)) / actions * 1e6
+        ours, theirs, ideal, planned = row["ours"], row["torch"], row["ideal"], row["planned"]
+        # What a step takes more than its ideal, in microseconds per action of the rank that has the most.
+        own, others = (difference(each, ideal) / row["actions"] * 1e6 if each else 0.0 for each in (ours, theirs))
+        beside = (ms(theirs), f"{ratio(ours, theirs):.2f}") if theirs else ("-", "-")
+        plans = (ms(ideal), f"{ratio(ours, ideal):.2f}", ms(planned), f"{ratio(ours, planned):.2f}")
+        per_action = (f"{others:.0f}", f"{own / others:.2f}") if theirs else ("-", "-")
+        print_row(row["name"], ms(ours), *beside, *plans, f"{own:.0f}", *per_action)
 
 
 def main() -> None:
@@ -377,15 +351,10 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
     work = Work(options.width, options.depth, options.samples, options.microbatches)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, backend {options.backend}\n"
-    )
+    print_environment(f"backend {options.backend}")
     with tempfile.TemporaryDirectory() as folder:
-        results = echelon.spawn(
-            run, RANKS, (work, options.rounds, options.schedules, f"{folder}/store"), options.backend
-        )
-    report(results[0], work)
+        arguments = (work, options.rounds, options.schedules, f"{folder}/store")
+        report(echelon.spawn(run, RANKS, arguments, options.backend)[0], work)
 
 
 if __name__ == "__main__":

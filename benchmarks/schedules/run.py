@@ -8,17 +8,19 @@ Every row is measured in processes of its own, so that their peak memory is thei
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import options_of, print_environment, print_head, print_row
 
 REPETITIONS = 3
 LINEAR = ((256, 20), (256, 195), (256, 1954), (256, 7813))
@@ -92,36 +94,36 @@ def run_part(text: str) -> None:
 
 
 def report(quick: bool) -> None:
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}\n")
-    print("| 1F1B: actions | build | check | simulate | total (s) | us per action | MB |")
-    print("|---|---|---|---|---|---|---|")
+    print_environment()
+    print_head("1F1B: actions | build | check | simulate | total (s) | us per action | MB")
     for ranks, microbatches in LINEAR[: 2 if quick else None]:
         row = in_a_process(echelon, ranks, microbatches, 1)
         actions = 2 * ranks * microbatches
         times = [row[key] for key in ("build", "check", "simulate")]
-        cells = [f"{actions:,}", *(f"{value:.2f}" for value in (*times, sum(times)))]
-        print(f"| {' | '.join(cells)} | {sum(times) / actions * 1e6:.2f} | {row['megabytes']:.0f} |", flush=True)
+        cells = (f"{value:.2f}" for value in (*times, sum(times), sum(times) / actions * 1e6))
+        print_row(f"{actions:,}", *cells, f"{row['megabytes']:.0f}")
     ranks, microbatches = (64, 512) if quick else LINEAR[2]
     ours, theirs = (in_a_process(part, ranks, microbatches, 1) for part in (echelon, torch_1f1b))
-    print(f"\n| 1F1B, {2 * ranks * microbatches:,} actions | Echelon | torch | ratio |\n|---|---|---|---|")
+    print()
+    print_head(f"1F1B, {2 * ranks * microbatches:,} actions | Echelon | torch | ratio")
     for key, what in (("build", "all ranks' orders"), ("check", "check (Echelon: deadlocks, too)")):
-        print(f"| {what} (s) | {ours[key]:.2f} | {theirs[key]:.2f} | {ours[key] / theirs[key]:.2f} |")
-    print("\n| interleaved 1F1B, 2 chunks: actions | Echelon: build and check | torch: constructor | ratio |")
-    print("|---|---|---|---|")
+        print_row(f"{what} (s)", *(f"{value:.2f}" for value in (ours[key], theirs[key], ours[key] / theirs[key])))
+    print()
+    print_head("interleaved 1F1B, 2 chunks: actions | Echelon: build and check | torch: constructor | ratio")
     for ranks, microbatches in LOWERED[: 2 if quick else None]:
         ours = in_a_process(echelon, ranks, microbatches, 2)
         theirs = in_a_process(torch_interleaved, ranks, microbatches, 2)
         total = ours["build"] + ours["check"]
-        actions = 4 * ranks * microbatches
-        print(f"| {actions:,} | {total:.3f} | {theirs['build']:.3f} | {total / theirs['build']:.3f} |", flush=True)
+        values = (total, theirs["build"], total / theirs["build"])
+        print_row(f"{4 * ranks * microbatches:,}", *(f"{value:.3f}" for value in values))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="only the small sizes")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.part:
-        run_part(arguments.part)
+    parser.add_argument("--part", help=SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        run_part(options.part)
     else:
-        report(arguments.quick)
+        report(options.quick)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from echelon import ProcessGroup
 from echelon.backends.memory import copy_contiguous
-from echelon.bench.figures import Case
+from echelon.bench.request import Case
 from echelon.bench.subject import Call, EchelonSubject, Subject
+from echelon.bench.workload import Workload
 
 _PIECE = 64 << 10
 """Elements that are added up and written at a time, so that they stay in the cache."""
@@ -26,12 +27,12 @@ class SymmetricSubject(EchelonSubject):
         self._memory = group
         self._kept: Tensor | None = None
 
-    def call(self, case: Case, tensor: Tensor | None) -> Call:
+    def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:
         if case.operation == "barrier":
-            return super().call(case, tensor)
+            return super().call(case, tensor, out)
         shared = self._memory.empty(_length(case), getattr(torch, case.dtype))  # by all ranks, whoever has values
         self._kept = shared  # on ranks that give none as well, or they would not have its block any more
-        return super().call(case, None if tensor is None else shared.copy_(tensor))
+        return super().call(case, None if tensor is None else shared.copy_(tensor), out)
 
 
 class Task(NamedTuple):
@@ -83,10 +84,10 @@ class LimitSubject(Subject):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def call(self, case: Case, _: Tensor | None) -> Call:
+    def call(self, case: Case, _: Tensor | None, __: Tensor) -> Call:
         if case.operation == "barrier":
             return lambda: None
-        tasks = _TASKS[case.operation](case, self._group.rank, map_together(self._group, _length(case)))
+        tasks = _tasks(case, self._group.rank, map_together(self._group, _length(case)))
 
         def act() -> None:
             for task in tasks:
@@ -94,62 +95,20 @@ class LimitSubject(Subject):
 
         return act
 
-    def close(self) -> None:
-        """Does nothing: the memory goes with the calls."""
-
 
 def _length(case: Case) -> int:
     """Returns how many elements a rank's tensor has."""
     return case.num_elements * (case.num_ranks if case.operation in ("scatter", "reduce_scatter", "all_to_all") else 1)
 
 
-def _slices(tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
-    return [tensor.tensor_split(len(tensors))[rank] for tensor in tensors]
-
-
-def _all_reduce(_: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    own = _slices(everywhere, rank)
-    return [Task(own, own)]
-
-
-def _reduce(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    own = _slices(everywhere, rank)
-    return [Task(own, [own[case.root]])]
-
-
-def _broadcast(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    return [Task([everywhere[case.root]], [everywhere[rank]])] if rank != case.root else []
-
-
-def _all_gather(_: Case, __: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    return [Task([mine], [torch.zeros_like(mine)]) for mine in everywhere]
-
-
-def _gather(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    return _all_gather(case, rank, everywhere) if rank == case.root else []
-
-
-def _all_to_all(_: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    return [Task([part], [torch.zeros_like(part)]) for part in _slices(everywhere, rank)]
-
-
-def _scatter(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    part = _slices(everywhere, rank)[case.root]
-    return [Task([part], [torch.zeros_like(part)])]
-
-
-def _reduce_scatter(_: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
-    own = _slices(everywhere, rank)
-    return [Task(own, [torch.zeros_like(own[0])])]
-
-
-_TASKS: dict[str, Callable[[Case, int, Sequence[Tensor]], list[Task]]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "all_to_all": _all_to_all,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-}
+def _tasks(case: Case, rank: int, everywhere: Sequence[Tensor]) -> list[Task]:
+    if case.operation in ("all_reduce", "reduce"):
+        own = [tensor.tensor_split(len(everywhere))[rank] for tensor in everywhere]
+        return [Task(own, own if case.operation == "all_reduce" else [own[case.root]])]
+    if case.operation == "broadcast":
+        return [Task([everywhere[case.root]], [everywhere[rank]])] if rank != case.root else []
+    found = []
+    for ranks, first, length in Workload(case, rank).segments():
+        sources = [everywhere[source][first : first + length] for source in ranks]
+        found.append(Task(sources, [torch.zeros_like(sources[0])]))
+    return found

@@ -10,12 +10,12 @@ their own.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from torch import nn
 
 import echelon
 from echelon import ProcessGroup
+
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import print_environment, print_head, print_row
 
 REPETITIONS = 5
 
@@ -124,22 +127,17 @@ def memory() -> tuple[float, float]:
 
 
 def main() -> None:
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
-    print("| program | ranks | messages | seconds | start | messages/s | after the start | per CPU second |")
-    print("|---|---|---|---|---|---|---|---|")
+    print_environment()
+    print_head("program | ranks | messages | seconds | start | messages/s | after the start | per CPU second")
     for name, program, world_size, args, algorithm in ROWS:
         start = measure(nothing, world_size, ())
         if algorithm:
             os.environ["ECHELON_ALL_REDUCE"] = algorithm
         row = measure(program, world_size, args)
         os.environ.pop("ECHELON_ALL_REDUCE", None)
-        rates = [row.messages / row.wall, row.messages / (row.wall - start.wall), row.messages / row.cpu]
-        print(
-            f"| {name} | {world_size} | {row.messages:,} | {row.wall:.2f} | {start.wall:.2f} | "
-            + " | ".join(f"{rate:,.0f}" for rate in rates)
-            + " |",
-            flush=True,
-        )
+        rates = (row.messages / row.wall, row.messages / (row.wall - start.wall), row.messages / row.cpu)
+        cells = (f"{row.messages:,}", f"{row.wall:.2f}", f"{start.wall:.2f}", *(f"{rate:,.0f}" for rate in rates))
+        print_row(name, world_size, *cells)
     rank, message = memory()
     print(f"\na rank: {rank:.2f} MB beside its tensors; a message: {message:.1f} kB of trace")
 

@@ -14,14 +14,14 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
+import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,11 @@ import torch
 from echelon import ProcessGroup
 from echelon.backends.tcp.backend import TcpBackend
 
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import options_of, print_environment, print_head, print_row, ratio
+
 ONE_WAY_SIZES = (1 << 20, 64 << 20)
 REDUCED_SIZES = (8, 64 << 10, 1 << 20, 64 << 20)
-MIB = 1 << 20
 
 
 class Where(NamedTuple):
@@ -43,132 +45,86 @@ class Where(NamedTuple):
     folder: str
 
 
-class Contestant(ABC):
-    """One rank of something that is measured. Its methods return seconds per repetition."""
+class Contestant(NamedTuple):
+    """One rank of a library that is measured. Messages go between ranks 0 and 1."""
 
-    @abstractmethod
-    def send(self, tensor: torch.Tensor) -> None:
-        """Sends to the other of two ranks."""
-
-    @abstractmethod
-    def recv(self, tensor: torch.Tensor) -> None:
-        """Receives from the other of two ranks, into `tensor`."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Adds `tensor` up over all ranks."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends it, on both ranks at once."""
-
-    def message(self, is_sender: bool, num_bytes: int, repetitions: int) -> float:
-        """Measures a message and, as its answer, one of 8 bytes."""
-        tensor, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
-        self._exchange(is_sender, tensor, answer)
-        begin = time.perf_counter()
-        for _ in range(repetitions):
-            self._exchange(is_sender, tensor, answer)
-        return (time.perf_counter() - begin) / repetitions
-
-    def _exchange(self, is_sender: bool, tensor: torch.Tensor, answer: torch.Tensor) -> None:
-        if is_sender:
-            self.send(tensor)
-            self.recv(answer)
-        else:
-            self.recv(tensor)
-            self.send(answer)
-
-    def stream(self, is_sender: bool, num_bytes: int, repetitions: int) -> float:
-        """Measures messages behind one another, with one answer to the last."""
-        tensor, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
-        begin = time.perf_counter()
-        for _ in range(repetitions):
-            (self.send if is_sender else self.recv)(tensor)
-        (self.recv if is_sender else self.send)(answer)
-        return (time.perf_counter() - begin) / repetitions
-
-    def reduction(self, _: bool, num_bytes: int, repetitions: int) -> float:
-        """Measures all-reduces of float32."""
-        tensor = torch.zeros(num_bytes // 4)
-        self.all_reduce(tensor)
-        begin = time.perf_counter()
-        for _ in range(repetitions):
-            self.all_reduce(tensor)
-        return (time.perf_counter() - begin) / repetitions
+    send: Callable[[torch.Tensor], object]
+    recv: Callable[[torch.Tensor], object]
+    all_reduce: Callable[[torch.Tensor], object]
+    close: Callable[[], object]
 
 
-class Echelon(Contestant):
-    def __init__(self, where: Where) -> None:
-        address = f"127.0.0.1:{where.port}"
-        self.group = ProcessGroup(TcpBackend(where.rank, where.world_size, address, secret=b"of a benchmark"))
-        self.other = 1 - where.rank
-
-    def send(self, tensor: torch.Tensor) -> None:
-        self.group.send(tensor, self.other)
-
-    def recv(self, tensor: torch.Tensor) -> None:
-        self.group.recv(self.other, out=tensor)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.group.all_reduce(tensor)
-
-    def close(self) -> None:
-        self.group.close()
+def echelon(where: Where) -> Contestant:
+    address = f"127.0.0.1:{where.port}"
+    group = ProcessGroup(TcpBackend(where.rank, where.world_size, address, secret=b"of a benchmark"))
+    other = 1 - where.rank
+    return Contestant(
+        lambda tensor: group.send(tensor, other),
+        lambda tensor: group.recv(other, out=tensor),
+        group.all_reduce,
+        group.close,
+    )
 
 
-class Gloo(Contestant):
-    def __init__(self, where: Where) -> None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{where.folder}/gloo", rank=where.rank, world_size=where.world_size
-        )
-        self.other = 1 - where.rank
-
-    def send(self, tensor: torch.Tensor) -> None:
-        torch.distributed.send(tensor, self.other)
-
-    def recv(self, tensor: torch.Tensor) -> None:
-        torch.distributed.recv(tensor, self.other)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        torch.distributed.all_reduce(tensor)
-
-    def close(self) -> None:
-        torch.distributed.destroy_process_group()
+def gloo(where: Where) -> Contestant:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{where.folder}/gloo"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=where.rank, world_size=where.world_size)
+    other = 1 - where.rank
+    return Contestant(
+        lambda tensor: torch.distributed.send(tensor, other),
+        lambda tensor: torch.distributed.recv(tensor, other),
+        torch.distributed.all_reduce,
+        torch.distributed.destroy_process_group,
+    )
 
 
-class BareSocket(Contestant):
+def bare_socket(where: Where) -> Contestant:
     """sendall and recv_into on one blocking socket."""
+    path = os.path.join(where.folder, "socket")
+    if where.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            with open(f"{path}.new", "w") as file:
+                file.write(str(listener.getsockname()[1]))
+            os.rename(f"{path}.new", path)  # whole at once, so that the other never reads half a number
+            sock, _ = listener.accept()
+    else:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        with open(path) as file:
+            sock = socket.create_connection(("127.0.0.1", int(file.read())))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def __init__(self, where: Where) -> None:
-        path = os.path.join(where.folder, "port")
-        if where.rank == 0:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                with open(f"{path}.new", "w") as file:
-                    file.write(str(listener.getsockname()[1]))
-                os.rename(f"{path}.new", path)
-                self.sock, _ = listener.accept()
-        else:
-            while not os.path.exists(path):
-                time.sleep(0.01)
-            with open(path) as file:
-                self.sock = socket.create_connection(("127.0.0.1", int(file.read())))
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, tensor: torch.Tensor) -> None:
-        self.sock.sendall(tensor.numpy())
-
-    def recv(self, tensor: torch.Tensor) -> None:
+    def recv(tensor: torch.Tensor) -> None:
         view = memoryview(tensor.numpy()).cast("B")
         while view.nbytes:
-            view = view[self.sock.recv_into(view) :]
+            view = view[sock.recv_into(view) :]
 
-    def close(self) -> None:
-        self.sock.close()
+    return Contestant(lambda tensor: sock.sendall(tensor.numpy()), recv, torch.neg, sock.close)
 
 
-CONTESTANTS: dict[str, Callable[[Where], Contestant]] = {"Echelon": Echelon, "Gloo": Gloo, "socket": BareSocket}
+def measure(contestant: Contestant, question: str, is_sender: bool, num_bytes: int, repetitions: int) -> float:
+    """Returns the seconds of a message with an answer of 8 bytes, of one in a stream, or of an all-reduce."""
+    tensor, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
+    there, back = (contestant.send, contestant.recv) if is_sender else (contestant.recv, contestant.send)
+
+    def exchange() -> None:
+        there(tensor)
+        back(answer)
+
+    acts = {"message": exchange, "stream": lambda: there(tensor), "all_reduce": lambda: contestant.all_reduce(tensor)}
+    act = acts[question]
+    if question != "stream":
+        act()  # the first opens connections and maps memory
+    begin = time.perf_counter()
+    for _ in range(repetitions):
+        act()
+    if question == "stream":
+        back(answer)  # one answer to the last
+    return (time.perf_counter() - begin) / repetitions
+
+
+CONTESTANTS = {"Echelon": echelon, "Gloo": gloo, "socket": bare_socket}
 
 
 def serve(name: str, where: Where, commands: Connection) -> None:
@@ -178,7 +134,7 @@ def serve(name: str, where: Where, commands: Connection) -> None:
     commands.send("ready")
     while (command := commands.recv()) is not None:
         question, num_bytes, repetitions = command
-        commands.send(getattr(contestant, question)(where.rank == 0, num_bytes, repetitions))
+        commands.send(measure(contestant, question, where.rank == 0, num_bytes, repetitions))
     contestant.close()
 
 
@@ -223,52 +179,46 @@ def team(name: str, world_size: int) -> Iterator[Team]:
                 process.kill()
 
 
-def compare(teams: dict[str, Team], question: str, num_bytes: int, options: argparse.Namespace) -> str:
-    """Asks all teams in turns; returns the line of the table."""
+def compare(teams: dict[str, Team], ranks: int, question: str, num_bytes: int, options: argparse.Namespace) -> None:
+    """Asks all teams in turns and prints the line of the table."""
     names = list(teams)
     slowest = max(found.ask(question, num_bytes, 1) for found in teams.values())
     repetitions = max(1, min(2000, int(options.seconds / slowest)))
-    rounds = []
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds):
         shift = number % len(names)
-        order = names[shift:] + names[:shift]
-        rounds.append({name: teams[name].ask(question, num_bytes, repetitions) for name in order})
-    cells = [f"{statistics.median(seconds[name] for seconds in rounds) * 1e6:.1f}" for name in names]
-    ratios = [statistics.median(seconds["Echelon"] / seconds[name] for seconds in rounds) for name in names[1:]]
+        for name in names[shift:] + names[:shift]:
+            seconds[name].append(teams[name].ask(question, num_bytes, repetitions))
     padding = ["-"] * (len(CONTESTANTS) - len(names))
-    return " | ".join([*cells, *padding, *(f"{ratio:.2f}" for ratio in ratios), *padding, str(repetitions)])
+    medians = (f"{statistics.median(taken) * 1e6:.1f}" for taken in seconds.values())
+    ratios = (f"{ratio(seconds['Echelon'], seconds[name]):.2f}" for name in names[1:])
+    print_row(ranks, question, num_bytes, *medians, *padding, *ratios, *padding, repetitions)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, rounds=15)
     parser.add_argument("--only", choices=("message", "stream", "all_reduce"), help="one kind of question")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for all_reduce")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes")
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.06, help="about how long a turn takes")
     options = parser.parse_args()
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python", end=" ")
-    print(
-        f"{platform.python_version()}, torch {torch.__version__}, 1 thread a rank, medians of {options.rounds} rounds\n"
+    print_environment(f"1 thread a rank, medians of {options.rounds} rounds")
+    print_head(
+        "ranks | question | bytes | Echelon us | Gloo us | socket us | Echelon/Gloo | Echelon/socket | repetitions"
     )
-    print(
-        "| ranks | question | bytes | Echelon us | Gloo us | socket us | Echelon/Gloo | Echelon/socket | repetitions |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
     if options.only != "all_reduce":
         with contextlib.ExitStack() as stack:
             teams = {name: stack.enter_context(team(name, 2)) for name in CONTESTANTS}
             for question in ("message", "stream"):
                 if options.only in (None, question):
                     for size in options.sizes or ((8,) if question == "message" else ()) + ONE_WAY_SIZES:
-                        print(f"| 2 | {question} | {size} | {compare(teams, question, size, options)} |", flush=True)
+                        compare(teams, 2, question, size, options)
     if options.only in (None, "all_reduce"):
         for ranks in options.ranks:
             with contextlib.ExitStack() as stack:
                 teams = {name: stack.enter_context(team(name, ranks)) for name in ("Echelon", "Gloo")}
                 for size in options.sizes or REDUCED_SIZES:
-                    line = compare(teams, "reduction", size, options)
-                    print(f"| {ranks} | all_reduce | {size} | {line} |", flush=True)
+                    compare(teams, ranks, "all_reduce", size, options)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.figures import Case
 from echelon.bench.measure import measure_case
+from echelon.bench.request import Case
 from echelon.cli import main
 
 TEXT = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
@@ -25,10 +25,10 @@ def test_what_is_simulated_prints_what_it_says(capsys):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_understood(command, capsys, monkeypatch):
     started = []
-    monkeypatch.setattr("echelon.bench.start.spawn", lambda *arguments: started.append(arguments) or [0])
-    monkeypatch.setattr("echelon.bench.start._run_under_mpi", lambda *arguments: started.append(arguments) or 0)
-    monkeypatch.setattr("echelon.bench.start.simulate", lambda *_, **__: started.append(_) or Simulated())
-    monkeypatch.setattr("echelon.bench.start_tuning.spawn", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr("echelon.bench.measure.spawn", lambda *arguments: started.append(arguments) or [0])
+    monkeypatch.setattr("echelon.bench.mpi.measure_under_mpi", lambda *arguments: started.append(arguments) or 0)
+    monkeypatch.setattr("echelon.bench.measure.simulate", lambda *_, **__: started.append(_) or Simulated())
+    monkeypatch.setattr("echelon.bench.tune.spawn", lambda *arguments: started.append(arguments))
     assert main(command.split()) == 0, capsys.readouterr().err
     assert len(started) == 1
 
@@ -41,4 +41,4 @@ def test_the_defaults_are_those_of_the_code():
     assert "the median of 5 turns" in TEXT
     assert "as take 50 ms" in TEXT
     assert measure_case.__defaults__ == (None, 0.05)
-    assert Case.of("all_gather", 4, 64, "float32", 4, "sum", 0).num_elements == 4
+    assert Case.of("all_gather", 4, 64).num_elements == 4

@@ -3,9 +3,8 @@
 import pytest
 
 import echelon
-from echelon.bench.figures import Case
 from echelon.bench.measure import measure, measure_case
-from echelon.bench.request import Request
+from echelon.bench.request import Case, Request
 from echelon.bench.subject import EchelonSubject, Subject
 
 NETWORK = echelon.Network(latency=2.0**-10, bandwidth=2.0**20)
@@ -20,8 +19,8 @@ class Broken(Subject):
         self._inner = EchelonSubject(group)
         self._is_broken = group.rank == 1
 
-    def call(self, case, tensor):
-        inner = self._inner.call(case, tensor)
+    def call(self, case, tensor, out):
+        inner = self._inner.call(case, tensor, out)
 
         def call():
             result = inner()
@@ -31,13 +30,10 @@ class Broken(Subject):
 
         return call
 
-    def close(self):
-        """Nothing to free."""
-
 
 def both(group):
     rows = []
-    request = Request("all_gather", (96, 960), dtype="int32")
+    request = Request("all_gather", smallest="96", largest="960", factor=10, dtype="int32")
     measure(group, request, [EchelonSubject(group), Broken(group)], rows.append)
     return [(row.case.size, [(found.subject, found.seconds, found.wrong) for found in row.measured]) for row in rows]
 
@@ -54,7 +50,7 @@ def test_a_planted_mistake_is_counted_and_takes_the_same_time():
 
 
 def ping(group):
-    case = Case.of("send_recv", group.world_size, 1 << 10, "float32", 4, "sum", 0)
+    case = Case.of("send_recv", group.world_size, 1 << 10)
     return measure_case(group, case, [EchelonSubject(group)], 3).measured[0].seconds
 
 
@@ -64,7 +60,9 @@ def test_the_time_of_a_message_is_that_of_one_way(world_size):
 
 
 def on_processes(group):
-    rows = measure(group, Request("all_reduce", (8, 1 << 16), turns=2, iterations=3), [EchelonSubject(group)], id)
+    rows = measure(
+        group, Request("all_reduce", largest="64K", factor=8192, turns=2, iterations=3), [EchelonSubject(group)], id
+    )
     return [(row.case.size, row.measured[0].wrong, row.measured[0].seconds > 0) for row in rows]
 
 

@@ -5,16 +5,15 @@ import torch
 
 import echelon
 from echelon.backends.operators import operator
-from echelon.bench.figures import OPERATIONS, REDUCTIONS, Case
 from echelon.bench.measure import measure_case
-from echelon.bench.request import DTYPES, OPERATORS
+from echelon.bench.request import DTYPES, OPERATIONS, OPERATORS, REDUCTIONS, Case
 from echelon.bench.subject import EchelonSubject
 from echelon.bench.workload import Workload
 from echelon.errors import UnsupportedOp
 
 
 def case_of(operation, num_ranks, num_elements, dtype="float32", op="sum", root=0):
-    return Case(operation, num_ranks, num_elements, dtype, DTYPES[dtype], op, root)
+    return Case(operation, num_ranks, num_elements, dtype, op, root)
 
 
 def results(group, cases):
@@ -22,7 +21,7 @@ def results(group, cases):
     found = []
     for case in cases:
         workload = Workload(case, group.rank)
-        result = EchelonSubject(group).call(case, workload.input())()
+        result = EchelonSubject(group).call(case, workload.input(), workload.output())()
         wrong = workload.count_wrong(result)
         if result is not None and result.numel():
             result.view(-1)[result.numel() // 2] *= 2

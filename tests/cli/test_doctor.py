@@ -4,7 +4,7 @@ import pytest
 
 from echelon.cli import main
 from echelon.doctor import checkup
-from echelon.doctor.finding import error, ok, warning
+from echelon.doctor.checks import error, ok, warning
 
 FOUND = [ok("torch", "2.13.0"), warning("clock", "not synchronised", "start chrony")]
 BROKEN = [*FOUND, error("loopback", "down", "bring it up: `ip link set lo up`")]

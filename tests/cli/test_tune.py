@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.bench import start_tuning
+import echelon.bench.tune
 from echelon.cli import main
 from echelon.collectives.plans.tuning import from_text
 from tests.helpers.commands import refusal, spawned_by
@@ -40,7 +40,7 @@ def test_json_is_what_is_written(capsys, tmp_path):
 
 def test_processes_tune_and_new_ones_go_by_it(pool, capsys, monkeypatch, tmp_path):
     """The whole way: written where jobs look, read by the next job."""
-    monkeypatch.setattr(start_tuning, "spawn", spawned_by(pool, XDG_CONFIG_HOME=str(tmp_path), ECHELON_TUNED=""))
+    monkeypatch.setattr(echelon.bench.tune, "spawn", spawned_by(pool, XDG_CONFIG_HOME=str(tmp_path), ECHELON_TUNED=""))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("ECHELON_TUNED")
     assert main(["tune", "-n", "2", "--max", "8", "--turns", "1"]) == 0
@@ -53,15 +53,15 @@ def test_processes_tune_and_new_ones_go_by_it(pool, capsys, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-n 1", "-n 1: give 2 to 1024 ranks"),
-        ("-n 1000000", "-n 1000000: give 2 to 1024 ranks"),
+        ("-n 1", "Invalid value for '-n' / '--num-ranks': "),
+        ("-n 1000000", "Invalid value for '-n' / '--num-ranks': "),
         ("--backend shm", "--backend shm: algorithms are for messages; give tcp or simulated"),
         (
             "--backend simulated",
             "--backend simulated is not this system: name a file of its own, as --output tuned.json",
         ),
         ("--hosts 1x2", "--hosts 1x2: only simulated ranks have that; add --backend simulated"),
-        ("--turns 0", "--turns 0: nothing would be measured; give 1 or more"),
+        ("--turns 0", "Invalid value for '--turns': "),
         ("--max 4", "--min 8 --max 4: give bytes from 1 on, the smallest first"),
         ("--output .", "cannot write .: give a file in a folder that can be written to, with --output"),
     ],

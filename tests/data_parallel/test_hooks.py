@@ -297,7 +297,7 @@ def by_samples(group, name, counts, accumulates):
         for micro in range(accumulates):
             loss_of(model(batch(10 * step + micro).split(counts)[group.rank])).backward()
         optimizer.step()
-    if isinstance(hook := model._hook, LocalSGD):
+    if isinstance(hook := model._sync.hook, LocalSGD):
         hook.average(list(model.parameters()), group)
     return {key: value.detach().clone() for key, value in model.named_parameters()}
 

@@ -231,7 +231,7 @@ def order_of_buckets(group):
     for _ in range(3):
         model.zero_grad(set_to_none=len(orders) == 1)
         backward(model, group)
-        orders.append([bucket.members for bucket in model._reducer.layout.buckets])
+        orders.append([bucket.members for bucket in model._sync.reducer.layout.buckets])
     return orders, gradients(model), can_overlap(group)
 
 

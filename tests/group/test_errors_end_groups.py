@@ -89,17 +89,33 @@ def out_splits_that_differ(group):
 
 
 class Odd(torch.Tensor):
-    """A tensor whose arithmetic fails, as a kernel may."""
+    """A tensor whose operations fail once its collective has begun, as a kernel may."""
+
+    fails = False
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.is_conj:  # what every collective asks before it reads the values
+        if cls.fails:
             raise RuntimeError("the kernel is out of order")
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def kernel_that_fails(group):
-    group.all_reduce(torch.ones(4).as_subclass(Odd) if group.rank == 0 else torch.ones(4))
+    if group.rank == 1:
+        return group.all_reduce(torch.ones(4))
+    recorder = group.backend.flight_recorder
+    begin = recorder.begin
+
+    def begin_and_fail(*args, **kwargs):
+        Odd.fails = True
+        return begin(*args, **kwargs)
+
+    recorder.begin = begin_and_fail
+    try:
+        return group.all_reduce(torch.ones(4).as_subclass(Odd))
+    finally:
+        recorder.begin = begin
+        Odd.fails = False
 
 
 ENDING = {

@@ -272,7 +272,7 @@ def test_a_barrier_waits_for_what_the_gpu_of_each_rank_has_queued():
             assert is_late.wait(20.0)
             finished.set()
 
-        world[1].finish_queued = finish_late
+        world[1]._engines.finish_queued = finish_late
         waiting = threads.submit(ProcessGroup(world[0]).barrier)
         late = threads.submit(ProcessGroup(world[1]).barrier)
         assert not finished.is_set()

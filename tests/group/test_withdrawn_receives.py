@@ -90,7 +90,7 @@ def test_a_receive_that_has_its_message_is_not_withdrawn():
     mailbox.take(1, Tag(1, 0, 0), torch.ones(2), "")
     mailbox.withdraw(work, Timeout("late"))
     assert work.result().tolist() == [1.0, 1.0]
-    assert not mailbox.has_failures
+    assert not mailbox.failures.has_any
 
 
 def test_a_rank_that_still_waits_for_messages_does_not_say_how_many_it_got():

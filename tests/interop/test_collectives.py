@@ -406,7 +406,7 @@ def dropped(rank):
         dist.all_reduce(tensors.pop(), async_op=True)
     dist.all_reduce(torch.ones(1), async_op=True).wait()  # all before it have ended by then
     dist.all_reduce(torch.ones(1), async_op=True)  # whoever comes next sweeps
-    return len(group._orphans._kept), sum(reference() is not None for reference in references)
+    return len(group.runner._orphans._kept), sum(reference() is not None for reference in references)
 
 
 def test_operations_that_are_dropped_leave_large_tensors_behind(in_world):

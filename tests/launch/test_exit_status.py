@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.errors import CollectiveMismatch, PeerFailed
-from echelon.exits import status_of
+from echelon.errors import CollectiveMismatch, PeerFailed, status_of
 from echelon.launch.report import blamed_rank
 
 WAIT = """
@@ -72,8 +71,8 @@ def test_a_rank_that_leaves_with_status_0_has_departed(tmp_path):
 
 EXITS = """
 import atexit, sys
-from echelon.exits import status_of
-from echelon.launch.exit_watch import watch_exit
+from echelon.errors import status_of
+from echelon.launch.report import watch_exit
 watch = watch_exit()
 assert watch_exit() is watch is sys.exit
 atexit.register(lambda: print("status", status_of(watch.code()), flush=True))
@@ -102,7 +101,7 @@ def test_the_status_is_known_at_the_end_of_the_program_unless_the_exit_was_caugh
 
 EXIT_OF_A_THREAD = """
 import atexit, sys, threading
-from echelon.launch.exit_watch import watch_exit
+from echelon.launch.report import watch_exit
 watch = watch_exit()
 atexit.register(lambda: print("code", watch.code(), flush=True))
 thread = threading.Thread(target=sys.exit, args=(3,))

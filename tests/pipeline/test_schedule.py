@@ -157,7 +157,7 @@ def test_sizes_that_cannot_be(arguments, message):
         ({"orders": ()}, "an order for at least one rank"),
         ({"placement": ()}, "a placement of at least one stage"),
         ({"placement": (0, 2)}, "stage 1 is placed on rank 2, but there are orders for 2 ranks: place it on 0 to 1"),
-        ({"orders": (("0F0",), ())}, "something else than steps"),
+        ({"orders": (("0F0",), ())}, "a value that is not a step"),
     ],
 )
 def test_values_that_do_not_fit_together(changes, message):

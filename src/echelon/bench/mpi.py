@@ -1,79 +1,87 @@
-"""MPI through mpi4py as a subject of benchmarks."""
+"""Ranks of mpirun for `echelon bench --vs mpi`: python -m echelon.bench.mpi REQUEST is one of them."""
 
 from __future__ import annotations
 
-from functools import partial
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from echelon.bench.figures import REDUCTIONS, Case
-from echelon.bench.subject import Call, Subject, after, ping_pong
-from echelon.errors import UnsupportedOp
-
-_OPS = {
-    "sum": "SUM",
-    "product": "PROD",
-    "min": "MIN",
-    "max": "MAX",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
-_NO_NUMPY = ("bfloat16", "float16")
-"""Dtypes without a type in MPI or in numpy."""
+from echelon.bench.request import Request
+from echelon.bench.subject import MpiSubject
+from echelon.errors import EchelonError, LaunchError
+from echelon.group.group import ProcessGroup
+from echelon.launch.init import init
+from echelon.launch.variables import ReservedPort, threads_per_rank
 
 
-class MpiSubject(Subject):
-    """All ranks of an MPI program. `world` is mpi4py's COMM_WORLD."""
+def measure_under_mpi(request: Request, num_ranks: int) -> int:
+    """Measures on new ranks of mpirun. Returns 1 if a value was wrong, else 0."""
+    return run_under_mpi(["-m", "echelon.bench.mpi", json.dumps(asdict(request))], num_ranks)
 
-    name = "mpi"
 
-    def __init__(self, world: Any, mpi: Any) -> None:
-        self._world = world
-        self._mpi = mpi
+def has_mpi4py() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
 
-    def call(self, case: Case, tensor: Tensor | None) -> Call:  # noqa: D102
-        if case.operation in REDUCTIONS and case.op not in _OPS:
-            raise UnsupportedOp(f"mpi has no op {case.op!r}: measure another, or leave --vs mpi out")
-        if case.dtype in _NO_NUMPY:
-            raise UnsupportedOp(f"mpi moves no {case.dtype}: measure another --dtype, or leave --vs mpi out")
-        world = self._world
-        if case.operation == "barrier":
-            return self._barrier
-        num_out = {"scatter": case.num_elements, "reduce_scatter": case.num_elements}.get(case.operation, 0)
-        if case.operation in ("all_gather", "gather"):
-            num_out = case.num_elements * case.num_ranks
-        result = torch.empty(num_out or (0 if tensor is None else tensor.numel()), dtype=getattr(torch, case.dtype))
-        out = result.numpy()
-        if tensor is None:  # a scatter on a rank that is not the root
-            return lambda: after(world.Scatter(None, out, case.root), result)
-        return self._calls(case, tensor, result, out)
 
-    def _calls(self, case: Case, tensor: Tensor, result: Tensor, out: Any) -> Call:
-        world, here = self._world, self._mpi.IN_PLACE
-        mine = tensor.numpy()
-        op = getattr(self._mpi, _OPS.get(case.op, "SUM"))
-        is_root = world.rank == case.root
-        at_root = out if is_root else None
-        calls: dict[str, Call] = {
-            "all_reduce": lambda: after(world.Allreduce(here, mine, op), tensor),
-            "reduce": lambda: after(world.Reduce(mine, at_root, op, case.root), result),
-            "broadcast": lambda: after(world.Bcast(mine, case.root), tensor),
-            "all_gather": lambda: after(world.Allgather(mine, out), result),
-            "reduce_scatter": lambda: after(world.Reduce_scatter_block(mine, out, op), result),
-            "gather": lambda: after(world.Gather(mine, at_root, case.root), result),
-            "scatter": lambda: after(world.Scatter(mine, out, case.root), result),
-            "all_to_all": lambda: after(world.Alltoall(mine, out), result),
-            "send_recv": lambda: ping_pong(
-                world.rank, world.size, partial(world.Send, mine), partial(world.Recv, out), result
-            ),
-        }
-        return calls[case.operation]
+def run_under_mpi(arguments: Sequence[str], num_ranks: int) -> int:
+    """Runs Python with `arguments` on ranks of mpirun, which can call `join`. Blocks until they end.
 
-    def _barrier(self) -> None:
-        self._world.Barrier()
+    Returns:
+        Exit status of mpirun: 0, or 1 if a value was wrong.
 
-    def close(self) -> None:
-        """Does nothing, since MPI is finalized at the end of the process."""
+    Raises:
+        LaunchError: mpirun or mpi4py is missing, or the status is another.
+    """
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        raise LaunchError("--vs mpi: mpirun was not found; install it: apt-get install openmpi-bin libopenmpi-dev")
+    if not has_mpi4py():
+        raise LaunchError("--vs mpi: mpi4py is not installed; install it: pip install mpi4py")
+    # Ranks may outnumber the cores.
+    options = ["-n", str(num_ranks), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")  # Open MPI refuses root otherwise
+    environ = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks)), **os.environ}
+    environ |= {"ECHELON_SECRET": secrets.token_hex(32), "ECHELON_RUN_ID": secrets.token_hex(4)}
+    status = subprocess.run([mpirun, *options, sys.executable, *arguments], env=environ, check=False).returncode
+    if status not in (0, 1):
+        raise LaunchError(f"--vs mpi: mpirun ended with status {status}; see its output above")
+    return status
+
+
+def join(world: Any, backend: str) -> ProcessGroup:
+    """Connects all ranks of an MPI program and returns their group. `world` is mpi4py's COMM_WORLD."""
+    with ReservedPort() as port:
+        number = world.bcast(port.port, 0)  # rank 0's port; the others reserve one too, and drop it
+        where = {"RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_ADDR": port.host, "MASTER_PORT": number}
+        os.environ.update({name: str(value) for name, value in where.items()})
+        return init(backend)
+
+
+def _measure_as_rank(text: str) -> int:
+    """Measures a request, given as JSON. Returns 1 if a value was wrong, else 0."""
+    # Late: importing MPI initializes it, and the module that starts mpirun imports this one.
+    from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
+
+    from echelon.bench.measure import measure_and_print
+
+    try:
+        request = Request(**json.loads(text))
+        with join(MPI.COMM_WORLD, request.backend) as group:
+            return 1 if measure_and_print(group, request, lambda _: MpiSubject(MPI.COMM_WORLD, MPI)) else 0
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(2)  # ends the other ranks too
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(_measure_as_rank(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Subjects of benchmarks: the interface, Echelon's groups, and Gloo through torch.distributed."""
+"""Subjects of benchmarks: the interface, Echelon's groups, Gloo through torch.distributed, and MPI through mpi4py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, by its docs
 
-from echelon.bench.figures import REDUCTIONS, Case
+from echelon.bench.request import REDUCTIONS, Case
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 
@@ -29,15 +28,19 @@ class Subject(ABC):
     """Title in the table."""
 
     @abstractmethod
-    def call(self, case: Case, tensor: Tensor | None) -> Call:
-        """Returns a call of the operation on `tensor`, with its result memory allocated.
+    def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:
+        """Returns a call of the operation.
+
+        Args:
+            case: the call to measure.
+            tensor: this rank's input. None for a barrier, and for a scatter on a rank that is not the root.
+            out: memory for this rank's result. Operations in place leave it alone.
 
         Raises:
             UnsupportedOp: the subject does not support the operation or the dtype.
         """
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 # most subjects own nothing
         """Frees groups and connections that the subject opened."""
 
 
@@ -63,7 +66,7 @@ def ping_pong(
     return came
 
 
-def after(_: object, result: Tensor | None) -> Tensor | None:
+def _after(_: object, result: Tensor) -> Tensor:
     """Returns `result`: gives a lambda the result of a call that returns something else."""
     return result
 
@@ -75,49 +78,34 @@ class EchelonSubject(Subject):
         self.name = name or group.backend.name
         self._group = group
 
-    def call(self, case: Case, tensor: Tensor | None) -> Call:  # noqa: D102
+    def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:  # noqa: D102
         group = self._group
-        if case.operation == "barrier":
-            return self._barrier
-        # Allocated before the timing starts, as peers do. The kernel takes longer to map a new result than to move it:
-        # a 64 MiB all-gather took five times as long as Open MPI's.
-        out = torch.empty(_out_length(case, group.rank), dtype=getattr(torch, case.dtype))
-        if tensor is None:  # a scatter on a rank that is not the root
-            return lambda: group.scatter(None, case.root, out)
+        # A table and not a chain of tests: the choice is made before the timing starts.
+        if tensor is None:
+            return group.barrier if case.operation == "barrier" else lambda: group.scatter(None, case.root, out)
+        send, receive = partial(group.send, tensor), partial(group.recv, out=out)
         calls: dict[str, Call] = {
             "all_reduce": lambda: group.all_reduce(tensor, case.op),
             "reduce": lambda: group.reduce(tensor, case.root, case.op),
             "broadcast": lambda: group.broadcast(tensor, case.root),
             "all_gather": lambda: group.all_gather(tensor, out),
             "reduce_scatter": lambda: group.reduce_scatter(tensor, case.op, out),
-            "gather": lambda: group.gather(tensor, case.root, out),
+            "gather": lambda: group.gather(tensor, case.root, out if group.rank == case.root else None),
             "scatter": lambda: group.scatter(tensor, case.root, out),
             "all_to_all": lambda: group.all_to_all(tensor, out),
-            "send_recv": self._ping_pong(tensor),
+            "send_recv": lambda: ping_pong(group.rank, group.world_size, send, receive, out),
         }
         return calls[case.operation]
 
-    def _barrier(self) -> None:
-        self._group.barrier()
 
-    def _ping_pong(self, tensor: Tensor) -> Call:
-        group, came = self._group, torch.empty_like(tensor)
-        send, receive = partial(group.send, tensor), partial(group.recv, out=came)
-        return lambda: ping_pong(group.rank, group.world_size, send, receive, came)
-
-    def close(self) -> None:
-        """Does nothing, since the caller owns the group."""
+def _op_of(subject: Subject, case: Case, ops: object, product: str) -> Any:
+    """Returns the reduction of a peer, an attribute of `ops`. The sum for operations that reduce nothing."""
+    names = {"product": product, **{name: name.upper() for name in ("sum", "min", "max", "band", "bor", "bxor")}}
+    if case.operation in REDUCTIONS and case.op not in names:
+        raise UnsupportedOp(f"{subject.name} has no op {case.op!r}: measure another, or leave --vs {subject.name} out")
+    return getattr(ops, names.get(case.op, "SUM"))
 
 
-def _out_length(case: Case, rank: int) -> int:
-    """Returns the number of elements of this rank's `out`. 0 if the operation works in place or has no result."""
-    gathers = case.operation == "all_gather" or (case.operation == "gather" and rank == case.root)
-    if gathers or case.operation == "all_to_all":
-        return case.num_elements * case.num_ranks
-    return case.num_elements if case.operation in ("scatter", "reduce_scatter") else 0
-
-
-_OPS = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 _SECONDS = timedelta(seconds=60)
 
 
@@ -132,6 +120,7 @@ class GlooSubject(Subject):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_first = group.rank == 0
+        # A store of its own, since a launcher may have none.
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_SECONDS) if is_first else None
         port = group.broadcast_object(store.port if store is not None else 0, src=0)
         store = store or TCPStore(host, cast("int", port), is_master=False, timeout=_SECONDS)
@@ -139,42 +128,65 @@ class GlooSubject(Subject):
         self._rank = group.rank
         self._num_ranks = group.world_size
 
-    def call(self, case: Case, tensor: Tensor | None) -> Call:  # noqa: D102
-        if case.operation in REDUCTIONS and case.op not in _OPS:
-            raise UnsupportedOp(f"gloo has no op {case.op!r}: measure another, or leave --vs gloo out")
-        if case.operation == "barrier":
-            return self._barrier
-        dtype = getattr(torch, case.dtype)
-        out = torch.empty(case.num_elements if case.operation in ("scatter", "reduce_scatter") else 0, dtype=dtype)
-        if tensor is None:  # a scatter on a rank that is not the root
-            return lambda: after(dist.scatter(out, None, case.root), out)
-        return self._calls(case, tensor, out)
-
-    def _calls(self, case: Case, tensor: Tensor, out: Tensor) -> Call:
-        is_root = self._rank == case.root
-        op = getattr(dist.ReduceOp, _OPS.get(case.op, "SUM"))
-        parts = list(tensor.chunk(self._num_ranks)) if case.operation in ("scatter", "reduce_scatter") else None
-        gathers = case.operation == "all_gather" or (case.operation == "gather" and is_root)
-        whole = tensor.new_empty(tensor.numel() * self._num_ranks) if gathers else None
-        places = None if whole is None else list(whole.chunk(self._num_ranks))
-        other = torch.empty_like(tensor) if case.operation in ("all_to_all", "send_recv") else out
+    def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:  # noqa: D102
+        op = _op_of(self, case, dist.ReduceOp, "PRODUCT")
+        if tensor is None:
+            if case.operation == "barrier":
+                return lambda: _after(dist.barrier(), out)
+            return lambda: _after(dist.scatter(out, None, case.root), out)
+        # Chunks are views, so lists of them cost no copy.
+        parts, places = list(tensor.chunk(self._num_ranks)), list(out.chunk(self._num_ranks))
+        # Gloo refuses a list of results on other ranks.
+        at_root = places if self._rank == case.root else None
+        send, receive = partial(dist.send, tensor), partial(dist.recv, out)
         calls: dict[str, Call] = {
-            "all_reduce": lambda: after(dist.all_reduce(tensor, op), tensor),
-            "reduce": lambda: after(dist.reduce(tensor, case.root, op), tensor),
-            "broadcast": lambda: after(dist.broadcast(tensor, case.root), tensor),
-            "all_gather": lambda: after(dist.all_gather(places, tensor), whole),
-            "reduce_scatter": lambda: after(dist.reduce_scatter(out, parts, op), out),
-            "gather": lambda: after(dist.gather(tensor, places, case.root), whole),
-            "scatter": lambda: after(dist.scatter(out, parts, case.root), out),
-            "all_to_all": lambda: after(dist.all_to_all_single(other, tensor), other),
-            "send_recv": lambda: ping_pong(
-                self._rank, self._num_ranks, partial(dist.send, tensor), partial(dist.recv, other), other
-            ),
+            "all_reduce": lambda: _after(dist.all_reduce(tensor, op), tensor),
+            "reduce": lambda: _after(dist.reduce(tensor, case.root, op), tensor),
+            "broadcast": lambda: _after(dist.broadcast(tensor, case.root), tensor),
+            "all_gather": lambda: _after(dist.all_gather(places, tensor), out),
+            "reduce_scatter": lambda: _after(dist.reduce_scatter(out, parts, op), out),
+            "gather": lambda: _after(dist.gather(tensor, at_root, case.root), out),
+            "scatter": lambda: _after(dist.scatter(out, parts, case.root), out),
+            "all_to_all": lambda: _after(dist.all_to_all_single(out, tensor), out),
+            "send_recv": lambda: ping_pong(self._rank, self._num_ranks, send, receive, out),
         }
         return calls[case.operation]
 
-    def _barrier(self) -> None:
-        dist.barrier()
-
     def close(self) -> None:  # noqa: D102
         dist.destroy_process_group()
+
+
+class MpiSubject(Subject):
+    """All ranks of an MPI program. `world` is mpi4py's COMM_WORLD. MPI is finalized at the end of the process."""
+
+    name = "mpi"
+
+    def __init__(self, world: Any, mpi: Any) -> None:
+        self._world = world
+        self._mpi = mpi
+
+    def call(self, case: Case, tensor: Tensor | None, out: Tensor) -> Call:  # noqa: D102
+        op = _op_of(self, case, self._mpi, "PROD")
+        if case.dtype in ("bfloat16", "float16"):  # MPI or numpy has no such type
+            raise UnsupportedOp(f"mpi moves no {case.dtype}: measure another --dtype, or leave --vs mpi out")
+        world, result = self._world, out.numpy()
+        if tensor is None:
+            if case.operation == "barrier":
+                return lambda: _after(world.Barrier(), out)
+            return lambda: _after(world.Scatter(None, result, case.root), out)
+        mine = tensor.numpy()
+        # mpi4py takes no buffer for a result on other ranks.
+        at_root = result if world.rank == case.root else None
+        send, receive = partial(world.Send, mine), partial(world.Recv, result)
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: _after(world.Allreduce(self._mpi.IN_PLACE, mine, op), tensor),
+            "reduce": lambda: _after(world.Reduce(mine, at_root, op, case.root), out),
+            "broadcast": lambda: _after(world.Bcast(mine, case.root), tensor),
+            "all_gather": lambda: _after(world.Allgather(mine, result), out),
+            "reduce_scatter": lambda: _after(world.Reduce_scatter_block(mine, result, op), out),
+            "gather": lambda: _after(world.Gather(mine, at_root, case.root), out),
+            "scatter": lambda: _after(world.Scatter(mine, result, case.root), out),
+            "all_to_all": lambda: _after(world.Alltoall(mine, result), out),
+            "send_recv": lambda: ping_pong(world.rank, world.size, send, receive, out),
+        }
+        return calls[case.operation]

@@ -10,28 +10,99 @@ from __future__ import annotations
 import math
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from echelon.bench.figures import Case
-from echelon.bench.measure import measure_case
+from echelon.arguments import writing
+from echelon.bench.measure import measure_case, network_of
+from echelon.bench.request import DEFAULT_RANKS, Case, Tuning, is_launched
 from echelon.bench.subject import EchelonSubject
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
 from echelon.collectives.plans.algorithms.hosts import Hosts, is_nested
-from echelon.collectives.plans.select import ANY_SIZE, SIZED, Rule, Table, Where, choose
+from echelon.collectives.plans.select import ANY_SIZE, SIZED, Rule, Table, Where, choose, variable_of
 from echelon.collectives.plans.tuning import from_text, to_text
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
+from echelon.launch.init import init
+from echelon.launch.spawn import spawn
+from echelon.launch.tuned import VARIABLE, default_path
+from echelon.simulation import simulate
 
+
+def run(tuning: Tuning) -> None:
+    """Tunes on new ranks, or as a launched rank. Writes and prints the table.
+
+    Raises:
+        LaunchError: a variable fixes an algorithm, or the table cannot be written.
+    """
+    for variable in map(variable_of, OPERATIONS):
+        if os.environ.get(variable):
+            raise LaunchError(f"{variable} is set and would override the measured algorithms: unset it")
+    path = _path(tuning)
+    # Checked first, since the measurement takes minutes.
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise LaunchError(f"cannot write {path}: give a file in a folder that can be written to, with --output")
+    num_ranks = tuning.num_ranks or DEFAULT_RANKS
+    if is_launched(tuning):
+        with init(tuning.backend) as group:
+            _tune_and_write(group, tuning)
+    elif tuning.backend == "simulated":
+        simulate(_tune_and_write, num_ranks, (tuning,), network=network_of(tuning))
+    else:
+        spawn(_tune_and_write, num_ranks, (tuning,), tuning.backend)
+
+
+def _path(tuning: Tuning) -> Path:
+    return default_path(os.environ) if tuning.output is None else Path(tuning.output)
+
+
+def _tune_and_write(group: ProcessGroup, tuning: Tuning) -> None:
+    text = tune(group, tuning.sizes(), tuning.turns, lambda line: None if tuning.as_json else print(line, flush=True))
+    if group.rank != 0:
+        return
+    path = _path(tuning)
+    _write(path, text)
+    if tuning.as_json:
+        print(text, end="", flush=True)
+        return
+    print("\n" + "\n".join(_sentences(from_text(text, str(path)))))
+    reads = "" if tuning.output is None else f" where {VARIABLE}={path} is set"
+    print(f"\nwrote {path}: new jobs whose rank 0 is on this host use it{reads}", flush=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file atomically: jobs that start meanwhile read the old table or the new one."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, since os.replace is atomic only within one file system.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, path)
+
+
+def _sentences(table: Table) -> Iterator[str]:
+    for operation, rules in table.items():
+        for (num_ranks, where), group in groupby(rules, lambda rule: (rule.ranks, rule.where)):
+            yield f"{operation}, {num_ranks} ranks or more, {where}: {', '.join(map(_words, group))}"
+
+
+def _words(rule: Rule) -> str:
+    if (rule.first, rule.last) == (0, ANY_SIZE):
+        return rule.algorithm
+    return f"{rule.algorithm} " + ("above" if rule.last == ANY_SIZE else f"up to {rule.last} bytes")
+
+
+# The default algorithm is kept up to 1.05 times the best time: a smaller difference may be noise.
 _MARGIN = 1.05
-"""The default algorithm is kept up to 1.05 times the best time: a smaller difference may be noise."""
-
+# Seconds. Lower bound before a logarithm, since an operation of simulated ranks may take no time.
 _LEAST = 1e-12
-"""Seconds. Lower bound before a logarithm, since an operation of simulated ranks may take no time."""
 
 
 class Timing(NamedTuple):
@@ -93,27 +164,20 @@ def _for_all_sizes(timings: Sequence[Timing]) -> list[Rule]:
 
 
 def _best(timing: Timing, seconds: Mapping[str, float]) -> str:
+    # A default that was not measured here counts as infinitely slow.
     usual = choose(timing.operation, timing.size, timing.hosts)
     fastest = min(seconds, key=lambda name: (seconds[name], name))
     return usual if seconds.get(usual, math.inf) <= seconds[fastest] * _MARGIN else fastest
 
 
-_SECONDS = 0.02
-"""Target length of a turn."""
-_MESSAGE = 4 << 20
-"""Bytes of the messages that measure bandwidth."""
+_SECONDS = 0.02  # of a turn; shorter than in bench, as there are hundreds of cases
+_MESSAGE = 4 << 20  # bytes of the messages that measure bandwidth
 
 
-class Tuned(NamedTuple):
-    """Result of tuning, the same on every rank."""
-
-    table: Table
-    text: str
-    """Content of the table's file, with the measured times."""
-
-
-def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable[[str], None]) -> Tuned:
+def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable[[str], None]) -> str:
     """Measures all algorithms and decides on rules. Collective: every rank of the group calls it.
+
+    Returns the content of the table's file, with the measured times. It is the same on every rank.
 
     Args:
         group: the ranks to measure on, at least 2.
@@ -133,12 +197,9 @@ def tune(group: ProcessGroup, sizes: Sequence[int], turns: int, report: Callable
         for timing in time_algorithms(group, count, sizes, turns):
             timings.append(timing)
             say(_line(timing))
-        group.barrier()
-    text = to_text(decide(timings), _measured(group, links, timings))
-    # Ranks read the broadcast text, rank 0 too, so that all have the table that a file would give.
-    told = group.broadcast_object(text, src=0)
-    assert isinstance(told, str)
-    return Tuned(from_text(told, "rank 0"), told)
+        group.barrier()  # ranks outside of a small group wait here, and not in the next measurement
+    # Rank 0's text for all: it names the machine, and the cost of combining is measured by each rank.
+    return str(group.broadcast_object(to_text(decide(timings), _measured(group, links, timings)), src=0))
 
 
 def _group_sizes(world_size: int) -> list[int]:
@@ -168,13 +229,14 @@ def time_algorithms(
         subjects = [EchelonSubject(part, part.name) for part in parts if part is not None]
         if not subjects or parts[0] is None:
             continue
-        cases = (Case.of(operation, count, size, "float32", 4, "sum", 0) for size in sizes)
+        cases = (Case.of(operation, count, size) for size in sizes)
         for case in dict.fromkeys(cases):
             row = measure_case(parts[0], case, subjects, turns, seconds=_SECONDS)
             yield Timing(operation, hosts, case.size, {each.subject: each.seconds for each in row.measured})
 
 
 def _candidates(operation: str, hosts: Hosts) -> list[str]:
+    # Without several hosts, one of them with several ranks, a hierarchical algorithm is another one.
     nested = is_nested(hosts)
     return [algorithm.name for algorithm in algorithms_of(operation) if nested or not algorithm.goes_by_hosts]
 
@@ -183,23 +245,17 @@ def _links(group: ProcessGroup, turns: int, say: Callable[[str], None]) -> dict[
     """Measures messages from rank 0 within its host and to another host, and the cost of a reduction per byte."""
     found: dict[str, Any] = {}
     for name, same in (("inside a host", True), ("between hosts", False)):
-        others = [rank for rank in range(1, group.world_size) if (group.hosts[rank] == group.hosts[0]) == same]
-        if not others:
-            continue
-        pair = group.subgroup([0, others[0]])
+        other = next((rank for rank in range(1, group.world_size) if (group.hosts[rank] == group.hosts[0]) == same), 0)
+        pair = group.subgroup([0, other]) if other else None
         if pair is None:
             continue
-        small, large = (
-            measure_case(pair, Case.of("send_recv", 2, size, "float32", 4, "sum", 0), [EchelonSubject(pair)], turns)
-            .measured[0]
-            .seconds
-            for size in (8, _MESSAGE)
-        )
-        bandwidth = (_MESSAGE - 8) / max(large - small, 1e-12)
+        subjects = [EchelonSubject(pair)]
+        cases = (Case.of("send_recv", 2, size) for size in (8, _MESSAGE))
+        small, large = (measure_case(pair, case, subjects, turns).measured[0].seconds for case in cases)
+        bandwidth = (_MESSAGE - 8) / max(large - small, _LEAST)
         found[name] = {"latency": small, "bandwidth": bandwidth}
         say(f"{name}: {small * 1e6:.4g} us a message, {bandwidth / 1e9:.4g} GB/s")
-    found["combining"] = {"seconds_per_byte": _gamma(turns)}
-    return found
+    return {**found, "combining": {"seconds_per_byte": _gamma(turns)}}
 
 
 def _gamma(turns: int) -> float:
@@ -209,6 +265,7 @@ def _gamma(turns: int) -> float:
         begin = time.perf_counter()
         one.add_(other)
         times.append(time.perf_counter() - begin)
+    # The least time: the first call maps memory, and other load only adds.
     return min(times) / _MESSAGE
 
 

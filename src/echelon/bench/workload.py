@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from echelon.backends.operators import operator
-from echelon.bench.figures import REDUCTIONS, Case
+from echelon.bench.request import REDUCTIONS, Case
 
-_PERIOD = 100_003  # a prime
-_PIECE = 1 << 22
-"""Elements compared at a time, which bounds the memory of the comparison."""
+# Operations that send another part of the input to each rank.
+_SPLIT = ("reduce_scatter", "scatter", "all_to_all")
+_PERIOD = 100_003  # a prime, so that no part of a power of two repeats another
+_PIECE = 1 << 22  # elements compared at a time, which bounds the memory of the comparison
 
 
 class Segment(NamedTuple):
@@ -43,31 +44,31 @@ class Workload:
         if case.operation == "barrier" or (case.operation == "scatter" and rank != case.root):
             return None
         if case.operation == "broadcast" and rank != case.root:
+            # Zeros are no rank's values, so a broadcast that moves nothing is counted.
             return torch.zeros(case.num_elements, dtype=self.dtype)
-        splits = case.operation in ("reduce_scatter", "scatter", "all_to_all")
-        return self._values(rank, 0, case.num_elements * (case.num_ranks if splits else 1))
+        return self._values(rank, 0, case.num_elements * (case.num_ranks if case.operation in _SPLIT else 1))
+
+    def output(self) -> Tensor:
+        """Returns memory for this rank's result. Empty on a rank that gets none."""
+        return torch.empty(sum(segment.length for segment in self.segments()), dtype=self.dtype)
 
     def segments(self) -> tuple[Segment, ...]:
         """Returns the segments of this rank's result. Empty on a rank that gets none."""
-        case, rank, count = self.case, self.rank, self.case.num_elements
+        case, rank = self.case, self.rank
         everybody = tuple(range(case.num_ranks))
-        mine = count * rank
-        if rank != case.root and case.operation in ("reduce", "gather"):
+        if case.operation == "barrier" or (rank != case.root and case.operation in ("reduce", "gather")):
             return ()
-        if case.operation == "send_recv":
-            ends = {0: case.num_ranks - 1, case.num_ranks - 1: 0}
-            return (Segment((ends[rank],), 0, count),) if rank in ends else ()
-        found: dict[str, tuple[Segment, ...]] = {
-            "all_reduce": (Segment(everybody, 0, count),),
-            "reduce": (Segment(everybody, 0, count),),
-            "broadcast": (Segment((case.root,), 0, count),),
-            "all_gather": tuple(Segment((src,), 0, count) for src in everybody),
-            "gather": tuple(Segment((src,), 0, count) for src in everybody),
-            "reduce_scatter": (Segment(everybody, mine, count),),
-            "scatter": (Segment((case.root,), mine, count),),
-            "all_to_all": tuple(Segment((src,), mine, count) for src in everybody),
-        }
-        return found.get(case.operation, ())
+        sources: tuple[tuple[int, ...], ...]
+        if case.operation in REDUCTIONS:
+            sources = (everybody,)
+        elif case.operation in ("broadcast", "scatter"):
+            sources = ((case.root,),)
+        elif case.operation == "send_recv":
+            sources = ((everybody[-1 - rank],),) if rank in (0, everybody[-1]) else ()
+        else:
+            sources = tuple((src,) for src in everybody)
+        first = case.num_elements * rank if case.operation in _SPLIT else 0
+        return tuple(Segment(ranks, first, case.num_elements) for ranks in sources)
 
     def count_wrong(self, result: Tensor | None) -> int:
         """Returns the number of wrong elements of a result.

@@ -2,128 +2,265 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from echelon.cli.amounts import costs
-from echelon.cli.plan_compare import Memory, compare_schedules
-from echelon.cli.plan_report import Files, as_tried, as_values, in_words, print_plan, to_json, write
-from echelon.cli.plan_request import Request, check_limit
+from echelon.arguments import choices
+from echelon.cli.options import Chrome, Json, Png, Svg, amount, check_suffixes, one_number, value
+from echelon.cli.output import to_json, write, write_files
+from echelon.cli.plan_report import as_values, in_words, print_comparison, print_plan, values_compared, values_searched
+from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
+from echelon.errors import ScheduleError
+from echelon.pipeline import schedules
 from echelon.pipeline.plan.cost import Costs
-from echelon.pipeline.schedules.recommendation import held_microbatches
+from echelon.pipeline.plan.schedule import Schedule
+from echelon.pipeline.schedules.recommendation import Option, held_microbatches, recommend, search_chunks
 from echelon.timeline.timeline import Time
+from echelon.wording import counted
+
+# More forwards take longer than anybody waits.
+_MOST_FORWARDS = 4_000_000
 
 
-def plan(
-    schedule: Annotated[
-        str | None, typer.Argument(metavar="SCHEDULE", help="A name such as 1f1b, or a .csv file.")
-    ] = None,
-    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="Number of ranks.")] = None,
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `echelon plan`, as they were given."""
+
+    schedule: Annotated[str | None, typer.Argument(metavar="SCHEDULE", help="A name such as 1f1b, or a .csv file.")] = (
+        None
+    )
+    # A number above the maximum is a slip of the keyboard.
+    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", min=1, max=4096, help="Number of ranks.")] = None
     num_microbatches: Annotated[
-        int | None, typer.Option("-m", "--num-microbatches", help="Number of microbatches per step.")
-    ] = None,
+        int | None,
+        typer.Option("-m", "--num-microbatches", min=1, max=1_000_000, help="Number of microbatches per step."),
+    ] = None
     chunks: Annotated[
-        int | None, typer.Option(help="Virtual stages per rank.  [default: the fewest; --search: 1 and 2]")
-    ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Microbatches per turn of a chunk (interleaved-1f1b).")] = None,
-    forward: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Duration of a forward (F).  [default: 1]")
-    ] = None,
-    backward_input: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Duration of an input gradient (I).  [default: 1]")
-    ] = None,
-    backward_weight: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Duration of a weight gradient (W).  [default: 1]")
-    ] = None,
+        int | None,
+        typer.Option(max=256, help="Virtual stages per rank.  [default: the fewest; --search: 1 and 2]"),
+    ] = None
+    group_size: Annotated[int | None, typer.Option(help="Microbatches per turn of a chunk (interleaved-1f1b).")] = None
+    forward: Annotated[str | None, value("TIME", "Duration of a forward (F).  [default: 1]")] = None
+    backward_input: Annotated[str | None, value("TIME", "Duration of an input gradient (I).  [default: 1]")] = None
+    backward_weight: Annotated[str | None, value("TIME", "Duration of a weight gradient (W).  [default: 1]")] = None
     transfer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Duration of a transfer between ranks; one, or one per boundary.  [default: 0]"
-        ),
-    ] = None,
+        str | None, value("TIME", "Duration of a transfer between ranks; one, or one per boundary.  [default: 0]")
+    ] = None
     overlapped: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Duration of an overlapped forward and backward.  [default: their sum]"),
-    ] = None,
-    recompute: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Duration of recomputation before a backward.  [default: 0]")
-    ] = None,
-    activation: Annotated[
-        str | None, typer.Option(metavar="MEMORY", help="Activations held from forward to backward.  [default: 1]")
-    ] = None,
+        str | None, value("TIME", "Duration of an overlapped forward and backward.  [default: their sum]")
+    ] = None
+    recompute: Annotated[str | None, value("TIME", "Duration of recomputation before a backward.  [default: 0]")] = None
+    activation: Annotated[str | None, value("MEMORY", "Activations held from forward to backward.  [default: 1]")] = (
+        None
+    )
     weight_activation: Annotated[
-        str | None,
-        typer.Option(metavar="MEMORY", help="Part of the activations kept until W.  [default: all]"),
-    ] = None,
+        str | None, value("MEMORY", "Part of the activations kept until W.  [default: all]")
+    ] = None
     recomputed_activation: Annotated[
-        str | None, typer.Option(metavar="MEMORY", help="Activations restored by recomputation.  [default: 0]")
-    ] = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(metavar="N", help="Most microbatches whose activations a rank may hold.")
-    ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules.")] = False,
-    search: Annotated[bool, typer.Option("--search", help="Search for the fastest schedule.")] = False,
-    parameters: Annotated[
-        str | None,
-        typer.Option(metavar="MEMORY", help="With --compare: parameter memory per rank.  [default: 0]"),
-    ] = None,
-    capacity: Annotated[
-        str | None, typer.Option(metavar="MEMORY", help="With --compare: total memory of a rank.")
-    ] = None,
-    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as SVG.")] = None,
-    png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as PNG.")] = None,
-    chrome: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a Chrome trace (Perfetto).")] = None,
-    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write the orders as torch reads them.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+        str | None, value("MEMORY", "Activations restored by recomputation.  [default: 0]")
+    ] = None
+    memory_limit: Annotated[str | None, value("N", "Most microbatches whose activations a rank may hold.")] = None
+    compare: Annotated[bool, typer.Option("--compare", help="Compare all schedules.")] = False
+    search: Annotated[bool, typer.Option("--search", help="Search for the fastest schedule.")] = False
+    parameters: Annotated[str | None, value("MEMORY", "With --compare: parameter memory per rank.  [default: 0]")] = (
+        None
+    )
+    capacity: Annotated[str | None, value("MEMORY", "With --compare: total memory of a rank.")] = None
+    svg: Svg = None
+    png: Png = None
+    chrome: Chrome = None
+    csv: Annotated[str | None, value("FILE", "Write the orders as torch reads them.")] = None
+    as_json: Json = False
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the schedule is read from a .csv file."""
+        return self.schedule is not None and self.schedule.lower().endswith(".csv")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of ranks and of microbatches.
+
+        Raises:
+            ScheduleError: one of them is missing.
+        """
+        if self.num_ranks is None or self.num_microbatches is None:
+            missing = "-r" if self.num_ranks is None else "-m"
+            raise ScheduleError(f"{missing} is missing: give the numbers of ranks and of microbatches, as -r 4 -m 16")
+        return self.num_ranks, self.num_microbatches
+
+    @property
+    def limit(self) -> Time | None:
+        """Most microbatches whose activations a rank may hold. None: no limit."""
+        return None if self.memory_limit is None else one_number("--memory-limit", self.memory_limit)
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of the stages. Each field of `Costs` is an option of the same name.
+
+        Raises:
+            ScheduleError: a value is not a cost.
+        """
+        # By the fields of `Costs`, so that a new cost needs only its option.
+        given = {field.name: getattr(self, field.name) for field in fields(Costs)}
+        return Costs(
+            **{name: amount("--" + name.replace("_", "-"), text) for name, text in given.items() if text is not None}
+        )
+
+    def check(self) -> None:
+        """Checks which options are given together, before anything is built.
+
+        Raises:
+            ScheduleError: an option is missing, or does not go with another.
+        """
+        request = "--compare" if self.compare else "--search" if self.search else None
+        if self.schedule is not None and request is not None:
+            raise ScheduleError(f"{self.schedule} and {request} are two requests: give one of them")
+        if self.schedule is None and request is None:
+            names = ", ".join(schedules.names())
+            raise ScheduleError(f"no schedule was named: give one of {names}, a .csv file, --search or --compare")
+        if self.is_file:
+            self._refuse(f"{self.schedule} itself says that; leave it out", "num_ranks", "chunks", "group_size")
+        elif self.compare:
+            reason = "--compare takes all schedules, with one chunk and with two; leave it out"
+            self._refuse(reason, "chunks", "group_size")
+            self._refuse("--compare has many schedules; name the one to write", "svg", "png", "chrome", "csv")
+        elif self.search:
+            self._refuse("--search is not for interleaved-1f1b; leave it out", "group_size")
+        if not self.compare:
+            self._refuse("only --compare counts parameters; give --memory-limit instead", "parameters", "capacity")
+        # Before the schedule is made: a search may take minutes.
+        check_suffixes(self.svg, self.png)
+        if self.is_file:  # it has its own sizes
+            return
+        if self.schedule is not None and self.schedule not in schedules.names():
+            raise ScheduleError(_unknown(self.schedule))
+        num_ranks, num_microbatches = self.sizes
+        product = num_ranks * num_microbatches * (self.chunks or 1)
+        if product > _MOST_FORWARDS:
+            raise ScheduleError(
+                f"-r {num_ranks} -m {num_microbatches} are {product} forwards, too many to look at: give "
+                f"numbers whose product is at most {_MOST_FORWARDS}"
+            )
+
+    def _refuse(self, reason: str, *names: str) -> None:
+        for name in names:
+            option = "-r" if name == "num_ranks" else "--" + name.replace("_", "-")
+            if getattr(self, name) is not None:
+                raise ScheduleError(f"{option} {getattr(self, name)}: {reason}")
+
+
+def plan(options: PlanOptions) -> None:
     """Checks, times and draws a pipeline schedule. For a collective: echelon plan all-reduce --help.
 
     Times and memory are in any unit. Give one number for all stages, or one per stage, as --forward 1,1,2,1.
     4 ranks with 2 chunks have 8 stages.
     """
-    request = Request(schedule, num_ranks, num_microbatches, chunks, group_size, search, compare)
-    request.check()
-    memory = Memory(memory_limit, parameters, capacity)
-    memory.check(compare)
-    files = Files(svg, png, chrome, csv)
-    files.check(compare)
-    stage_costs = costs(
-        {
-            "forward": forward,
-            "backward_input": backward_input,
-            "backward_weight": backward_weight,
-            "transfer": transfer,
-            "overlapped": overlapped,
-            "recompute": recompute,
-            "activation": activation,
-            "weight_activation": weight_activation,
-            "recomputed_activation": recomputed_activation,
-        }
-    )
-    console = Console(highlight=False)
-    if compare:
-        compare_schedules(console, request, stage_costs, memory, as_json)
-    else:
-        _plan_one(console, request, stage_costs, memory.limit, files, as_json)
-
-
-def _plan_one(
-    console: Console, request: Request, stage_costs: Costs, limit: Time | None, files: Files, as_json: bool
-) -> None:
-    found, stage_costs, searched = request.make(stage_costs, limit)
-    timeline = found.simulate(stage_costs)
-    held = held_microbatches(found, stage_costs, timeline)
-    check_limit(found, held, limit)
-    written = files.write(found, timeline)
-    if as_json:
-        tried = {"searched": [as_tried(option) for option in searched]} if searched else {}
-        print(to_json({**as_values(found, timeline, held), **tried, "files": written}))
+    options.check()
+    if options.compare:
+        _compare(options)
         return
-    print_plan(console, found, timeline, held)
+    schedule, costs, searched = _make(options)
+    timeline = schedule.simulate(costs)
+    held = held_microbatches(schedule, costs, timeline)
+    _check_limit(schedule, held, options.limit)
+    # Before anything is printed, so that a failure prints its error alone.
+    written = write_files(
+        (options.svg, timeline.draw),
+        (options.png, timeline.draw),
+        (options.chrome, timeline.to_chrome),
+        (options.csv, schedule.to_csv),
+    )
+    values = as_values(schedule, timeline, held)
+    if options.as_json:
+        tried = {"searched": list(map(values_searched, searched))} if searched else {}
+        print(to_json({**values, **tried, "files": written}))
+        return
+    console = Console(highlight=False)
+    print_plan(console, schedule, timeline, values)
     if searched:
-        write(console, Text(f"\n{in_words(searched)}"))
+        write(console, f"\n{in_words(searched)}")
     for path in written:
-        write(console, Text(f"wrote {path}"))
+        write(console, f"wrote {path}")
+
+
+def _compare(options: PlanOptions) -> None:
+    found = recommend(
+        options.costs,
+        *options.sizes,
+        options.limit,
+        parameters=0 if options.parameters is None else amount("--parameters", options.parameters),
+        capacity=None if options.capacity is None else one_number("--capacity", options.capacity),
+        search=options.search,
+    )
+    num_ranks, num_microbatches = options.sizes
+    compared = list(map(values_compared, found))
+    if options.as_json:
+        print(to_json({"num_ranks": num_ranks, "num_microbatches": num_microbatches, "schedules": compared}))
+        return
+    console = Console(highlight=False)
+    write(console, f"{counted(num_ranks, 'rank')}, {counted(num_microbatches, 'microbatch')}\n", style="bold")
+    print_comparison(console, compared)
+
+
+class _Made(NamedTuple):
+    """Schedule to plan, with the costs of its stages."""
+
+    schedule: Schedule
+    costs: Costs
+    searched: tuple[Option, ...] = ()
+    """Best schedule for each searched number of chunks, the best of all first. Empty without --search."""
+
+
+def _make(options: PlanOptions) -> _Made:
+    """Reads, searches or builds the schedule.
+
+    Raises:
+        ScheduleError: the schedule's file cannot be read, or there is no such schedule.
+    """
+    costs, limit = options.costs, options.limit
+    if options.search:
+        # With --chunks, or costs for another number of stages, only one number of chunks fits.
+        if options.chunks is None and costs.num_stages in (None, options.num_ranks):
+            searched = search_chunks(costs, *options.sizes, limit)
+            return _Made(searched[0].schedule, searched[0].costs, searched)
+        return _Made(schedules.search(costs, *options.sizes, limit, options.chunks), costs)
+    assert options.schedule is not None, "checked"
+    if not options.is_file:
+        return _Made(schedules.build(options.schedule, *options.sizes, options.chunks, options.group_size), costs)
+    # A binary file is a slip that Python reports by a UnicodeDecodeError of many lines.
+    try:
+        return _Made(Schedule.from_csv(options.schedule, options.num_microbatches), costs)
+    except UnicodeDecodeError:
+        raise ScheduleError(f"cannot read {options.schedule}: it is not text; give what --csv writes") from None
+
+
+def _check_limit(schedule: Schedule, held: Sequence[float], limit: Time | None) -> None:
+    """Checks the peak of each rank against the memory limit, both in microbatches.
+
+    Raises:
+        ScheduleError: a rank holds more than `limit`.
+    """
+    if limit is None or max(held) <= limit * (1 + 1e-9):  # sums of floats may exceed it by rounding
+        return
+    # Rounded up to 3 digits, so that the advice passes the check.
+    enough = math.ceil(max(held) * 1000 - 1e-6) / 1000
+    raise ScheduleError(
+        f"{schedule.name} does not fit: rank {held.index(max(held))} holds {enough:g} microbatches, over the limit of "
+        f"{limit:g}; give --memory-limit {enough:g}, or let --search find a schedule that fits"
+    )
+
+
+def _unknown(name: str) -> str:
+    """Returns an error text for an unknown schedule, with the known ones."""
+    # `plan ring` is the likely slip of a reader of docs/collectives.md.
+    if any(name.replace("-", "_") == algorithm.name for each in OPERATIONS for algorithm in algorithms_of(each)):
+        return f"{name} is an algorithm: name the collective first, as in `echelon plan all-reduce --algorithm ring`"
+    collectives = [operation.replace("_", "-") for operation in OPERATIONS]
+    known = choices(name, [*schedules.names(), *collectives], "choose from")
+    return f"no schedule or collective is called {name!r}: {known}; or give a file that ends in .csv"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import starmap
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from echelon.bench.request import read_size
-from echelon.cli.amounts import one_number, read_hosts
-from echelon.cli.plan_report import Files, exact, print_table, write
+from echelon.bench.request import read_hosts, read_size
+from echelon.cli.options import Chrome, Json, Png, Svg, check_suffixes, one_number, value
+from echelon.cli.output import exact, print_table, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
 from echelon.collectives.plans.cost import LinkCosts, simulate
@@ -25,10 +25,8 @@ from echelon.timeline.timeline import Timeline
 from echelon.wording import counted
 
 _MOST_ROWS = 64  # ranks in the table; a terminal shows no more at a time
-_MOST_RANKS = 1024
-"""More ranks are a slip of the keyboard, or take longer than anybody waits."""
+# Options without a value, of both `echelon plan` commands. After any other option, the next word is its value.
 _FLAGS = ("--json", "--compare", "--search", "--help", "-h")
-"""Options without a value, of both `echelon plan` commands."""
 
 
 def is_asked_for(arguments: Sequence[str]) -> bool:
@@ -46,95 +44,82 @@ def _first_of(words: Sequence[str]) -> str:
     return ""
 
 
-def plan_collective(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A collective, such as all-reduce.")],
-    algorithm: Annotated[str | None, typer.Option(help="Algorithm to plan.  [default: list all]")] = None,
-    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", help="Number of ranks.")] = None,
-    root: Annotated[int, typer.Option(help="Source of a broadcast or scatter, destination of a reduce or gather.")] = 0,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="Host of each rank: a,a,b,b, or 2x2 (2 hosts of 2 ranks).")
-    ] = None,
-    num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the whole tensor.")] = "1M",
-    alpha: Annotated[str, typer.Option(metavar="SECONDS", help="Latency per message.")] = "1e-5",
-    beta: Annotated[str, typer.Option(metavar="SECONDS", help="Transfer time per byte.")] = "1e-9",
-    gamma: Annotated[str, typer.Option(metavar="SECONDS", help="Reduction time per byte.")] = "1e-10",
-    local_alpha: Annotated[
-        str | None, typer.Option(metavar="SECONDS", help="Latency inside a host.  [default: alpha]")
-    ] = None,
-    local_beta: Annotated[
-        str | None, typer.Option(metavar="SECONDS", help="Transfer time per byte inside a host.  [default: beta]")
-    ] = None,
-    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as SVG.")] = None,
-    png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it as PNG.")] = None,
-    chrome: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a Chrome trace (Perfetto).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class CollectiveOptions:
+    """Options of `echelon plan` for a collective, as they were given."""
+
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A collective, such as all-reduce.")]
+    algorithm: Annotated[str | None, typer.Option(help="Algorithm to plan.  [default: list all]")] = None
+    # More ranks are a slip of the keyboard, or take longer than anybody waits.
+    num_ranks: Annotated[int | None, typer.Option("-r", "--num-ranks", max=1024, help="Number of ranks.")] = None
+    root: Annotated[int, typer.Option(help="Source of a broadcast or scatter, destination of a reduce or gather.")] = 0
+    hosts: Annotated[str | None, value("HOSTS", "Host of each rank: a,a,b,b, or 2x2 (2 hosts of 2 ranks).")] = None
+    num_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the whole tensor.")] = "1M"
+    alpha: Annotated[str, value("SECONDS", "Latency per message.")] = "1e-5"
+    beta: Annotated[str, value("SECONDS", "Transfer time per byte.")] = "1e-9"
+    gamma: Annotated[str, value("SECONDS", "Reduction time per byte.")] = "1e-10"
+    local_alpha: Annotated[str | None, value("SECONDS", "Latency inside a host.  [default: alpha]")] = None
+    local_beta: Annotated[str | None, value("SECONDS", "Transfer time per byte inside a host.  [default: beta]")] = None
+    svg: Svg = None
+    png: Png = None
+    chrome: Chrome = None
+    as_json: Json = False
+
+    def costs(self) -> LinkCosts:
+        """Returns the costs of messages and reductions.
+
+        Raises:
+            ScheduleError: a value is not a number.
+            PlanError: hosts for another number of ranks.
+        """
+        return LinkCosts(
+            alpha=one_number("--alpha", self.alpha),
+            beta=one_number("--beta", self.beta),
+            gamma=one_number("--gamma", self.gamma),
+            hosts=None if self.hosts is None else read_hosts(self.hosts, self.num_ranks),
+            local_alpha=None if self.local_alpha is None else one_number("--local-alpha", self.local_alpha),
+            local_beta=None if self.local_beta is None else one_number("--local-beta", self.local_beta),
+        )
+
+
+def plan_collective(options: CollectiveOptions) -> None:
     """Checks, times and draws one algorithm of a collective, or lists and compares all.
 
     A message of b bytes takes alpha + b beta. A reduction of b bytes takes b gamma.
     """
-    operation = _operation(operation)
-    size = read_size("--bytes", num_bytes)
-    files = Files(svg, png, chrome, None)
-    files.check(compare=False)
-    if num_ranks is not None and num_ranks > _MOST_RANKS:
-        raise PlanError(f"-r {num_ranks} is too many: give at most {_MOST_RANKS}")
-    names = None if hosts is None else read_hosts(hosts, num_ranks)
-    costs = LinkCosts(
-        alpha=one_number("--alpha", alpha),
-        beta=one_number("--beta", beta),
-        gamma=one_number("--gamma", gamma),
-        hosts=names,
-        local_alpha=None if local_alpha is None else one_number("--local-alpha", local_alpha),
-        local_beta=None if local_beta is None else one_number("--local-beta", local_beta),
-    )
+    operation = _operation(options.operation)
+    size = read_size("--bytes", options.num_bytes)
+    check_suffixes(options.svg, options.png)
+    costs = options.costs()  # a wrong cost is an error even where only names are listed
     console = Console(highlight=False)
-    if algorithm is None:
-        _refuse_files(svg, png, chrome)
-        rows = _list(operation, num_ranks, root, size, costs)
-        print(json.dumps(rows, indent=2)) if as_json else _print_list(console, operation, rows)
+    if options.algorithm is None:
+        for path in filter(None, (options.svg, options.png, options.chrome)):
+            raise PlanError(f"{path}: there are several plans to draw; name one, as --algorithm ring -r 4")
+        rows = _list(operation, options.num_ranks, options.root, size, costs)
+        print(json.dumps(rows, indent=2)) if options.as_json else _print_list(console, operation, rows)
         return
-    name = _operation(algorithm)
-    if num_ranks is None:
+    if options.num_ranks is None:
         raise PlanError("-r is missing: give the number of ranks, as -r 4")
-    plan = build(operation, name, num_ranks, root, names)
-    check(plan, goal_of(operation, plan, root))
+    name = _operation(options.algorithm)
+    plan = build(operation, name, options.num_ranks, options.root, costs.hosts)
+    # Checked though it is ours: the command shows that the plan reaches its goal.
+    check(plan, goal_of(operation, plan, options.root))
     timeline = simulate(plan, chunk_bytes(operation, plan, size), costs)
-    found = _Found(operation, name, plan, size, timeline)
-    written = _write_files(timeline, svg, png, chrome)
-    if as_json:
-        print(json.dumps({**_as_values(found), "files": written}, indent=2))
+    values = _as_values(operation, plan, size, timeline)
+    written = write_files(
+        (options.svg, timeline.draw), (options.png, timeline.draw), (options.chrome, timeline.to_chrome)
+    )
+    if options.as_json:
+        sizes = {"operation": operation, "algorithm": name, "bytes": size}
+        print(json.dumps({**sizes, **values, "files": written}, indent=2))
         return
-    _print_plan(console, found)
+    _print_plan(console, plan, 0 if operation == "barrier" else size, values)
     for path in written:
-        write(console, Text(f"wrote {path}"))
-
-
-class _Found(NamedTuple):
-    """Plan of a collective with its simulated timeline."""
-
-    operation: str
-    algorithm: str
-    plan: Plan
-    num_bytes: int
-    timeline: Timeline
-
-    def bytes_sent(self, rank: int) -> float:
-        size = chunk_bytes(self.operation, self.plan, self.num_bytes)
-        return float(sum(len(step.chunks) for step in self.sends(rank)) * size)
-
-    def sends(self, rank: int) -> list[Send]:
-        return [step for steps in self.plan.rounds[rank] for step in steps if isinstance(step, Send)]
+        write(console, f"wrote {path}")
 
 
 def _operation(word: str) -> str:
     return word.replace("-", "_")
-
-
-def _refuse_files(*paths: str | None) -> None:
-    for path in paths:
-        if path is not None:
-            raise PlanError(f"{path}: there is no one plan to draw; name it, as --algorithm ring -r 4")
 
 
 def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, costs: LinkCosts) -> list[dict[str, Any]]:
@@ -151,6 +136,7 @@ def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, cost
             plan = build(operation, algorithm.name, num_ranks, root, costs.hosts)
             makespan = simulate(plan, chunk_bytes(operation, plan, num_bytes), costs).makespan
             hosts = numbered(costs.hosts or range(num_ranks))
+            # The static table's choice: a tuned table is of other ranks and hosts than the planned ones.
             is_chosen = choose(operation, num_bytes, hosts) == algorithm.name
             row = {**row, "rounds": plan.num_rounds, "seconds": exact(makespan), "chosen": is_chosen}
         rows.append(row)
@@ -158,52 +144,44 @@ def _list(operation: str, num_ranks: int | None, root: int, num_bytes: int, cost
 
 
 def _print_list(console: Console, operation: str, rows: list[dict[str, Any]]) -> None:
+    # Only hierarchical algorithms have h and k in their formulas.
     hosts = "; h hosts of k ranks" if any(row["cost"].count("lg(h)") for row in rows) else ""
-    write(console, Text(f"{operation}: p ranks, n bytes{hosts}", style="bold"))
+    write(console, f"{operation}: p ranks, n bytes{hosts}", style="bold")
     timed = "seconds" in rows[0]
-    titles = ["algorithm", "rounds", *(["time", "chosen"] if timed else []), "cost"]
-    table = [titles]
+    table = [("algorithm", "rounds", *(("time", "chosen") if timed else ()), "cost")]
     for row in rows:
-        times = [_duration(row["seconds"]), "yes" if row["chosen"] else ""] if timed else []
-        table.append([row["algorithm"], str(row["rounds"]), *times, row["cost"]])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for index, cells in enumerate(table):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        write(console, Text(line.rstrip(), style="bold" if index == 0 else ""))
-    write(console, Text(f"\n{variable_of(operation)}=NAME makes a group take another one"))
+        times = (_duration(row["seconds"]), "yes" if row["chosen"] else "") if timed else ()
+        table.append((row["algorithm"], str(row["rounds"]), *times, row["cost"]))
+    print_table(console, table, left=range(len(table[0])))
+    write(console, f"\n{variable_of(operation)}=NAME makes a group take another one")
 
 
-def _print_plan(console: Console, found: _Found) -> None:
-    plan, timeline = found.plan, found.timeline
-    num_bytes = 0 if found.operation == "barrier" else found.num_bytes
+def _print_plan(console: Console, plan: Plan, num_bytes: int, values: dict[str, Any]) -> None:
     sizes = ((plan.num_ranks, "rank"), (plan.num_chunks, "chunk"), (num_bytes, "byte"))
-    write(console, Text(f"{plan.name}: {', '.join(starmap(counted, sizes))}", style="bold"))
-    write(console, Text(f"simulated: {counted(plan.num_rounds, 'round')}, {_duration(timeline.makespan)}\n"))
+    write(console, f"{plan.name}: {', '.join(starmap(counted, sizes))}", style="bold")
+    write(console, f"simulated: {counted(plan.num_rounds, 'round')}, {_duration(values['seconds'])}\n")
     if plan.num_rounds:
-        write(console, Text(f"{grid(plan, console.width)}\n\n{legend(plan)}\n"))
+        write(console, f"{grid(plan, console.width)}\n\n{legend(plan)}\n")
     rows: list[Sequence[str]] = [("rank", "messages", "bytes sent", "busy", "idle")]
-    for rank in range(min(plan.num_ranks, _MOST_ROWS)):
-        busy = timeline.busy[rank]
-        times = (_duration(busy), _duration(timeline.makespan - busy))
-        rows.append((str(rank), str(len(found.sends(rank))), f"{found.bytes_sent(rank):.12g}", *times))
+    for rank in values["ranks"][:_MOST_ROWS]:
+        times = (_duration(rank["busy"]), _duration(values["seconds"] - rank["busy"]))
+        rows.append((str(rank["rank"]), str(rank["messages"]), f"{rank['bytes_sent']:.12g}", *times))
     print_table(console, rows)
 
 
-def _as_values(found: _Found) -> dict[str, Any]:
-    plan, timeline = found.plan, found.timeline
+def _as_values(operation: str, plan: Plan, num_bytes: int, timeline: Timeline) -> dict[str, Any]:
+    size = chunk_bytes(operation, plan, num_bytes)
+    sends = [[step for steps in rank for step in steps if isinstance(step, Send)] for rank in plan.rounds]
     return {
-        "operation": found.operation,
-        "algorithm": found.algorithm,
         "num_ranks": plan.num_ranks,
         "num_chunks": plan.num_chunks,
         "num_rounds": plan.num_rounds,
-        "bytes": found.num_bytes,
         "seconds": exact(timeline.makespan),
         "ranks": [
             {
                 "rank": rank,
-                "messages": len(found.sends(rank)),
-                "bytes_sent": exact(found.bytes_sent(rank)),
+                "messages": len(sends[rank]),
+                "bytes_sent": exact(float(sum(len(step.chunks) for step in sends[rank]) * size)),
                 "busy": exact(timeline.busy[rank]),
                 "rounds": list(map(text_of_round, plan.rounds[rank])),
             }
@@ -218,12 +196,3 @@ def _duration(seconds: Any) -> str:
         if value * factor >= 1:
             return f"{value * factor:.4g} {unit}"
     return f"{value * 1e6:.4g} us"
-
-
-def _write_files(timeline: Timeline, svg: str | None, png: str | None, chrome: str | None) -> list[str]:
-    written: list[str] = []
-    for path, draw in ((svg, timeline.draw), (png, timeline.draw), (chrome, timeline.to_chrome)):
-        if path is not None:
-            draw(path)
-            written.append(path)
-    return written

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from echelon.errors import LaunchError
-from echelon.launch.launcher import Console
-from echelon.launch.run import GRACE, Program
+from echelon.launch.report import GRACE
+from echelon.launch.run import Console, Program
 from echelon.launch.run import run as run_program
 
 
@@ -30,12 +30,14 @@ def run(
     Marks each line of output with its rank. When a rank fails, the others are ended, and the exit status is that of
     the first failed rank. Options go before SCRIPT; words after it are passed to the script.
     """
+    # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:
         raise LaunchError(_no_ranks(program, args or []))
     return run_program(
         Program(program, tuple(args or ()), is_module=module),
         num_ranks,
         Console(
+            # Bytes: a rank's output may be cut inside of a character.
             sys.stdout.buffer,
             sys.stderr.buffer,
             color_stdout=_shows_color(sys.stdout.isatty()),

@@ -1,22 +1,31 @@
-"""All checks of a host, in the order in which a run needs the checked things."""
+"""All checks of this host, in the order in which a run needs the checked things, and the probes for their facts.
+
+A probe returns a fact, or the reason why a facility cannot be used.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import resource
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed
 
 from echelon import _torch_versions
-from echelon.backends.connect.interfaces import default_address, interfaces, is_loopback
+from echelon.backends.connect.interfaces import default_address, family_of, interfaces, is_loopback
 from echelon.backends.shared.memory.support import obstacle
-from echelon.doctor import host, network, probes
-from echelon.doctor.finding import Finding
+from echelon.doctor import checks
+from echelon.doctor.checks import Finding
 from echelon.doctor.variables import check_variables
+from echelon.errors import LaunchError
+from echelon.launch.secret_file import SecretFile
 
 
 def examine(environ: Mapping[str, str]) -> list[Finding]:
@@ -31,17 +40,17 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
 def _network(environ: Mapping[str, str]) -> list[Finding]:
     found = interfaces()
     name = socket.gethostname()
-    master = environ.get("MASTER_ADDR", "").strip("[]")
-    master_addresses = probes.addresses_of(master) if master else []
-    ports = probes.port_range()
+    master = environ.get("MASTER_ADDR", "").strip("[]")  # an IPv6 address may have brackets
+    master_addresses = addresses_of(master) if master else []
+    ports = port_range()
     return [
-        network.check_loopback({address: probes.loopback_problem(address) for address in ("127.0.0.1", "::1")}),
-        network.check_interfaces(found, environ, _ways()),
-        network.check_mtu(found),
-        network.check_host_name(name, probes.addresses_of(name)),
-        network.check_listening(probes.listening_problem("127.0.0.1", 0)),
-        network.check_port_range(ports.start, ports.stop - 1),
-        network.check_master_address(master, master_addresses),
+        checks.check_loopback({address: loopback_problem(address) for address in ("127.0.0.1", "::1")}),
+        checks.check_interfaces(found, environ, _ways()),
+        checks.check_mtu(found),
+        checks.check_host_name(name, addresses_of(name)),
+        checks.check_listening(listening_problem("127.0.0.1", 0)),
+        checks.check_port_range(ports.start, ports.stop - 1),
+        checks.check_master_address(master, master_addresses),
         _master_port(environ, master_addresses),
     ]
 
@@ -56,31 +65,130 @@ def _master_port(environ: Mapping[str, str], addresses: list[str]) -> Finding:
     port, address = environ.get("MASTER_PORT", ""), next(iter(addresses), "127.0.0.1")
     # Only rank 0 listens on MASTER_PORT.
     is_wanted = port.isdecimal() and 0 < int(port) < 1 << 16 and environ.get("RANK", "0") == "0"
-    return network.check_master_port(address, port, probes.listening_problem(address, int(port)) if is_wanted else "")
+    return checks.check_master_port(address, port, listening_problem(address, int(port)) if is_wanted else "")
 
 
 def _host(environ: Mapping[str, str]) -> list[Finding]:
-    has_gpu = probes.has_nvidia_driver()
+    has_gpu = has_nvidia_driver()
     return [
-        host.check_shared_memory(obstacle(), is_wanted=environ.get("ECHELON_BACKEND") == "shm"),
-        host.check_secret_file(probes.secret_file_problem(environ)),
-        host.check_pidfd(probes.pidfd_problem()),
-        host.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
-        host.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=has_gpu),
-        host.check_clock(is_synchronised=probes.clock_is_synchronised(), year=time.gmtime().tm_year),
+        checks.check_shared_memory(obstacle(), is_wanted=environ.get("ECHELON_BACKEND") == "shm"),
+        checks.check_secret_file(secret_file_problem(environ)),
+        checks.check_pidfd(pidfd_problem()),
+        checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        checks.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=has_gpu),
+        checks.check_clock(is_synchronised=clock_is_synchronised(), year=time.gmtime().tm_year),
     ]
 
 
 def _engine(environ: Mapping[str, str]) -> list[Finding]:
-    names, problem = probes.gpus()
+    names, problem = gpus()
     local = environ.get("LOCAL_WORLD_SIZE", "")
     return [
-        host.check_torch(
+        checks.check_torch(
             torch.__version__, has_distributed=torch.distributed.is_available(), lacking=_torch_versions.lacking()
         ),
-        host.check_threads(
+        checks.check_threads(
             torch.get_num_threads(), len(os.sched_getaffinity(0)), int(local) if local.isdecimal() and int(local) else 1
         ),
-        host.check_gpu(torch.version.cuda, names, problem, has_driver=probes.has_nvidia_driver()),
-        host.check_nccl(probes.nccl_version(), len(names), is_wanted=environ.get("ECHELON_BACKEND") == "nccl"),
+        checks.check_gpu(torch.version.cuda, names, problem, has_driver=has_nvidia_driver()),
+        checks.check_nccl(nccl_version(), len(names), is_wanted=environ.get("ECHELON_BACKEND") == "nccl"),
     ]
+
+
+_TIME_ERROR = 5  # TIME_ERROR, returned by adjtimex(2) while the clock is not synchronised
+_TIMEX_BYTES = 512  # more than the size of Linux's struct timex; all zero, it sets nothing
+_PATIENCE = 2.0  # seconds; a firewall may drop even packets to the host itself
+
+
+def loopback_problem(address: str) -> str:
+    """Returns why this host cannot connect to itself at `address`. "" if it can. Blocks for at most 2 s."""
+    try:
+        with (
+            socket.create_server((address, 0), family=family_of(address)) as server,
+            socket.create_connection(server.getsockname()[:2], _PATIENCE),
+        ):
+            return ""
+    except OSError as error:
+        return reason(error)
+
+
+def listening_problem(address: str, port: int) -> str:
+    """Returns why `address` and `port` (0: any) cannot be listened on. "" if they can, or are another host's."""
+    try:
+        with socket.create_server((address, port), family=family_of(address), backlog=1):
+            return ""
+    except OSError as error:
+        # EADDRNOTAVAIL: no interface of this host has the address.
+        return "" if error.errno == errno.EADDRNOTAVAIL else reason(error)
+
+
+def addresses_of(host: str) -> list[str]:
+    """Returns the addresses that a name resolves to on this host. Empty if it is unknown."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        # An address comes as often as it stands in /etc/hosts.
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
+
+
+def secret_file_problem(environ: Mapping[str, str]) -> str:
+    """Returns why ranks of this host could not share a secret in a file. "" if they could."""
+    try:
+        with SecretFile("doctor", environ) as file:
+            file.remove()  # and its folder, if it was made for it
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+def port_range() -> range:
+    """Returns Linux's range of ephemeral ports."""
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return range(int(first), int(last) + 1)
+
+
+def pidfd_problem() -> str:
+    """Returns why the end of a process cannot be watched by a pidfd. "" if it can."""
+    try:
+        # Tried and not looked up: seccomp rules of a container refuse it on new kernels, too.
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return reason(error)
+    return ""
+
+
+def clock_is_synchronised() -> bool | None:
+    """Whether the kernel regards the clock as synchronised. None if it does not know."""
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def gpus() -> tuple[list[str], str]:
+    """Returns the names of the GPUs that torch sees, and why one cannot be used, "" if all can."""
+    names = []
+    try:
+        for number in range(torch.cuda.device_count()):
+            names.append(torch.cuda.get_device_name(number))
+            torch.ones(1, device=f"cuda:{number}").sum().item()  # a listed GPU may still fail its first kernel
+    except (RuntimeError, AssertionError) as error:
+        return names, str(error).splitlines()[0]
+    return names, ""
+
+
+def nccl_version() -> str | None:
+    """Returns the version of torch's NCCL. None if torch has none."""
+    # In a build without NCCL the call of its version would fail.
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def has_nvidia_driver() -> bool:
+    """Whether NVIDIA's driver is loaded."""
+    # A container may have only one of the two.
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def reason(error: OSError) -> str:
+    """Returns the system's text of an error, without the address that Python may add and the caller knows."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from echelon import operation_records
 from echelon.collectives.plans.algorithms.registry import OPERATIONS
 from echelon.collectives.plans.select import parse, variable_of
 from echelon.collectives.plans.tuning import from_text
-from echelon.doctor.finding import Finding, error, ok, warning
+from echelon.doctor.checks import Finding, error, ok, warning
 from echelon.errors import EchelonError
 from echelon.group import staging
 from echelon.launch import environment, interface, report, tuned
 
 _OWN = "ECHELON_"
+# A test compares it with all names in the source, so a new variable cannot be forgotten here.
 KNOWN = frozenset(
     (
         "ECHELON_BACKEND",
@@ -36,30 +37,29 @@ def check_variables(environ: Mapping[str, str]) -> list[Finding]:
     found = [*_wrong(environ), *_unknown(environ)]
     if found:
         return found
+    # Names alone, without values: one of them is the secret.
     names = [name for name in sorted(environ) if name in KNOWN or name in environment.REQUIRED]
     return [ok("variables", ", ".join(names) + " as they should be" if names else "none set")]
 
 
 def _wrong(environ: Mapping[str, str]) -> Iterator[Finding]:
-    readings: tuple[Callable[[Mapping[str, str]], object], ...] = (
-        _read_launcher,
-        lambda environ: environment.read_backend(environ, "auto"),
-        staging.fallback_is_on,
-        _read_table,
-        _read_algorithms,
-    )
-    for read in readings:
+    # Read as a run reads them, so that the doctor and the run say the same.
+    for read in (_read_launcher, _read_backend, staging.fallback_is_on, _read_table, _read_algorithms):
         try:
             read(environ)
         except EchelonError as problem:
+            # Error texts have their advice behind the first colon.
             what, _, fix = str(problem).partition(": ")
             yield error("variables", what, fix or "correct it")
 
 
 def _read_launcher(environ: Mapping[str, str]) -> None:
-    launched = environment.read(environ)
-    if launched is not None:
+    if launched := environment.read(environ):
         launched.check_secret()
+
+
+def _read_backend(environ: Mapping[str, str]) -> None:
+    environment.read_backend(environ, "auto")
 
 
 def _read_table(environ: Mapping[str, str]) -> None:
@@ -70,8 +70,8 @@ def _read_table(environ: Mapping[str, str]) -> None:
 
 def _read_algorithms(environ: Mapping[str, str]) -> None:
     for operation in OPERATIONS:
-        if environ.get(variable_of(operation)):
-            parse(operation, environ[variable_of(operation)])
+        if name := environ.get(variable_of(operation)):
+            parse(operation, name)
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -71,10 +71,10 @@ class PointToPoint(GroupBase):
             check_seconds(timeout)
         values, peer, own_tag, flight = self._sending(tensor, dst, tag)
         # Fast path: a message that can leave now needs no Work. It halves the cost of small ones over shared memory.
-        if self.backend.send_at_once(values, peer, own_tag):
+        if self.backend.messages.send_at_once(values, peer, own_tag):
             flight.end()
             return
-        with self.backend.will_wait():
+        with self.backend.messages.will_wait():
             self._wait(self._send(values, peer, own_tag, flight), [dst], timeout)
 
     def recv(self, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None) -> Tensor:
@@ -93,11 +93,11 @@ class PointToPoint(GroupBase):
             check_seconds(timeout)
         peer, own_tag, flight = self._receiving(src, tag, out)
         # Fast path, as in `send`: a message that has arrived needs no Work.
-        message = self.backend.recv_at_once(peer, own_tag, out=out)
+        message = self.backend.messages.recv_at_once(peer, own_tag, out=out)
         if message is not None:
             end_with(flight, message.tensor)
             return message.tensor
-        with self.backend.will_wait():
+        with self.backend.messages.will_wait():
             return self._receive(self._recv(peer, own_tag, out, flight), [src], timeout)
 
     def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
@@ -118,7 +118,7 @@ class PointToPoint(GroupBase):
         """
         if timeout is not None:
             check_seconds(timeout)
-        with self.backend.will_wait():
+        with self.backend.messages.will_wait():
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             return self._receive(self.irecv_any(tag), others, timeout)
 
@@ -137,7 +137,7 @@ class PointToPoint(GroupBase):
             SizeMismatch: as in `recv`.
         """
         deadline = self.backend.now() + (self.timeout if timeout is None else check_seconds(timeout))
-        with self.backend.will_wait():
+        with self.backend.messages.will_wait():
             receipt, sent = self.batch_isend_irecv([RecvFrom(src, tag, out), SendTo(tensor, dst, tag)])
             came = self._receive(cast("Work[Tensor]", receipt), [src], deadline - self.backend.now())
             self._wait(cast("Work[None]", sent), [dst], deadline - self.backend.now())
@@ -154,11 +154,11 @@ class PointToPoint(GroupBase):
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
         """Starts to receive a tensor from any rank. The Work has the result of `recv_any`."""
-        self._check_open()
+        self._runner.check_open()
         if self.world_size == 1:
             raise InvalidWorldSize("recv_any in a group of 1 rank: there is nobody who could send")
         others = {peer: rank for rank, peer in enumerate(self.ranks) if rank != self.rank}
-        work = self.backend.irecv_any(others, self._tag(tag))
+        work = self.backend.messages.irecv_any(others, self._tag(tag))
         work.record(self._recorded(f"receive from any rank, tag {tag}"))
         work.lateness = MessageLateness(self.backend, tuple(others), self.ranks, self.context)
         return work
@@ -189,7 +189,7 @@ class PointToPoint(GroupBase):
                         announce_change(out)
                     self._peer(src, "src")
             self._tag(tag)
-        with self.backend.will_wait():
+        with self.backend.messages.will_wait():
             # Receives first, in any order of `messages`: an arriving message then finds its buffer posted.
             for number, message in enumerate(messages):
                 if isinstance(message, RecvFrom):
@@ -203,7 +203,7 @@ class PointToPoint(GroupBase):
         """Validates a send and returns its values, peer, tag and record."""
         # Returns a plain tuple, which costs less than a named one. Checks types before the look-up, since a wrong
         # argument may not be hashable; `_known_send` then raises the error for it.
-        self._check_open()
+        self._runner.check_open()
         if isinstance(tensor, Tensor) and isinstance(dst, int) and isinstance(tag, int) and is_ordinary(tensor):
             kind = dst, tag, tensor.shape, tensor.dtype
             known = self._known_sends.get(kind)
@@ -224,7 +224,7 @@ class PointToPoint(GroupBase):
 
     def _send(self, tensor: Tensor, peer: int, tag: Tag, flight: OperationRecord) -> Work[None]:
         try:
-            work = self.backend.isend(tensor, peer, tag)
+            work = self.backend.messages.isend(tensor, peer, tag)
         except EchelonError as error:
             flight.end(error)
             raise
@@ -234,7 +234,7 @@ class PointToPoint(GroupBase):
         return work
 
     def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[int, Tag, OperationRecord]:
-        self._check_open()
+        self._runner.check_open()
         is_out_ordinary = out is None or (isinstance(out, Tensor) and is_ordinary(out))
         if isinstance(src, int) and isinstance(tag, int) and is_out_ordinary:
             kind = src, tag, None if out is None else out.dtype
@@ -256,7 +256,7 @@ class PointToPoint(GroupBase):
 
     def _recv(self, peer: int, tag: Tag, out: Tensor | None, flight: OperationRecord) -> Work[Tensor]:
         try:
-            work = self.backend.irecv(peer, tag, out=out)
+            work = self.backend.messages.irecv(peer, tag, out=out)
         except EchelonError as error:
             flight.end(error)
             raise

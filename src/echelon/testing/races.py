@@ -54,7 +54,7 @@ def check_same_results(
             if not _equal(result, first):
                 raise RaceError(
                     f"rank {rank} returned {first!r} with seed {runs[0].seed}, but {result!r} with seed {run.seed}: "
-                    "something depends on the order in which messages arrive; compare the traces of the two runs"
+                    "the result depends on the order in which messages arrive; compare the traces of the two runs"
                 )
 
     count = explore(fn, world_size, seeds, args, network, costs, faults, late_sends=late_sends, check=check)

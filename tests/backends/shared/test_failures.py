@@ -107,16 +107,16 @@ def be_late(group):
         except echelon.PeerFailed as error:
             return error.rank, str(error)
         return None
-    revoke = group.backend.revoke
+    revoke = group.backend.control.revoke
 
     def revoke_late(*arguments):
         """Tells the others only when rank 1 is in its barrier, where it sees what this rank has announced."""
         group.send(torch.ones(1), 1, 7)
-        while group._caller._native._shared.board.missing():
+        while group._runner._executor._shared.board.missing():
             time.sleep(0.001)
         return revoke(*arguments)
 
-    group.backend.revoke = revoke_late
+    group.backend.control.revoke = revoke_late
     try:
         group.all_reduce(torch.ones(3), timeout=0.2)
     except echelon.Timeout as error:

@@ -1,0 +1,89 @@
+"""Options of the commands: dataclasses as parameters, and parsers of numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import typer
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.plan.cost import Amount
+from echelon.timeline.timeline import Time
+
+
+def value(metavar: str, description: str) -> Any:
+    """Returns typer's description of an option whose value is a text of the kind `metavar`."""
+    return typer.Option(metavar=metavar, help=description)
+
+
+Svg: TypeAlias = Annotated[str | None, value("FILE", "Draw it as SVG.")]
+Png: TypeAlias = Annotated[str | None, value("FILE", "Draw it as PNG.")]
+Chrome: TypeAlias = Annotated[str | None, value("FILE", "Write it as a Chrome trace (Perfetto).")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_Options = TypeVar("_Options")
+
+
+def command(function: Callable[[_Options], int | None]) -> Callable[..., int | None]:
+    """Returns a function of a dataclass as a command with the fields as its parameters.
+
+    The annotations of the fields are typer's. The docstring of the function is the help of the command.
+    """
+    # eval_str: annotations are strings here, by `from __future__ import annotations`.
+    (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
+    options: type[_Options] = parameter.annotation
+
+    def run(**given: object) -> int | None:
+        return function(options(**given))
+
+    run.__doc__ = function.__doc__
+    # typer knows no dataclasses, but it reads this signature instead of that of `run`.
+    run.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+    return run
+
+
+# Above every real cost; sums of such values still fit a float.
+_LARGEST = 10**100
+
+
+def one_number(option: str, text: str) -> Time:
+    """Returns the number that an option was given. An int if it is whole, so that sums stay exact.
+
+    Raises:
+        ScheduleError: `text` is not a number from 0 to 1e100.
+    """
+    try:
+        value = Fraction(text.strip())  # exact, and it refuses "nan" and "inf"
+    except (ValueError, ZeroDivisionError):
+        raise ScheduleError(f"{option} {text}: not a number; give one, such as 1.5") from None
+    if value > _LARGEST:
+        raise ScheduleError(f"{option} {text[:20]}: above 1e100; give a smaller number, such as 1.5")
+    if value < 0:
+        raise ScheduleError(f"{option} {text}: below 0; give a number of at least 0, such as 1.5")
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def amount(option: str, text: str) -> Amount:
+    """Returns one number, or a tuple of the numbers between commas.
+
+    Raises:
+        ScheduleError: a part is not a number of at least 0.
+    """
+    # One value is no tuple: `Costs` spreads a number over any number of stages.
+    values = tuple(one_number(option, part) for part in text.split(","))
+    return values if len(values) > 1 else values[0]
+
+
+def check_suffixes(svg: str | None, png: str | None) -> None:
+    """Checks the names of pictures, before any work is done.
+
+    Raises:
+        ScheduleError: a name whose suffix is of another format.
+    """
+    # The figure's format follows from the name, so `--svg a.png` would write a PNG.
+    for path, suffix in ((svg, ".svg"), (png, ".png")):
+        if path is not None and not path.lower().endswith(suffix):
+            raise ScheduleError(f"--{suffix[1:]} {path}: give a name that ends in {suffix}, such as plan{suffix}")
