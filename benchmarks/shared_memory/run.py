@@ -234,7 +234,6 @@ def read_options() -> argparse.Namespace:
 def main() -> int:
     options = read_options()
     if options.mpi_rank:
-        from echelon.bench.mpi_rank import join
         from mpi4py import MPI
 
         with join(MPI.COMM_WORLD, "shm") as group:
