@@ -29,7 +29,7 @@ from subjects import LimitSubject, SymmetricSubject
 
 import echelon
 from echelon.bench.measure import measure_case
-from echelon.bench.mpi import has_mpi4py, run_under_mpi
+from echelon.bench.mpi import has_mpi4py, join, run_under_mpi
 from echelon.bench.request import Case, read_size
 from echelon.bench.subject import EchelonSubject, GlooSubject, MpiSubject, Subject
 
