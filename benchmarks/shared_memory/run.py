@@ -42,7 +42,7 @@ BESIDE = ("nothing", "python", "matmul")
 
 
 class Question(NamedTuple):
-    """What is measured unless options say otherwise."""
+    """Defaults of the options."""
 
     ranks: int
     operations: tuple[str, ...]
@@ -127,7 +127,7 @@ GOALS = (
 
 
 def contestants(group: echelon.ProcessGroup, world: object, symmetric: bool) -> list[Subject]:
-    """Returns what takes turns; `world` is an MPI program's, None without MPI."""
+    """Returns the contestants. `world`: COMM_WORLD of an MPI program; None without MPI."""
     found: list[Subject] = [EchelonSubject(group, "any tensor")]
     if symmetric:
         found += [SymmetricSubject(group), LimitSubject(group)]
