@@ -55,7 +55,6 @@ class TorchBackend(Carried):
         self._engines = Engines(tcp, name, store)
         super().__init__(tcp)
         self._notes = notes
-        self._name = name
         self.devices = frozenset(ENGINES[name])
         types = MESSAGES.get(name, frozenset())
         self.message_devices = types | {"cpu"}
@@ -63,7 +62,7 @@ class TorchBackend(Carried):
 
     @property
     def name(self) -> str:  # noqa: D102
-        return self._name
+        return self._engines.name
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +75,7 @@ class TorchBackend(Carried):
 
     def __repr__(self) -> str:
         state = ", closed" if self._tcp.is_closed else ""
-        return f"<TorchBackend: rank {self.rank} of {self.world_size} over {self._name}{state}>"
+        return f"<TorchBackend: rank {self.rank} of {self.world_size} over {self.name}{state}>"
 
     # Messages
 
@@ -125,7 +124,7 @@ class TorchBackend(Carried):
     # Collectives
 
     def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102
-        if self._name == "mpi" and len(ranks) < self.world_size:
+        if self.name == "mpi" and len(ranks) < self.world_size:
             return None  # MPI makes groups only if all ranks of the world take part
         return TorchCollectives(self._engines, context, tuple(ranks), agreement_of(self._notes, context, ranks))
 
