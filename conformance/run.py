@@ -19,25 +19,25 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 LOGS = HERE.parent / "out" / "conformance"
 BACKENDS = ("control", "echelon")
+# Most seconds for all tests of one backend on one number of ranks.
 SECONDS = 1800.0
-"""For all tests of one backend on so many ranks."""
 
 
 class Outcomes(NamedTuple):
-    """What came of the tests of one backend."""
+    """Outcomes of the tests of one backend."""
 
     problems: dict[str, str]
-    """Of each test that was run, by name; empty: it passed."""
+    """Problem of each test that ran, by the test's name. Empty if it passed."""
     skipped: int
 
     @property
     def passed(self) -> set[str]:
-        """The names of the tests that passed."""
+        """Names of the tests that passed."""
         return {name for name, problem in self.problems.items() if not problem}
 
 
 def run(backend: str, num_ranks: int, names: list[str]) -> Outcomes:
-    """Runs the tests of these names, or all, with one backend; what the ranks print goes to a log."""
+    """Runs the named tests, or all, with one backend. The output of the ranks goes to a log."""
     LOGS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, open(LOGS / f"{backend}-{num_ranks}.log", "w") as log:
         results = Path(folder) / "results"
@@ -54,7 +54,7 @@ def run(backend: str, num_ranks: int, names: list[str]) -> Outcomes:
 
 
 def report(num_ranks: int, control: Outcomes, ours: Outcomes) -> bool:
-    """Prints a table of all tests that either ran; returns whether ours passed all that the control passed."""
+    """Prints a table of all tests that ran on either. True if ours passed every test that the control passed."""
     print(f"\n{num_ranks} ranks\n{'':68}control  echelon")
     for name in sorted(control.problems.keys() | ours.problems.keys()):
         words = [

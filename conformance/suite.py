@@ -2,8 +2,8 @@
 
     BACKEND=echelon WORLD_SIZE=2 TEMP_DIR=$(mktemp -d) python conformance/suite.py RESULTS [TEST ...]
 
-Appends to the file RESULTS a line of JSON for every test: its name, and what went wrong (null: it was skipped).
-The backend "control" is Gloo: under its own name some tests treat it otherwise.
+Appends to the file RESULTS a line of JSON for every test: its name, and its problem (empty: it passed; null: it was
+skipped). The backend "control" is Gloo: some tests treat Gloo differently under its own name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 
 
 class Conformance(TestDistBackend, DistributedTest._DistTestBase):
-    """All tests, each in processes of its own, which are forked: they need not import torch."""
+    """PyTorch's tests, each in forked processes of its own, which need not import torch."""
 
     def setUp(self) -> None:
         """Starts the processes, which run the test."""
@@ -39,7 +39,7 @@ class Conformance(TestDistBackend, DistributedTest._DistTestBase):
 
 
 class Results(unittest.TestResult):
-    """Writes down how each test ended."""
+    """Record of the tests' ends in a file."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Results(unittest.TestResult):
 
 
 def main(path: str, names: list[str]) -> None:
-    """Runs the tests of these names, or all, and writes their results to a file."""
+    """Runs the named tests, or all, and writes their results to a file."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chosen = names or unittest.TestLoader().getTestCaseNames(Conformance)
