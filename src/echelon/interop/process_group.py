@@ -202,5 +202,5 @@ def _tensors_of(arguments: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors_of(argument)
 
 
-for _name, _function in (COLLECTIVES | MESSAGES).items():
+for _name, _function in (*COLLECTIVES.items(), *MESSAGES.items()):
     setattr(EchelonProcessGroup, _name, _call(_name, _function))
