@@ -21,7 +21,7 @@ help:
 	@echo "make conformance  run PyTorch's own tests of torch.distributed over Gloo and over Echelon, and compare"
 	@echo "make compat TORCH=2.15.0  run the quick tests with another version of torch (gigabytes, some minutes)"
 	@echo "make gpu     run the tests that need a GPU with CUDA"
-	@echo "make lint    check formatting, style, types and the prose of docstrings"
+	@echo "make lint    check formatting, style, types and prose"
 	@echo "make format  format the code"
 	@echo "make clean   remove .venv and .venv-torch-*, caches and outputs"
 
@@ -52,7 +52,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tools/prose.py src
+	$(BIN)/python tools/prose.py src examples conformance docs README.md CONTRIBUTING.md CHANGELOG.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .

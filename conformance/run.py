@@ -1,8 +1,8 @@
-"""Runs PyTorch's own tests of torch.distributed over Gloo and over Echelon, and prints both, test by test.
+"""Comparison of Gloo and Echelon by PyTorch's own tests of torch.distributed, test by test.
 
     python conformance/run.py            # 2 and 4 ranks; --ranks 2, or names of tests, for less
 
-Ends with status 1 if Echelon fails a test that Gloo passes.
+Exits with status 1 if Echelon fails a test that Gloo passes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ HERE = Path(__file__).parent
 LOGS = HERE.parent / "out" / "conformance"
 BACKENDS = ("control", "echelon")
 SECONDS = 1800.0
-"""For all tests of one backend on so many ranks."""
+"""Limit for all tests of one backend on one number of ranks."""
 
 
 class Outcomes(NamedTuple):
-    """What came of the tests of one backend."""
+    """Results of the tests of one backend."""
 
     problems: dict[str, str]
-    """Of each test that was run, by name; empty: it passed."""
+    """Error of each test that was run, by name. Empty if it passed."""
     skipped: int
 
     @property
     def passed(self) -> set[str]:
-        """The names of the tests that passed."""
+        """Names of the tests that passed."""
         return {name for name, problem in self.problems.items() if not problem}
 
 
 def run(backend: str, num_ranks: int, names: list[str]) -> Outcomes:
-    """Runs the tests of these names, or all, with one backend; what the ranks print goes to a log."""
+    """Runs the named tests, or all, with one backend. The ranks' output goes to a log."""
     LOGS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, open(LOGS / f"{backend}-{num_ranks}.log", "w") as log:
         results = Path(folder) / "results"
@@ -54,7 +54,7 @@ def run(backend: str, num_ranks: int, names: list[str]) -> Outcomes:
 
 
 def report(num_ranks: int, control: Outcomes, ours: Outcomes) -> bool:
-    """Prints a table of all tests that either ran; returns whether ours passed all that the control passed."""
+    """Prints a table of all tests that either backend ran. True if Echelon passed all that Gloo passed."""
     print(f"\n{num_ranks} ranks\n{'':68}control  echelon")
     for name in sorted(control.problems.keys() | ours.problems.keys()):
         words = [
@@ -72,7 +72,7 @@ def report(num_ranks: int, control: Outcomes, ours: Outcomes) -> bool:
 
 
 def main() -> None:
-    """Reads the arguments, runs everything, and ends with the status."""
+    """Runs the tests and exits with the status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="tests to run; none: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

@@ -1,9 +1,9 @@
-"""PyTorch's own tests of torch.distributed, for a backend that is registered under a name of its own; see `run.py`.
+"""PyTorch's own tests of torch.distributed, for one backend; see `run.py`.
 
     BACKEND=echelon WORLD_SIZE=2 TEMP_DIR=$(mktemp -d) python conformance/suite.py RESULTS [TEST ...]
 
-Appends to the file RESULTS a line of JSON for every test: its name, and what went wrong (null: it was skipped).
-The backend "control" is Gloo: under its own name some tests treat it otherwise.
+Appends a line of JSON for every test to the file RESULTS: its name and its error (null: skipped).
+The backend "control" is Gloo, because some tests treat the name "gloo" differently.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 
 
 class Conformance(TestDistBackend, DistributedTest._DistTestBase):
-    """All tests, each in processes of its own, which are forked: they need not import torch."""
+    """All tests, each in its own forked processes, which need not import torch again."""
 
     def setUp(self) -> None:
-        """Starts the processes, which run the test."""
+        """Starts the processes of a test."""
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
 class Results(unittest.TestResult):
-    """Writes down how each test ended."""
+    """Record of the result of each test."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Results(unittest.TestResult):
 
 
 def main(path: str, names: list[str]) -> None:
-    """Runs the tests of these names, or all, and writes their results to a file."""
+    """Runs the named tests, or all, and writes their results to a file."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chosen = names or unittest.TestLoader().getTestCaseNames(Conformance)

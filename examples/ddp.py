@@ -1,11 +1,11 @@
-"""Data parallelism: every rank has the whole model and data of its own.  echelon run -n 2 examples/ddp.py"""
+"""Data parallelism: every rank has the whole model and its own data.  echelon run -n 2 examples/ddp.py"""
 
 import torch
 from torch import nn
 
 import echelon
 
-group = echelon.init()  # by `echelon run`, torchrun or echelon.simulate; started alone it is a world of one
+group = echelon.init()  # under `echelon run`, torchrun or echelon.simulate; run directly, world_size is 1
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
 ddp = echelon.DistributedDataParallel(model, group)  # every rank now has rank 0's weights
 optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)

@@ -1,9 +1,9 @@
-"""Training that survives the death of a rank: torchrun starts all ranks again, and they go on from the last checkpoint.
+"""Training that survives the death of a rank: torchrun restarts all ranks, and they go on from the last checkpoint.
 
 torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic_train.py --checkpoint train.safetensors
 
-The result is that of an undisturbed run, bit for bit: whatever is random in a step follows from its number and the
-rank, and a checkpoint has all that the next step depends on. Needs the package safetensors.
+The result equals that of an undisturbed run, bit for bit. All randomness of a step follows from its number and the
+rank. A checkpoint has everything that the next step depends on. Needs the package safetensors.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
 def train_step(
     ddp: echelon.DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int, group: echelon.ProcessGroup
 ) -> Tensor:
-    """Does one step on data that follows from `step` and the rank, and returns this rank's loss."""
-    torch.manual_seed(step * group.world_size + group.rank)  # of the data, and of dropout
+    """Trains one step on data that follows from `step` and the rank. Returns this rank's loss."""
+    torch.manual_seed(
+        step * group.world_size + group.rank
+    )  # seeds the data and dropout, so a repeated step is the same
     inputs = torch.randn(32, 8)
     loss = nn.functional.mse_loss(ddp(inputs), inputs.sum(dim=1, keepdim=True).sin())
     loss.backward()
@@ -60,7 +62,7 @@ def train_step(
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Gives all tensors that the next step depends on, by names that stay the same."""
+    """Yields all tensors that the next step depends on, with stable names."""
     yield from model.state_dict().items()
     for number, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
@@ -68,9 +70,12 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: echelon.ProcessGroup) -> int:
-    """Puts back what the checkpoint has, on all ranks, and returns after which step it was written: 0 if there is none.
+    """Restores the checkpoint on all ranks and returns its step. 0 if there is none.
 
-    Every rank reads the file, so it lies where all hosts see it. Rank 0 says from which step to go on.
+    Every rank reads the file, so it must lie where all hosts see it.
+
+    Raises:
+        RuntimeError: the ranks have read different checkpoints.
     """
     step = 0
     if path.exists():
@@ -88,21 +93,23 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: 
         optimizer.load_state_dict(optimizer.state_dict() | {"state": values})
     steps = group.all_gather_object(step)
     if steps != [step] * group.world_size:
-        raise RuntimeError(f"the ranks have checkpoints of the steps {steps}: put {path} where all of them see it")
+        raise RuntimeError(
+            f"the ranks have checkpoints of the steps {steps}: put {path} into a folder that all of them see"
+        )
     return step
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file so that whoever opens it, also after a crash, finds all of the old one or all of the new one."""
+    """Replaces a file as a whole. A reader sees the old or the new one, even after a crash."""
     draft = path.with_name(f".{path.name}.draft")
     with open(draft, "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())  # the data is on the disk before the name is
+        os.fsync(file.fileno())  # the data must be on disk before the name points to it
     os.replace(draft, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the name, too
+        os.fsync(folder)  # flushes the new name
     finally:
         os.close(folder)
 

@@ -1,4 +1,4 @@
-"""A small byte-level GPT and the text it learns. Nothing in this file knows about ranks."""
+"""Byte-level GPT and its text. This file does not depend on ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 NUM_BYTES = 256
-"""The vocabulary: a token is a byte."""
+"""Size of the vocabulary: a token is a byte."""
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network; what each makes is added to what came in."""
+    """Attention, then a feed-forward network, each with a residual connection."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Sums vectors for the byte at a position, for each of the two bytes before it, and for the position itself."""
+    """Sum of the embeddings of a byte, of the two bytes before it, and of its position."""
 
     def __init__(self, context: int, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores every byte as the next one."""
+    """Scores of every byte as the next one."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Head(nn.Module):
 def make_gpt(num_layers: int, width: int, num_heads: int, context: int, seed: int = 0) -> nn.Sequential:
     """Makes the model: bytes of shape (samples, positions) in, scores of shape (samples, positions, 256) out.
 
-    The weights are drawn from a generator of their own, so every rank makes the same ones.
+    The weights come from their own generator, so all ranks make the same ones.
     """
     layers: dict[str, nn.Module] = {"embedding": Embedding(context, width)}
     layers |= {f"block{index}": Block(width, num_heads) for index in range(num_layers)}
@@ -79,8 +79,8 @@ def make_gpt(num_layers: int, width: int, num_heads: int, context: int, seed: in
     model = nn.Sequential(OrderedDict(layers))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:  # the others are the scales of norms, and are 1
-            # The more blocks add to the hidden state, the less each adds at the start.
+        if parameter.dim() > 1:  # the others are the scales of norms, which stay 1
+            # Each block adds to the hidden state, so with more blocks each one starts smaller.
             shrink = math.sqrt(2 * num_layers) if name.endswith("_out.weight") else 1.0
             nn.init.normal_(parameter, std=0.02 / shrink, generator=generator)
     return model
@@ -92,23 +92,23 @@ def loss_of(scores: Tensor, target: Tensor) -> Tensor:
 
 
 class Text(NamedTuple):
-    """Bytes to learn from, and bytes of other files to validate with. Both tensors of uint8."""
+    """Bytes to train on, and bytes of other files to validate with. Both tensors are uint8."""
 
     training: Tensor
     validation: Tensor
 
 
 class Windows(NamedTuple):
-    """Pieces of text, of shape (samples, positions), and at each position the byte that follows."""
+    """Windows of text, of shape (samples, positions), and the next byte at each position."""
 
     inputs: Tensor
     target: Tensor
 
 
 def read_text(max_bytes: int = 4_000_000) -> Text:
-    """Reads the modules of Python's standard library in the order of their names; every tenth is for validation."""
+    """Reads the modules of Python's standard library in the order of their names. Every tenth is for validation."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    sources = list(dict.fromkeys(path.read_bytes() for path in paths))  # each text once, so none is on both sides
+    sources = list(dict.fromkeys(path.read_bytes() for path in paths))  # drops copies, so no text is in both parts
     validation = bytearray().join(sources[::10])
     training = bytearray().join(source for index, source in enumerate(sources) if index % 10)
     parts = (part[:max_bytes] for part in (training, validation))
@@ -116,7 +116,7 @@ def read_text(max_bytes: int = 4_000_000) -> Text:
 
 
 def random_windows(text: Tensor, num_samples: int, context: int, seed: int) -> Windows:
-    """Cuts `num_samples` windows at random places, the same ones for the same seed."""
+    """Cuts `num_samples` windows at random places, which the seed determines."""
     generator = torch.Generator().manual_seed(seed)
     return _cut(text, torch.randint(len(text) - context, (num_samples,), generator=generator), context)
 

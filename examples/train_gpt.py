@@ -1,11 +1,11 @@
-"""Trains a small language model on the source of Python's own standard library, on any number of ranks.
+"""Training of a small language model on the source of Python's standard library, on any number of ranks.
 
-    python examples/train_gpt.py                                      # one process, no ranks to speak of
+    python examples/train_gpt.py                                      # one process
     echelon run -n 4 examples/train_gpt.py --dp 2 --pp 2              # 2 copies of the model, each in 2 stages
     torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --pp 2   # the same, under torchrun
-    python examples/train_gpt.py --simulate 4 --dp 2 --pp 2           # the same, on threads of one process
+    python examples/train_gpt.py --simulate 4 --dp 2 --pp 2           # the same, on simulated ranks
 
-With --check it trains for a few steps, then does the same again in one process and compares.
+With --check it trains for a few steps, then trains the same model in one process and compares.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from echelon.pipeline import Costs, Pipeline
 from echelon.timeline.timeline import Timeline
 
 TOLERANCE = 1e-9
-"""The most that --check lets losses and weights differ. It computes in float64; a mistake shows at 1e-4 and above."""
+"""Largest difference of losses and weights that --check allows. In float64 a mistake shows at 1e-4 and above."""
 
 
 def train(options: argparse.Namespace) -> None:
-    # Who am I, and who are the others? The ranks make a grid: those of a row hold the stages of one copy of the model,
-    # those of a column hold the same stage of different copies.
+    # The ranks form a grid. Each row holds the stages of one copy of the model, each column one stage of all copies.
     group = echelon.init()
     dp, pp = grid(group.world_size, options)
     mesh = Mesh(group, dp=dp, pp=pp)
@@ -46,7 +45,7 @@ def train(options: argparse.Namespace) -> None:
     say(f"{count(model.parameters()):,} parameters: {dp} copies x {pp} stages, {options.microbatches} microbatches")
     say(f"{len(text.training) / 1e6:.1f} MB of Python to learn from; byte frequencies alone give {per_byte(unigram)}")
 
-    # The pipeline keeps this rank's part of the model. What is ordinary about training stays ordinary.
+    # The pipeline keeps only this rank's part of the model. The rest is an ordinary training loop.
     pipe = Pipeline(
         model,
         mesh["pp"],
@@ -61,7 +60,7 @@ def train(options: argparse.Namespace) -> None:
     progress = Progress(say, options)
     for step in range(options.steps):
         batch = share(batch_of(text, step, options), mesh)
-        loss = pipe.step(batch.inputs, target=batch.target).loss  # adds into .grad, as loss.backward() does
+        loss = pipe.step(batch.inputs, target=batch.target).loss  # adds to .grad, as loss.backward() does
         pipe.clip_grad_norm_(1.0)
         set_learning_rate(optimizer, step, options)
         optimizer.step()
@@ -69,7 +68,7 @@ def train(options: argparse.Namespace) -> None:
         losses.append(loss.item())
         progress.report(step + 1, losses[-1], pipe)
 
-    # Every rank takes part in what follows, though only rank 0 prints it.
+    # Validation and sampling communicate, so all ranks run them. Only rank 0 prints.
     say(f"\ntrained for {progress.seconds:.0f} s; validation loss, on modules it has not seen:")
     say(f"  this model              {per_byte(validate(pipe, group, share(validation, mesh), options.batch))}")
     say(f"  byte frequencies alone  {per_byte(unigram)}")
@@ -82,11 +81,11 @@ def train(options: argparse.Namespace) -> None:
 
 
 def silent(_: str) -> None:
-    """Says nothing: only rank 0 reports."""
+    """Prints nothing: only rank 0 reports."""
 
 
 class Progress:
-    """Says now and then how far the training is, how fast, and how much of the time its ranks were idle."""
+    """Progress report: step, loss, speed, time left, and the measured and predicted bubble rate."""
 
     def __init__(self, say: Callable[[str], None], options: argparse.Namespace) -> None:
         self._say = say
@@ -97,7 +96,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """The time since the training began."""
+        """Seconds since the training began."""
         return time.perf_counter() - self._begin
 
     def report(self, step: int, loss: float, pipe: Pipeline) -> None:
@@ -115,13 +114,13 @@ class Progress:
 
 
 def grid(world_size: int, options: argparse.Namespace) -> tuple[int, int]:
-    """Returns dp and pp as given; one that was not given is what the other leaves."""
+    """Returns dp and pp. If one is not given, it follows from the other."""
     dp = options.dp if options.dp is not None else world_size // max(1, options.pp or 1)
     return dp, options.pp if options.pp is not None else world_size // max(1, dp)
 
 
 def make_model(options: argparse.Namespace) -> nn.Sequential:
-    # --check needs to tell rounding from mistakes; in float64 one is far below the other.
+    # In float64 rounding is far below the effect of a mistake, so --check can tell them apart.
     dtype = torch.float64 if options.check else torch.float32
     return make_gpt(options.layers, options.width, options.heads, options.context).to(dtype)
 
@@ -131,7 +130,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, options: argparse.Namespace) -> None:
-    """Rises for 20 steps, then falls to nearly zero along half a cosine."""
+    """Sets a rate that rises for 20 steps, then falls to nearly zero along half a cosine."""
     decay = 0.525 + 0.475 * math.cos(math.pi * step / options.steps)
     for parameters in optimizer.param_groups:
         parameters["lr"] = options.learning_rate * min(1.0, (step + 1) / 20) * decay
@@ -143,12 +142,12 @@ def batch_of(text: Text, step: int, options: argparse.Namespace) -> Windows:
 
 
 def share(windows: Windows, mesh: Mesh) -> Windows:
-    """Returns the part that this rank's copy of the model works on."""
+    """Returns the samples of this rank's copy of the model."""
     return Windows(*(part.tensor_split(mesh.shape["dp"])[mesh.coordinates["dp"]] for part in windows))
 
 
 def plan(pipe: Pipeline) -> Timeline:
-    """Plays the schedule on a virtual clock, with the median time that each stage's work took in the last step."""
+    """Simulates the schedule with the median times of each stage in the last step."""
     times: dict[tuple[int, str], list[float]] = {}
     for spans in pipe.timeline.spans:
         for span in spans:
@@ -171,7 +170,7 @@ def validate(pipe: Pipeline, group: ProcessGroup, windows: Windows, batch: int) 
 
 
 def sample(pipe: Pipeline, stages: ProcessGroup, options: argparse.Namespace) -> str:
-    """Lets the model continue the prompt, a byte at a time: the last stage draws it and tells the others."""
+    """Continues the prompt byte by byte. The last stage draws each byte and broadcasts it."""
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor(list(options.prompt.encode()))
     for _ in range(options.sample):
@@ -227,7 +226,7 @@ def gather_weights(pipe: Pipeline, stages: ProcessGroup) -> dict[str, Tensor]:
 
 
 def accumulate_gradients(model: nn.Module, batch: Windows, dp: int, options: argparse.Namespace) -> float:
-    """Runs forward and backward over the same microbatches as the ranks did, and returns the loss of the batch."""
+    """Runs forward and backward over the microbatches of all ranks. Returns the loss of the batch."""
     total = 0.0
     for copy in zip(*(part.tensor_split(dp) for part in batch), strict=True):
         for inputs, target in zip(*(part.tensor_split(options.microbatches) for part in copy), strict=True):
@@ -249,22 +248,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a small language model on Python's standard library.")
     parser.add_argument("--dp", type=int, help="copies of the model (default: ranks / pp)")
     parser.add_argument("--pp", type=int, help="stages of each copy (default: ranks / dp)")
-    parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b"], help="of the pipeline")
-    parser.add_argument("--microbatches", type=int, default=8, help="of each copy's share of the batch")
-    parser.add_argument("--simulate", type=int, metavar="RANKS", help="run on so many threads of this process")
+    parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b"], help="pipeline schedule")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches per copy")
+    parser.add_argument("--simulate", type=int, metavar="RANKS", help="run on simulated ranks in this process")
     parser.add_argument("--check", action="store_true", help="compare with a single process (10 steps, float64)")
-    parser.add_argument("--steps", type=int, help="how long to train (default: 400, with --check 10)")
-    parser.add_argument("--batch", type=int, default=32, help="samples in a step, over all copies")
-    parser.add_argument("--context", type=int, default=64, help="bytes in a sample")
-    parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
-    parser.add_argument("--width", type=int, default=144, help="numbers that stand for a byte")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads")
-    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its highest")
+    parser.add_argument("--steps", type=int, help="training steps (default: 400, with --check 10)")
+    parser.add_argument("--batch", type=int, default=32, help="samples per step, over all copies")
+    parser.add_argument("--context", type=int, default=64, help="bytes per sample")
+    parser.add_argument("--layers", type=int, default=4, help="number of blocks")
+    parser.add_argument("--width", type=int, default=144, help="width of the hidden state")
+    parser.add_argument("--heads", type=int, default=4, help="number of attention heads")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--validation-windows", type=int, default=800, help="samples to validate with")
-    parser.add_argument("--report-every", type=int, default=20, metavar="STEPS", help="how often to say how it goes")
-    parser.add_argument("--sample", type=int, default=300, metavar="BYTES", help="text to write at the end")
-    parser.add_argument("--prompt", default="class ", help="what the text begins with")
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where the picture goes")
+    parser.add_argument("--report-every", type=int, default=20, metavar="STEPS", help="steps between reports")
+    parser.add_argument("--sample", type=int, default=300, metavar="BYTES", help="bytes of text to generate at the end")
+    parser.add_argument("--prompt", default="class ", help="start of the generated text")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the picture")
     options = parser.parse_args(arguments)
     options.steps = options.steps or (10 if options.check else 400)
     return options

@@ -19,14 +19,24 @@ def pool():
         yield ranks
 
 
-@pytest.fixture(params=["simulated", "processes", pytest.param("gloo", marks=pytest.mark.slow)])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
+def runner(request, backend):
+    """Returns `run(fn, world_size, *args)`, which gives the results of all ranks on simulated ranks or on processes."""
+    if backend == "simulated":
         return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
     pool = request.getfixturevalue("pool")
-    backend = "gloo" if request.param == "gloo" else "auto"
     return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=backend)
+
+
+@pytest.fixture(params=["simulated", "processes", pytest.param("gloo", marks=pytest.mark.slow)])
+def run(request):
+    """Runs a function on simulated ranks, and on processes with the backend that they choose."""
+    return runner(request, "auto" if request.param == "processes" else request.param)
+
+
+@pytest.fixture(params=["simulated", "tcp", "shm", pytest.param("gloo", marks=pytest.mark.slow)])
+def on_backend(request):
+    """Runs a function on simulated ranks, and on processes with each backend."""
+    return runner(request, request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

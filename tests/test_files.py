@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from echelon.arguments import reading, writing
 from echelon.errors import EchelonError, FileError, InvalidArgument
-from echelon.files import reading, writing
 from echelon.pipeline import Schedule, schedules
 
 

@@ -196,7 +196,7 @@ def _beside(
         group.barrier()
         without = compute()
         group.barrier()
-        moving = group.backend.start(moves, "messages")
+        moving = group.backend.lanes.start(moves, "messages")
         longer.append(compute() - without)
         seconds.append(moving.wait())
     return _Beside(statistics.median(seconds) / count, max(0.0, statistics.median(longer)) / count)

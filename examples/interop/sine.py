@@ -1,4 +1,4 @@
-"""What the scripts in this folder teach their models: the sine of the sum of eight numbers."""
+"""Task of the scripts in this folder: the sine of the sum of eight numbers."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from torch import nn
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, generator: torch.Generator, steps: int = 100, samples: int = 32
 ) -> torch.Tensor:
-    """Trains on batches from a generator, as one would without any ranks; returns the last loss."""
+    """Trains on batches from a generator, in an ordinary loop without ranks. Returns the last loss."""
     for _ in range(steps):
         inputs = torch.randn(samples, 8, generator=generator)
         loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon.interop.torch_distributed  # noqa: F401 # makes "echelon" a backend of torch.distributed
 
-dist.init_process_group("echelon")  # left to itself, Accelerate would take Gloo
+dist.init_process_group("echelon")  # otherwise Accelerate takes Gloo
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 inputs = torch.randn(1024, 8)

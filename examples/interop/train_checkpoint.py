@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over Echelon: a sharded model is saved, loaded into a fresh one, and trained on.
+"""torch.distributed.checkpoint over Echelon: saves a sharded model, loads it into a new one, and trains on.
 
 torchrun --nproc-per-node 2 examples/interop/train_checkpoint.py
 """
@@ -43,7 +43,7 @@ dcp.save(state_of(model, optimizer), checkpoint_id=folder)  # every rank writes 
 here = generator.get_state()
 undisturbed = mean_loss(train(model, optimizer, generator, steps=50))
 
-model, optimizer = sharded_model()  # another start, with other weights
+model, optimizer = sharded_model()  # a new model with other weights
 state = state_of(model, optimizer)
 dcp.load(state, checkpoint_id=folder)
 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -54,29 +54,20 @@ if TYPE_CHECKING:
         simulate,
     )
 
-_WHERE = {
-    "DDP": "echelon.data_parallel",
-    "Delay": "echelon.simulation",
-    "DistributedDataParallel": "echelon.data_parallel",
-    "Kill": "echelon.simulation",
-    "Mesh": "echelon.mesh",
-    "Network": "echelon.simulation",
-    "NetworkPartition": "echelon.simulation",
-    "Pause": "echelon.simulation",
-    "ProcessGroup": "echelon.group.group",
-    "Received": "echelon.backends.work",
-    "RecvFrom": "echelon.group.messages",
-    "SendTo": "echelon.group.messages",
-    "Simulation": "echelon.simulation",
-    "Slow": "echelon.simulation",
-    "SyncBatchNorm": "echelon.data_parallel",
-    "ZeroOptimizer": "echelon.data_parallel",
-    "explore": "echelon.simulation",
-    "flight_recorder": "echelon.launch.init",
-    "init": "echelon.launch.init",
-    "simulate": "echelon.simulation",
-    "spawn": "echelon.launch.spawn",
+_MODULES = {
+    "echelon.backends.work": ("Received",),
+    "echelon.data_parallel": ("DDP", "DistributedDataParallel", "SyncBatchNorm", "ZeroOptimizer"),
+    "echelon.group.group": ("ProcessGroup",),
+    "echelon.group.messages": ("RecvFrom", "SendTo"),
+    "echelon.launch.init": ("flight_recorder", "init"),
+    "echelon.launch.spawn": ("spawn",),
+    "echelon.mesh": ("Mesh",),
+    "echelon.simulation": (
+        *("Delay", "Kill", "Network", "NetworkPartition", "Pause"),
+        *("Simulation", "Slow", "explore", "simulate"),
+    ),
 }
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "DDP",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,39 +38,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Only names of torch that are passed on.
 __all__ = [
-    "DispatchMode",
     "DistributedBackendOptions",
     "TreeSpec",
-    "all_gather_into",
-    "at_end_of_backward",
-    "backend_config",
-    "draws_random_numbers",
-    "fail_when_unwrapped",
-    "fake_tensors",
-    "guards_of",
-    "hooks_after_gradient",
-    "is_dual",
-    "is_faking",
-    "is_in_backward",
-    "make_process_group",
-    "operators_of",
     "register_work",
-    "resolve_process_group",
-    "run_backward",
-    "storage_users",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
-    "version_of",
-    "wraps_new_tensors",
-    "writes_in_place",
 ]
 # DistributedBackendOptions: argument of the function that makes a group of a registered backend.
 # resolve_process_group, register_work: functional collectives get the name of a group, and torch finds their Work by
 # the tensor that it writes.
 # tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
+
+# Without a frame of Python each, because every small operation asks: the depth of the stack of dispatch modes; the
+# innermost transform of torch.func, or None; and the level of forward-mode AD, below 0 outside of it.
+dispatch_depth: Callable[[], int] = _len_torch_dispatch_stack
+transform_stack: Callable[[], object] = peek_interpreter_stack
+forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -155,8 +144,7 @@ def run_backward(
         into_leaves: accumulate the gradients of leaves into their .grad, and return an empty list.
         keep_graph: keep the graph for another run.
     """
-    edges = tuple(edge for edge, _ in roots)
-    gradients = tuple(gradient for _, gradient in roots)
+    edges, gradients = zip(*roots, strict=True)
     found = torch.autograd.Variable._execution_engine.run_backward(
         edges, gradients, keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=into_leaves
     )

@@ -1,13 +1,15 @@
-"""Checks of arguments that many calls share: numbers, world sizes, timeouts, names from a list. Pure."""
+"""Checks of arguments that many calls share: numbers, world sizes, timeouts, names from a list, files. Pure."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 
-from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize
+from echelon.errors import EchelonError, FileError, InvalidArgument, InvalidWorldSize
 
 
 def is_amount(value: object) -> bool:
@@ -38,9 +40,7 @@ def check_world_size(world_size: int, name: str = "world_size", maximum: int = M
         raise InvalidWorldSize(f"{name}={world_size!r}: a world has at least 1 rank: give 1 or more")
     if world_size > maximum:
         where = "a world" if maximum == MAX_WORLD_SIZE else "one host"
-        raise InvalidWorldSize(
-            f"{name}={world_size}: {where} has at most {maximum:,} ranks: give the number of ranks that there are"
-        )
+        raise InvalidWorldSize(f"{name}={world_size}: {where} has at most {maximum:,} ranks: give a smaller number")
 
 
 def check_seconds(timeout: object) -> float:
@@ -99,3 +99,56 @@ def choices(name: object, names: Iterable[str], otherwise: str = "use one of") -
     near = difflib.get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
     listed = ", ".join(by_lower.values())
     return f"did you mean {by_lower[near[0]]}? There are {listed}" if near else f"{otherwise} {listed}"
+
+
+def check_path(path: object) -> str:
+    """Returns a path as text. Raises InvalidArgument if it is not a path."""
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgument(f"path is {named(path)}: give the name of a file, such as 'plan.svg'")
+    name = os.fsdecode(path)
+    if "\0" in name:
+        raise InvalidArgument(f"path is {name!r}, with a null character: give the name of a file, such as 'plan.svg'")
+    return name
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Checks an output path, and maps errors of writing it inside the with block to FileError.
+
+    Raises:
+        InvalidArgument: `path` is not a path.
+        FileError: it is a path of Windows, its folder is missing, or it cannot be written to.
+    """
+    name = check_path(path)
+    # Legal as a name, but the file would lie in the current folder.
+    if "\\" in os.path.basename(name) and not os.path.lexists(name):
+        raise FileError(f"cannot write {name}: it is a path of Windows; separate folders with /, as in plans/plan.svg")
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"cannot write {name}: {_reason(name, error)}") from None
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Maps errors of reading a file inside the with block to FileError.
+
+    Raises:
+        InvalidArgument: `path` is not a path.
+        FileError: there is no such file, or it cannot be read.
+    """
+    name = check_path(path)
+    try:
+        yield
+    except FileNotFoundError:
+        folder = os.path.dirname(os.path.abspath(name))
+        raise FileError(f"cannot read {name}: there is no such file in {folder}; give the path of one") from None
+    except OSError as error:
+        raise FileError(f"cannot read {name}: {error.strerror}; give a file that can be read") from None
+
+
+def _reason(name: str, error: OSError) -> str:
+    folder = os.path.dirname(name)
+    if isinstance(error, FileNotFoundError) and folder and not os.path.isdir(folder):
+        return f"the folder {folder} does not exist; make it first: mkdir -p {folder}"
+    return f"{error.strerror}; give a place that can be written to"

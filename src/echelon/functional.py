@@ -61,10 +61,8 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
         return _apply(_Sum, tensor, group)
     if op == "mean":
         return _apply(_Sum, tensor, group) / group.world_size
-    if op == "product":
-        return _apply(_Product, tensor, group)
-    if op in ("min", "max"):
-        return _apply(_Extreme, tensor, group, op)
+    if op in ("product", "min", "max"):
+        return _apply(_Nonlinear, tensor, group, op)
     raise UnsupportedOp(f"op={op!r} has no gradient: use sum, mean, product, min or max")
 
 
@@ -265,28 +263,20 @@ class _Sum(Function):
         return _apply(_Sum, gradient, ctx.group), None
 
 
-class _Product(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        everyone = group.all_gather(tensor.detach()[None])
-        # The gradient is the product of the other ranks' values: not total / own, which fails at zero.
-        others = torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]])
-        ctx.group = group
-        ctx.save_for_backward(others.prod(0).conj())
-        return everyone.prod(0)
+class _Nonlinear(Function):
+    """Product, min or max. Their gradient is that of the result, times a weight of this rank."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.group.all_reduce(_copy(gradient)) * ctx.saved_tensors[0], None
-
-
-class _Extreme(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, op: str) -> Tensor:
+        ctx.group = group
+        if op == "product":
+            everyone = group.all_gather(tensor.detach()[None])
+            # The gradient is the product of the other ranks' values: not total / own, which fails at zero.
+            others = torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]])
+            ctx.save_for_backward(others.prod(0).conj())
+            return everyone.prod(0)
         result = group.all_reduce(_copy(tensor), op)
         mine = (tensor == result).to(tensor.dtype)
-        ctx.group = group
         ctx.save_for_backward(mine / group.all_reduce(mine.clone()))
         return result
 
@@ -366,7 +356,7 @@ class _Send(Function):
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dst: int, tag: int, is_gradient: bool) -> Tensor:
         ctx.group, ctx.dst, ctx.tag = group, dst, tag
         if is_gradient:
-            group.backend.send(plain(tensor), group.ranks[dst], _gradient_tag(group, tag), group.timeout)
+            group.backend.messages.send(plain(tensor), group.ranks[dst], _gradient_tag(group, tag), group.timeout)
         else:
             group.send(tensor, dst, tag)
         return tensor.new_empty(0)
@@ -389,7 +379,7 @@ class _Recv(Function):
         """Takes a token without elements: autograd runs backward only for functions with an input that requires it."""
         ctx.group, ctx.src, ctx.tag = group, src, tag
         if is_gradient:
-            return group.backend.recv(group.ranks[src], _gradient_tag(group, tag), timeout=group.timeout)
+            return group.backend.messages.recv(group.ranks[src], _gradient_tag(group, tag), timeout=group.timeout)
         return group.recv(src, tag)
 
     @staticmethod
@@ -407,9 +397,9 @@ class _SendRecv(Function):
             return group.sendrecv(tensor, dst, src, tag)
         backend, place = group.backend, _gradient_tag(group, tag)
         # Both at once, so that two ranks which exchange do not wait for each other.
-        with backend.will_wait():
-            sent = backend.isend(plain(tensor), group.ranks[dst], place)
-            came = backend.recv(group.ranks[src], place, timeout=group.timeout)
+        with backend.messages.will_wait():
+            sent = backend.messages.isend(plain(tensor), group.ranks[dst], place)
+            came = backend.messages.recv(group.ranks[src], place, timeout=group.timeout)
             sent.wait(group.timeout)
         return came
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Literal
+from typing import Literal, Protocol
 
-from echelon.call_site import Place, calling_place, line_of, place_of_thread
+from echelon.call_site import Place, is_foreign, line_of, place_of_thread
 
 CAPACITY = 1000
 """Number of operations that the ring holds."""
@@ -27,9 +28,6 @@ TUNED_TABLE = "tuned table"
 """The group over which `echelon.init` agrees on a table of algorithms, before the user's first group exists."""
 _INTERNAL_GROUPS = frozenset({TUNED_TABLE})
 """Groups that users do not see: their operations are part of `echelon.init`."""
-
-_OWN_CALLS = 4
-"""Frames from `calling_place` up to the group's method: itself, a helper, `begin`, `OperationRecord`."""
 
 State = Literal["under way", "done", "failed"]
 
@@ -63,13 +61,31 @@ class FlightRecord:
         return f"{self.operation}{number} of group {self.group!r} at {self.place}, {self.state}{end}{error}"
 
 
+class LivenessCheck(Protocol):
+    """Diagnosis of a pending collective: queries the rank that it waits for."""
+
+    @property
+    def next_check_at(self) -> float:
+        """Time of the next check, in the backend's time."""
+        ...
+
+    def look(self, peer: int, has_come: Callable[[], bool]) -> None:
+        """Queries a rank. Raises CollectiveMismatch if it will never make the awaited call."""
+        ...
+
+
 class OperationRecord:
-    """Entry of the flight recorder, updated while its operation is in flight."""
+    """Entry of the flight recorder, updated while its operation is in flight. `FlightRecorder.begin` makes it.
+
+    A collective's record goes to the executor as the call itself.
+    """
 
     __slots__ = (
         "_clock",
+        "_watch",
         "begun",
         "context",
+        "deadline",
         "ended",
         "error",
         "group",
@@ -81,36 +97,40 @@ class OperationRecord:
         "signature",
         "started",
         "thread",
+        "watched_by",
     )
+    _clock: Callable[[], float]
+    _watch: LivenessCheck | None
+    group: str
+    context: int
+    sequence: int
+    """Number of a collective in its group, from 1 on, the same on all ranks. 0 for a message."""
+    signature: int
+    """Checksum of a collective and all calls before it: equal on ranks that made the same calls."""
+    operation: str
+    """Text that ranks compare."""
+    num_bytes: int
+    marks: tuple[str, ...]
+    """Calls since the previous collective that sent nothing to other ranks."""
+    place: Place | None
+    thread: int
+    started: float
+    begun: float | None
+    """Time when a queued collective began to run; None: it has not begun."""
+    deadline: float
+    """End of a collective's time, in the backend's time."""
+    ended: float | None
+    error: str
+    watched_by: Callable[[OperationRecord], LivenessCheck] | None
+    """Makes `lookout`."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        group: str,
-        context: int,
-        sequence: int,
-        signature: int,
-        operation: str,
-        num_bytes: int,
-        marks: tuple[str, ...],
-    ) -> None:
-        self._clock = clock
-        self.group = group
-        self.context = context
-        self.sequence = sequence
-        self.signature = signature
-        """Checksum of a collective and all calls before it: equal on ranks that made the same calls."""
-        self.operation = operation
-        self.num_bytes = num_bytes
-        self.marks = marks
-        """Calls since the previous collective that sent nothing to other ranks."""
-        self.place: Place | None = calling_place(_OWN_CALLS)
-        self.thread = get_ident()
-        self.started = clock()
-        self.begun: float | None = None
-        """Time when a queued collective began to run; None: it has not begun."""
-        self.ended: float | None = None
-        self.error = ""
+    @property
+    def lookout(self) -> LivenessCheck:
+        """Diagnosis of this collective. Made by the first long wait, because most calls never wait long."""
+        if self._watch is None:
+            assert self.watched_by is not None, "a collective in flight"
+            self._watch = self.watched_by(self)
+        return self._watch
 
     @property
     def is_internal(self) -> bool:
@@ -159,7 +179,8 @@ class FlightRecorder:
     """Ring of the last operations of one rank."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
+        """Returns the time, in seconds."""
         self._flights: deque[OperationRecord] = deque(maxlen=CAPACITY)
         self._latest: dict[int, OperationRecord] = {}
 
@@ -172,6 +193,7 @@ class FlightRecorder:
         operation: str,
         num_bytes: int = 0,
         marks: tuple[str, ...] = (),
+        watched_by: Callable[[OperationRecord], LivenessCheck] | None = None,
     ) -> OperationRecord:
         """Adds an operation that the calling thread begins now. The caller ends it with `OperationRecord.end`.
 
@@ -183,12 +205,31 @@ class FlightRecorder:
             operation: the text that ranks compare, with shape and dtype.
             num_bytes: bytes of this rank's tensor.
             marks: see `OperationRecord`.
+            watched_by: makes the collective's `lookout`. None for a message.
         """
-        flight = OperationRecord(self._clock, group, context, sequence, signature, operation, num_bytes, marks)
-        self._flights.append(flight)
+        # Filled in here, and the stack walked here: every operation pays for each further call of a function.
+        record = OperationRecord.__new__(OperationRecord)
+        record._clock = clock = self.clock
+        record._watch = None
+        record.watched_by = watched_by
+        record.group, record.context, record.sequence, record.signature = group, context, sequence, signature
+        record.operation, record.num_bytes, record.marks = operation, num_bytes, marks
+        frame = sys._getframe(2)  # begin's caller and its caller are ours
+        while is_foreign(frame.f_code.co_filename):
+            if frame.f_back is None:
+                record.place = None
+                break
+            frame = frame.f_back
+        else:
+            record.place = frame.f_code, frame.f_lasti
+        record.thread = get_ident()
+        record.begun = record.ended = None
+        record.error = ""
+        record.started = clock()
+        self._flights.append(record)
         if sequence:
-            self._latest[context] = flight
-        return flight
+            self._latest[context] = record
+        return record
 
     def records(self) -> tuple[FlightRecord, ...]:
         """Returns the recorded operations of the user, the oldest first."""

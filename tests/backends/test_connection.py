@@ -13,10 +13,19 @@ from echelon.backends.delivery import Receive
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
 from echelon.backends.matching import Mailbox
-from echelon.backends.memory import bytes_of, dtype_code, dtype_of
+from echelon.backends.memory import bytes_of, dtype_code
 from echelon.backends.tcp.connection import Connection
+from echelon.backends.tcp.inbox import Inbox
 from echelon.backends.work import Work
 from echelon.errors import PeerFailed, ProtocolError
+
+
+def connected(sock, *waking_bytes):
+    """Returns the connection of a socket to rank 1, and notes the epoll events that it waits for."""
+    asked = []
+    connection = Connection(1, sock, 1 << 30, *waking_bytes, on_control=lambda *_: None, watch_for=asked.append)
+    connection.asked = asked
+    return connection
 
 
 @pytest.fixture
@@ -25,7 +34,7 @@ def pair():
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     with ours, theirs:
-        yield Connection(1, ours, 1 << 30), theirs
+        yield connected(ours), theirs
 
 
 def message(tensor, step=0, note="", context=0, sequence=0):
@@ -42,19 +51,20 @@ def message(tensor, step=0, note="", context=0, sequence=0):
     return head + bytes(bytes_of(tensor))
 
 
-def into(mailbox, places=True):
-    """Returns what a connection is to do with a frame; `places`: find a place for messages that nobody asked for."""
+class Placing(Inbox):
+    """Inbox that has a buffer for every message, or for none that nobody asked for."""
 
-    def on_frame(frame):
-        if frame.kind != wire.FrameKind.DATA:
-            return None
-        tag = Tag(frame.context, frame.sequence, frame.step)
-        delivery = mailbox.arrive(1, tag, frame.shape, dtype_of(frame.dtype), frame.note)
-        if places:
+    def __init__(self, mailbox, places=True):
+        super().__init__(1, mailbox)
+        self._places = places
+
+    def give_buffer(self, delivery):
+        if self._places:
             delivery.place()
-        return delivery
 
-    return on_frame
+
+def take_in(connection, mailbox, places=True):
+    assert connection.receiver.take_in(Placing(mailbox, places)) is False
 
 
 def post(mailbox, step=0, out=None):
@@ -75,15 +85,15 @@ def test_pieces_of_any_size_make_the_same_messages(sizes, cuts, posted_early, wi
     works = {number: post_for(mailbox, number, with_wrong_place) for number in posted_early if number < len(sizes)}
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = Connection(1, ours, 1 << 30)
+        connection = connected(ours)
         for cut in [*cuts, len(data)]:
             theirs.sendall(data[: min(cut, 60_000)])
             data = data[min(cut, 60_000) :]
-            assert connection.pump(into(mailbox))
+            take_in(connection, mailbox)
         while data:
             theirs.sendall(data[:60_000])
             data = data[60_000:]
-            assert connection.pump(into(mailbox))
+            take_in(connection, mailbox)
     for number, tensor in enumerate(tensors):
         work = works.get(number) or post_for(mailbox, number, with_wrong_place)
         if number in with_wrong_place:
@@ -104,7 +114,7 @@ def test_one_byte_at_a_time(pair):
     for position in range(len(data)):
         assert not work.is_completed()
         theirs.sendall(data[position : position + 1])
-        assert connection.pump(into(mailbox))
+        take_in(connection, mailbox)
     assert work.result().tolist() == [[1.5, 2.5]]
 
 
@@ -114,7 +124,7 @@ def test_a_payload_goes_straight_where_it_belongs(pair):
     place = torch.zeros(10)
     work = post(mailbox, 0, place[2:6])
     theirs.sendall(message(torch.arange(4.0)))
-    connection.pump(into(mailbox))
+    take_in(connection, mailbox)
     assert work.result().data_ptr() == place[2:].data_ptr()
     assert place.tolist() == [0, 0, 0, 1, 2, 3, 0, 0, 0, 0]
 
@@ -125,52 +135,53 @@ def test_a_message_without_a_place_holds_up_the_rest_until_it_has_one(pair):
     mailbox = Mailbox()
     data = message(torch.arange(50_000.0), 1)
     theirs.sendall(data[:100_000])
-    assert connection.pump(into(mailbox, places=False))
-    assert connection.is_held
-    left = len(data) - connection._end
-    assert connection.pump(into(mailbox, places=False))
-    assert left == len(data) - connection._end, "it reads on"
+    take_in(connection, mailbox, places=False)
+    assert connection.receiver.is_paused
+    assert connection.asked == [select.EPOLLRDHUP], "it is not read, but its end still shows"
+    left = len(data) - connection.receiver._end
+    take_in(connection, mailbox, places=False)
+    assert left == len(data) - connection.receiver._end, "it reads on"
     place = torch.zeros(50_000)
     work = post(mailbox, 1, place)
-    assert not connection.is_held
+    assert not connection.receiver.is_paused
     theirs.sendall(data[100_000:] + message(torch.tensor([5.0]), 2))
-    assert connection.pump(into(mailbox, places=False))
+    take_in(connection, mailbox, places=False)
     assert work.result() is place
     assert torch.equal(place, torch.arange(50_000.0))
-    assert connection.is_held, "of the next message, which is there, too"
+    assert connection.receiver.is_paused, "of the next message, which is there, too"
     assert post(mailbox, 2).is_completed() is False
-    assert connection.pump(into(mailbox, places=False))
+    take_in(connection, mailbox, places=False)
 
 
 def test_an_empty_message_is_held_as_well(pair):
     connection, theirs = pair
     mailbox = Mailbox()
     theirs.sendall(message(torch.zeros(0)))
-    assert connection.pump(into(mailbox, places=False))
-    assert connection.is_held
+    take_in(connection, mailbox, places=False)
+    assert connection.receiver.is_paused
     work = post(mailbox)
-    assert connection.pump(into(mailbox, places=False))
+    take_in(connection, mailbox, places=False)
     assert work.result().numel() == 0
 
 
 def test_the_end_of_the_stream(pair):
     connection, theirs = pair
     theirs.close()
-    assert connection.pump(into(Mailbox())) is False
+    with pytest.raises(OSError, match="its connection ended"):
+        take_in(connection, Mailbox())
 
 
 def test_garbage_is_a_protocol_error(pair):
     connection, theirs = pair
     theirs.sendall(b"\xff" * 40)
     with pytest.raises(ProtocolError, match="unknown kind 255"):
-        connection.pump(into(Mailbox()))
+        take_in(connection, Mailbox())
 
 
 def enqueue(connection, tensor, tag):
     work = Work(None, "send")
     head = message(tensor)[: wire.HEADER_BYTES + 8]
-    connection.enqueue(head, bytes_of(tensor), tag, work)
-    connection.flush()
+    connection.sender.send(head, tensor, tag, work)
     return work
 
 
@@ -178,7 +189,7 @@ def drain(connection, theirs):
     """Reads all that the connection has to write."""
     data = bytearray()
     while True:
-        connection.flush()
+        connection.sender.flush()
         try:
             data += theirs.recv(1 << 20)
         except BlockingIOError:
@@ -190,12 +201,14 @@ def test_what_does_not_fit_waits_and_leaves_in_order(pair):
     tensors = [torch.full((1 << 20,), float(number)) for number in range(3)]
     works = [enqueue(connection, tensor, Tag()) for tensor in tensors]
     assert not works[0].is_completed()
-    assert connection.wants_to_write
-    assert connection.owes
+    assert connection.sender.queue
+    assert connection.sender.owes
+    assert connection.asked[-1] & select.EPOLLOUT
     assert drain(connection, theirs) == b"".join(message(tensor) for tensor in tensors)
+    assert connection.asked[-1] == select.EPOLLIN
     assert all(work.is_completed() for work in works)
-    assert not connection.wants_to_write
-    assert not connection.owes
+    assert not connection.sender.queue
+    assert not connection.sender.owes
 
 
 def test_what_is_abandoned_is_not_sent_unless_it_has_begun(pair):
@@ -204,10 +217,10 @@ def test_what_is_abandoned_is_not_sent_unless_it_has_begun(pair):
     begun, waiting = (enqueue(connection, big, Tag(7, 1, step)) for step in range(2))
     point, other = enqueue(connection, big, Tag(7, 0)), enqueue(connection, big, Tag(8, 1))
     cause = PeerFailed(3, "gone")
-    connection.abandon(7, cause)
+    connection.sender.queue.abandon(7, cause)
     assert begun.exception() is waiting.exception() is cause
     assert not point.is_completed()
-    assert connection.owes
+    assert connection.sender.owes
     assert drain(connection, theirs) == message(big) * 3, "the stream is out of step"
     assert (point.exception(), other.exception()) == (None, None)
     assert point.is_completed()
@@ -216,10 +229,10 @@ def test_what_is_abandoned_is_not_sent_unless_it_has_begun(pair):
 def test_nobody_is_owed_what_was_abandoned(pair):
     connection, theirs = pair
     enqueue(connection, torch.ones(1 << 20), Tag(7, 1))
-    connection.abandon(7, PeerFailed(3, "gone"))
-    connection.enqueue_word(wire.Frame(wire.FrameKind.CLOSE).encode())
-    assert connection.wants_to_write
-    assert not connection.owes
+    connection.sender.queue.abandon(7, PeerFailed(3, "gone"))
+    connection.sender.send_word(wire.Frame(wire.FrameKind.CLOSE).encode())
+    assert connection.sender.queue
+    assert not connection.sender.owes
     assert drain(connection, theirs).endswith(wire.Frame(wire.FrameKind.CLOSE).encode())
 
 
@@ -229,7 +242,7 @@ def test_a_failure_ends_both_directions(pair):
     arriving = post(mailbox)
     leaving = enqueue(connection, torch.ones(1 << 20), Tag())
     theirs.sendall(message(torch.ones(100))[:-1])
-    connection.pump(into(mailbox))
+    take_in(connection, mailbox)
     cause = PeerFailed(1, "gone")
     connection.fail(cause)
     assert arriving.exception() is leaving.exception() is cause
@@ -243,7 +256,7 @@ def tcp_pair():
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     with ours, theirs:
-        yield Connection(1, ours, 1 << 30), theirs
+        yield connected(ours), theirs
 
 
 def is_readable(connection, seconds):
@@ -259,7 +272,7 @@ def test_a_payload_is_read_in_parts_that_are_worth_a_call(tcp_pair):
     mailbox, tensor = Mailbox(), torch.arange(150_000, dtype=torch.int32)
     data, work = message(tensor), post(mailbox)
     word = wire.Frame(wire.FrameKind.CLOSE).encode()
-    pump = partial(connection.pump, into(mailbox))
+    pump = partial(take_in, connection, mailbox)
     peer.sendall(data[:100_000])
     assert is_readable(connection, 20)
     pump()
@@ -276,12 +289,12 @@ def test_a_payload_is_read_in_parts_that_are_worth_a_call(tcp_pair):
 
 def test_how_much_is_worth_a_call_is_for_who_makes_the_connection_to_say(tcp_pair):
     first, peer = tcp_pair
-    connection = Connection(1, first.sock, 1 << 30, waking_bytes=40_000)
+    connection = connected(first.sock, 40_000)
     mailbox, tensor = Mailbox(), torch.arange(150_000, dtype=torch.int32)
     data, work = message(tensor), post(mailbox)
     peer.sendall(data[:10_000])
     assert is_readable(connection, 20)
-    connection.pump(into(mailbox))
+    take_in(connection, mailbox)
     peer.sendall(data[10_000:40_000])
     assert not is_readable(connection, 0.1)
     peer.sendall(data[40_000:60_000])
@@ -295,8 +308,9 @@ def test_the_end_of_a_stream_in_the_middle_of_a_payload_is_noticed(tcp_pair):
     post(mailbox)
     peer.sendall(message(tensor)[:100_000])
     assert is_readable(connection, 20)
-    connection.pump(into(mailbox))
+    take_in(connection, mailbox)
     assert not is_readable(connection, 0)
     peer.close()
     assert is_readable(connection, 20)
-    assert not connection.pump(into(mailbox))
+    with pytest.raises(OSError, match="its connection ended"):
+        take_in(connection, mailbox)

@@ -12,19 +12,20 @@ from torch import nn
 
 import echelon
 from echelon.backends.torch_distributed import backend as torch_backend
-from echelon.backends.torch_distributed.channels import Channel, Route
+from echelon.backends.torch_distributed import messages
 from echelon.backends.torch_distributed.engine import Engine
+from echelon.backends.torch_distributed.messages import Channel, Route
 from echelon.backends.work import Work
 from echelon.group.group import ProcessGroup
 from echelon.pipeline import Pipeline
 from echelon.pipeline.run.transfer import PendingSends
 from echelon.testing import check_backend, clause_names, ranks_in_threads
 from tests.backends.test_contract import gloo_world as connected_world
-from tests.group.test_group_failures import on_every_rank
-from tests.helpers.alone import gradients, make_batch, make_model, train_alone
 from tests.helpers.forked_ranks import run_forked
-from tests.helpers.stream_log import Noted
-from tests.helpers.worlds import gloo_world
+from tests.helpers.models import gradients
+from tests.helpers.one_process import make_batch, make_model, train_alone
+from tests.helpers.stream_log import StreamLog
+from tests.helpers.worlds import gloo_world, on_every_rank
 
 RENDEZVOUS = {
     "writes_where_told",
@@ -106,7 +107,7 @@ def test_a_receive_says_where_the_message_is_to_be_and_what_does_not_fit_leaves_
         with pytest.raises(echelon.SizeMismatch, match=r"float32\[4\]"):
             group.recv(0, 2, out=torch.zeros(3))
         kept = group.recv(0, 1, out=place[1:5])
-        added = group.backend.irecv(0, group._tag(0), out=place[1:5], combine=torch.Tensor.add_).wait(20.0)
+        added = group.backend.messages.irecv(0, group._tag(0), out=place[1:5], combine=torch.Tensor.add_).wait(20.0)
         return place.tolist(), kept.data_ptr() == added.data_ptr() == place[1:].data_ptr()
 
     with gloo_world(2) as world:
@@ -155,7 +156,7 @@ def test_a_peer_that_gives_up_while_the_engine_waits_for_it_is_named(carried, mo
 
 
 def test_messages_of_a_channel_begin_in_the_order_of_their_answers_however_these_arrive():
-    channel, begun = Channel(None, Route(0, 0, 1), -2), []
+    channel, begun = Channel(None, frozenset({"cpu"}), Route(0, 0, 1), -2), []
     for number in (2, 3, 1, 4):
         channel.in_order(number, lambda number=number: begun.append(number))
     assert begun == [1, 2, 3, 4]
@@ -178,13 +179,13 @@ def test_a_step_waits_at_its_end_for_what_it_sent_and_not_before():
 
 def test_closing_waits_for_what_was_sent_and_says_so_if_nobody_takes_it(carried):
     with gloo_world(2) as world:
-        kept = world[0].isend(torch.ones(3), 1)
+        kept = world[0].messages.isend(torch.ones(3), 1)
         with pytest.raises(echelon.Timeout, match="close of rank 0: a message for the engine was not received in time"):
             world[0].close(timeout=0.05)
         assert kept.exception() is not None
     with gloo_world(2) as world, ThreadPoolExecutor(1) as thread:
-        work = world[0].isend(torch.ones(3), 1)
-        received = thread.submit(world[1].recv, 0)
+        work = world[0].messages.isend(torch.ones(3), 1)
+        received = thread.submit(world[1].messages.recv, 0)
         world[0].close()
         assert work.result() is None
         assert received.result().tolist() == [1.0] * 3
@@ -193,7 +194,7 @@ def test_closing_waits_for_what_was_sent_and_says_so_if_nobody_takes_it(carried)
 def die_when_connecting(group):
     """Rank 1 is killed when both have agreed on a message, and rank 0 connects to it."""
     if group.rank == 1:
-        torch_backend.greet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        messages.greet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     try:
         group.recv(1) if group.rank == 0 else group.send(torch.ones(3), 0)
     except echelon.PeerFailed as error:
@@ -210,8 +211,8 @@ def test_a_message_is_queued_beside_the_caller_s_stream_and_joined_by_who_takes_
 
         def act(backend):
             log = []
-            backend.aside = lambda _: Noted(log)
-            work = backend.isend(torch.ones(2), 1) if backend.rank == 0 else backend.irecv(0)
+            backend._engines.scope = lambda _: StreamLog(log)
+            work = backend.messages.isend(torch.ones(2), 1) if backend.rank == 0 else backend.messages.irecv(0)
             work.wait(20.0)
             return log
 

@@ -194,7 +194,7 @@ def test_what_listens_as_rank_0_must_know_the_secret_too():
         connection.sendall(MAGIC + bytes(32))
         theirs = receive(connection, 72)
         connection.sendall(b"\x01" + theirs[40:])  # mirrors the connector's own proof
-        with pytest.raises(AuthenticationError, match="what listens as rank 0 does not know the secret"):
+        with pytest.raises(AuthenticationError, match="the process that listens as rank 0 does not know the secret"):
             joining()
 
 

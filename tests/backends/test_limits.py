@@ -17,10 +17,11 @@ from echelon.backends.connect.members import Job
 from echelon.backends.connect.sockets import Sockets
 from echelon.backends.formats.wire import Frame, FrameKind, Tag
 from echelon.backends.matching import Mailbox
-from echelon.backends.tcp import peers
+from echelon.backends.tcp import control_frames, process_watch, reader
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.tcp.link_table import LinkTable, UnclaimedLimit
-from echelon.backends.tcp.parting import Parting
+from echelon.backends.tcp.inbox import MAX_UNCLAIMED_BYTES, Inbox
+from echelon.backends.tcp.link import Link
+from echelon.backends.tcp.reader import Reader
 from echelon.collectives.calls.objects import _decode_all
 from echelon.errors import ConnectError, PeerFailed, ProtocolError
 from tests.helpers.worlds import SECRET, dial, free_address, hello, prove, rank_0_and_a_bare_peer, start
@@ -55,17 +56,17 @@ def test_thousands_of_questions_and_a_close_are_the_end_of_that_peer_alone(drive
             peer.close()
         if drives == "receive":
             with pytest.raises(PeerFailed, match="rank 1 failed"):
-                backend.recv(1, timeout=SECONDS)
-        until(lambda: backend.failure(1, 0) is not None)
+                backend.messages.recv(1, timeout=SECONDS)
+        until(lambda: backend.control.failure(1, 0) is not None)
         assert backend._progress._background.is_alive()
 
 
 def test_a_peer_that_asks_and_does_not_read_the_answers_is_dropped(monkeypatch):
-    monkeypatch.setattr(peers, "MAX_UNSENT_WORDS", 100)
+    monkeypatch.setattr(control_frames, "MAX_UNSENT_WORDS", 100)
     with rank_0_and_a_bare_peer() as (backend, peer):
-        work = backend.irecv(1)
+        work = backend.messages.irecv(1)
         asking = start(keep_sending, peer, QUESTION * 1000)
-        with pytest.raises(PeerFailed, match="rank 1 goes on asking where this rank is, but has not read the last 100"):
+        with pytest.raises(PeerFailed, match="rank 1 sends queries, but has not read the last 100"):
             work.wait(SECONDS)
         asking()
 
@@ -81,9 +82,9 @@ def keep_sending(peer, data):
 
 
 def test_who_reads_the_answers_may_ask_as_often_as_it_likes(monkeypatch):
-    monkeypatch.setattr(peers, "MAX_UNSENT_WORDS", 100)
+    monkeypatch.setattr(control_frames, "MAX_UNSENT_WORDS", 100)
     with rank_0_and_a_bare_peer() as (backend, peer):
-        work = backend.irecv(1)
+        work = backend.messages.irecv(1)
         peer.settimeout(SECONDS)
         for _ in range(20):
             peer.sendall(QUESTION * 50)
@@ -97,20 +98,20 @@ def test_who_reads_the_answers_may_ask_as_often_as_it_likes(monkeypatch):
 
 
 def test_a_peer_that_ends_groups_without_end_is_dropped_and_its_revocations_stay(monkeypatch):
-    monkeypatch.setattr(peers, "MAX_REVOKED_CONTEXTS", 100)
+    monkeypatch.setattr(control_frames, "MAX_REVOKED_CONTEXTS", 100)
     with rank_0_and_a_bare_peer() as (backend, peer):
-        work = backend.irecv(1)
+        work = backend.messages.irecv(1)
         mismatch = Frame(FrameKind.MISMATCH, 1050, note="they disagree").encode()
         peer.sendall(b"".join(failed(1000 + number) for number in range(50)) * 3 + mismatch * 3)
         peer.sendall(b"".join(failed(2000 + number) for number in range(49)))
-        until(lambda: backend.revoked(2048) is not None)
+        until(lambda: backend.control._mailbox.failures.revoked(2048) is not None)
         assert not work.is_completed(), "100 groups, some of them told more than once, are within the limit"
         peer.sendall(failed(3000))
-        with pytest.raises(PeerFailed, match="rank 1 has ended more than 100 groups"):
+        with pytest.raises(PeerFailed, match="rank 1 has revoked more than 100 groups"):
             work.wait(SECONDS)
-        assert backend.revoked(1000) is not None
-        assert backend.revoked(2048) is not None
-        assert backend.revoked(3000) is None
+        assert backend.control._mailbox.failures.revoked(1000) is not None
+        assert backend.control._mailbox.failures.revoked(2048) is not None
+        assert backend.control._mailbox.failures.revoked(3000) is None
 
 
 # Messages that nobody asks for
@@ -135,14 +136,14 @@ def keep_messages(name):
     begin, box = 0, Mailbox()
     for number in range(21_000):
         if number == 1_000:  # what torch takes once is taken
-            begin = resident_bytes(), box.unclaimed_bytes(1)
+            begin = resident_bytes(), box.unclaimed.num_bytes[1]
         sizes = tuple(int(str(size)) for size in shape)
         delivery = box.arrive(
             1, Tag(number, 1 << 40 | number, number), sizes, torch.uint8, note and note[1:] + str(number % 10)
         )
         delivery.place()
         delivery.finish()
-    print(resident_bytes() - begin[0], box.unclaimed_bytes(1) - begin[1])
+    print(resident_bytes() - begin[0], box.unclaimed.num_bytes[1] - begin[1])
 
 
 @pytest.mark.slow
@@ -160,7 +161,7 @@ def test_the_note_and_shape_of_a_message_count():
     for shape, note in SHAPES.values():
         box = Mailbox()
         box.arrive(1, Tag(0, 0, 1), shape, torch.uint8, note)
-        sizes.append(box.unclaimed_bytes(1))
+        sizes.append(box.unclaimed.num_bytes[1])
     plain, one, dims, long, wide = sizes
     assert plain > 2000
     assert one == plain + 1
@@ -172,22 +173,22 @@ def test_the_note_and_shape_of_a_message_count():
 def test_a_hundred_thousand_small_messages_that_nobody_asks_for_are_kept():
     """Programs that send that many before the other side looks went on, and go on."""
     box = Mailbox()
-    limit = UnclaimedLimit(box, peers.MAX_UNCLAIMED_BYTES)
+    inbox = Inbox(1, box)
     delivery = box.arrive(1, Tag(0, 0, 1), (2,), torch.float32, "a note of a hundred characters".ljust(100))
-    assert 300_000 * delivery.memory_bytes < peers.MAX_UNCLAIMED_BYTES
-    assert not limit.exceeded_by(1)
+    assert 300_000 * delivery.memory_bytes < MAX_UNCLAIMED_BYTES
+    assert not inbox.is_full()
 
 
 # The last words of a peer
 
 
 class _Endless:
-    """A line whose writer never stops."""
+    """Receiver of a link whose writer never stops."""
 
     delivery = None
     num_taken = 0
 
-    def take_in(self, arrivals):
+    def take_in(self, inbox):
         self.num_taken += 1
         assert self.num_taken < 1 << 20
         return True
@@ -196,26 +197,28 @@ class _Endless:
 def test_a_peer_that_writes_on_after_its_goodbye_is_cut_off():
     failures = []
     box = Mailbox()
-    lines = LinkTable({1: None}, UnclaimedLimit(box, 1), lambda rank, error: failures.append((rank, str(error))))
-    lines._lines[1] = _Endless()
-    lines.take_in_last(1)
+    links = Reader(None, None, lambda rank, error: failures.append((rank, str(error))))
+    link = Link(1, None, _Endless())
+    links.links[link] = Inbox(1, box, 1)
+    links.finish(link)
     ((rank, error),) = failures
     assert rank == 1
-    assert "rank 1 goes on writing after it has told its end" in error
+    assert "messages came after its CLOSE frame" in error
 
 
 def test_a_dead_process_whose_socket_goes_on_sending_has_an_end(monkeypatch):
     """A child of it may hold the socket. It was read for as long as something came."""
-    monkeypatch.setattr(peers, "_MAX_LAST_WORDS_SECONDS", 0.1)
+    for module in (process_watch, reader):
+        monkeypatch.setattr(module, "MAX_LAST_WORDS_SECONDS", 0.1)
     ended = subprocess.Popen(["true"])
     ended.wait()
     with rank_0_and_a_bare_peer() as (backend, peer):
         member = backend.members[1]
         sending = start(keep_sending, peer, ANSWER * 1000)
         begun = time.monotonic()
-        while backend.failure(1, 0) is None:
+        while backend.control.failure(1, 0) is None:
             with backend._progress.lock:
-                backend._peers._on_process_end(member)
+                backend._processes.on_end(member)
             assert time.monotonic() - begun < SECONDS
         sending()
 
@@ -287,24 +290,18 @@ def test_an_object_that_is_no_json_is_a_protocol_error(text):
 
 def test_peers_that_free_each_others_messages_are_read_one_after_the_other():
     """Each of them was read from within the one before."""
-    box = Mailbox()
     depths, order = [], []
-    everybody = peers.Peers(None, None, box, None, Parting(0, None, box), 1 << 20)
+    everybody = Reader(None, None, None)
+    links = [Link(rank, None, None) for rank in range(5_000)]
+    everybody.links = dict.fromkeys(links)
 
-    class Connection:
-        def __init__(self, rank):
-            self.rank = rank
-
-    connections = [Connection(rank) for rank in range(5_000)]
-    everybody._connections = {connection.rank: connection for connection in connections}
-
-    def read(connection):
+    def read(link):
         depths.append(len(depths) - len(order))
-        if connection.rank + 1 < len(connections):
-            everybody._read(connections[connection.rank + 1])
-        order.append(connection.rank)
+        if link.rank + 1 < len(links):
+            everybody.read(links[link.rank + 1])
+        order.append(link.rank)
 
     everybody._read_some = read
-    everybody._read(connections[0])
+    everybody.read(links[0])
     assert order == list(range(5_000))
     assert set(depths) == {0}

@@ -1,21 +1,35 @@
-"""What a rank takes in of its lines, and when it stops."""
+"""Messages that a rank reads from its links in one turn."""
 
 from echelon.backends.matching import Mailbox
-from echelon.backends.tcp.link_table import _MOST_AT_ONCE, LinkTable, UnclaimedLimit
+from echelon.backends.tcp.inbox import Inbox
+from echelon.backends.tcp.link import Link
+from echelon.backends.tcp.reader import _MOST_AT_ONCE, Reader
 
 
 class Endless:
-    """A line on which there is always one more message."""
+    """Receiver and sender of a link on which there is always one more message."""
 
     delivery = None
-    wants_to_write = False
+    queue = ()
 
     def __init__(self):
         self.taken = 0
 
-    def take_in(self, arrivals):
+    def take_in(self, inbox):
         self.taken += 1
         return True
+
+
+class Poller:
+    def watch_memory(self, memory, doorbell, on_news):
+        self.on_news = on_news
+
+
+class Progress:
+    num_wakes = 0
+
+    def wake(self):
+        self.num_wakes += 1
 
 
 class Memory:
@@ -26,9 +40,12 @@ class Memory:
 
 
 def test_a_peer_that_never_stops_keeps_no_other_waiting():
-    lines = LinkTable({1: None, 2: None}, UnclaimedLimit(Mailbox(), 1 << 20), on_failure=None)
-    first, second, memory = Endless(), Endless(), Memory()
-    lines.use({1: first, 2: second}, memory)
-    lines.take_in()
-    assert first.taken == second.taken == _MOST_AT_ONCE
+    ends, memory, poller, progress = [Endless(), Endless()], Memory(), Poller(), Progress()
+    reader = Reader(poller, progress, on_failure=None)
+    links = [Link(rank, end, end) for rank, end in enumerate(ends, 1)]
+    reader.links = {link: Inbox(link.rank, Mailbox()) for link in links}
+    reader.watch_memory(links, memory, 5)
+    poller.on_news()
+    assert [end.taken for end in ends] == [_MOST_AT_ONCE] * 2
     assert memory.looks_again
+    assert progress.num_wakes == 2, "a thread that sleeps in the poller does not know that more is there"

@@ -180,8 +180,8 @@ def test_the_failure_of_a_context_ends_its_collectives_only():
     assert collective.exception() is cause
     assert not point.is_completed()
     assert not other.is_completed()
-    assert mailbox.failure(2, Tag(7, 5)) is cause
-    assert mailbox.failure(2, Tag(7, 0)) is None
+    assert mailbox.failures.of(2, Tag(7, 5)) is cause
+    assert mailbox.failures.of(2, Tag(7, 0)) is None
 
 
 def test_a_message_that_is_arriving_for_a_failed_context_is_dropped():

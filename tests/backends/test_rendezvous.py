@@ -68,10 +68,10 @@ def listening():
 
 def talk(backend):
     other = (backend.rank + 1) % backend.world_size
-    send = backend.isend(torch.tensor([backend.rank]), other)
-    got = backend.recv((backend.rank - 1) % backend.world_size, timeout=SECONDS).item()
+    send = backend.messages.isend(torch.tensor([backend.rank]), other)
+    got = backend.messages.recv((backend.rank - 1) % backend.world_size, timeout=SECONDS).item()
     send.wait(SECONDS)
-    backend.barrier(SECONDS)
+    backend.messages.barrier(SECONDS)
     return got
 
 
@@ -352,7 +352,7 @@ def test_a_table_of_members_may_be_as_long_as_the_world_needs():
 
     limit = handshake.MAX_HELLO_BYTES + world_size * handshake.MAX_ENTRY_BYTES
     assert len(asyncio.run(read(limit))["members"]) == world_size
-    with pytest.raises(ProtocolError, match=f"a greeting of {length} bytes is over the limit of 1048576"):
+    with pytest.raises(ProtocolError, match=f"a hello of {length} bytes exceeds the limit of 1048576"):
         asyncio.run(read(1 << 20))
 
 

@@ -27,7 +27,7 @@ SECONDS = 20.0
 
 
 def sockets_of(backend):
-    return {rank: connection.sock for rank, connection in backend._peers._connections.items()}
+    return {rank: connection.sock for rank, connection in backend.control._peers.connections.items()}
 
 
 def test_one_socket_for_every_pair_and_no_delay():
@@ -78,7 +78,12 @@ def test_only_over_loopback_is_there_a_limit_to_what_is_on_its_way(monkeypatch):
 def test_over_a_link_more_of_a_payload_is_to_have_arrived_before_it_is_read(monkeypatch, is_near, waking_bytes):
     monkeypatch.setattr("echelon.backends.tcp.peers.is_loopback", lambda *_: is_near)
     made = []
-    monkeypatch.setattr("echelon.backends.tcp.peers.Connection", lambda *of: made.append(of[3]) or Connection(*of))
+
+    def made_with(*of, **calls):
+        made.append(of[3])
+        return Connection(*of, **calls)
+
+    monkeypatch.setattr("echelon.backends.tcp.peers.Connection", made_with)
     with tcp_world(2):
         assert made == [waking_bytes] * 2
 
@@ -87,7 +92,7 @@ def test_a_world_of_one_needs_no_secret_and_no_socket(monkeypatch):
     monkeypatch.delenv("ECHELON_SECRET", raising=False)
     with TcpBackend(0, 1, "no such place") as alone:
         assert sockets_of(alone) == {}
-        alone.barrier(SECONDS)
+        alone.messages.barrier(SECONDS)
         assert repr(alone) == "<TcpBackend: rank 0 of 1>"
     assert repr(alone) == "<TcpBackend: rank 0 of 1, closed>"
 
@@ -115,16 +120,16 @@ def test_a_frame_that_cannot_be_ends_the_peer_and_nothing_is_allocated(sent, rea
         monkeypatch.setattr("echelon.backends.delivery.new_tensor", lambda *head: allocated.append(head))
         peer.sendall(sent)
         with pytest.raises(PeerFailed, match=reason) as caught:
-            backend.recv(1, timeout=SECONDS)
+            backend.messages.recv(1, timeout=SECONDS)
         assert caught.value.rank == 1
         assert not allocated
         with pytest.raises(PeerFailed, match=reason):
-            backend.isend(torch.ones(1), 1).wait(SECONDS)
+            backend.messages.isend(torch.ones(1), 1).wait(SECONDS)
 
 
 def test_half_a_message_then_the_end_is_the_peers_failure():
     with rank_0_and_a_bare_peer() as (backend, peer):
-        work = backend.irecv(1)
+        work = backend.messages.irecv(1)
         peer.sendall(header(payload=400) + struct.pack("<Q", 100) + bytes(200))
         peer.close()
         with pytest.raises(PeerFailed, match="rank 1 failed: its connection ended"):
@@ -135,19 +140,19 @@ def test_a_receive_posted_after_the_sender_died_in_mid_message_fails_too():
     """It was given the unfinished message, and waited for the rest for ever."""
     with rank_0_and_a_bare_peer() as (backend, peer):
         peer.sendall(header(step=9, payload=0) + struct.pack("<Q", 0) + header(payload=400) + struct.pack("<Q", 100))
-        backend.recv(1, 9, timeout=SECONDS)
+        backend.messages.recv(1, 9, timeout=SECONDS)
         peer.close()
         with pytest.raises(PeerFailed):
-            backend.recv(1, 8, timeout=SECONDS)
+            backend.messages.recv(1, 8, timeout=SECONDS)
         with pytest.raises(PeerFailed, match="rank 1 failed: its connection ended"):
-            backend.recv(1, timeout=SECONDS)
+            backend.messages.recv(1, timeout=SECONDS)
 
 
 def test_half_a_message_then_silence_is_a_timeout_that_names_the_peer():
     with rank_0_and_a_bare_peer() as (backend, peer):
         peer.sendall(header(payload=400) + struct.pack("<Q", 100) + bytes(200))
         with pytest.raises(Timeout, match=r"receive from rank 1, tag 0: not done after 0\.1 s"):
-            backend.recv(1, timeout=0.1)
+            backend.messages.recv(1, timeout=0.1)
 
 
 def test_a_receive_withdrawn_in_mid_message_leaves_the_message_to_the_next():
@@ -158,12 +163,12 @@ def test_a_receive_withdrawn_in_mid_message_leaves_the_message_to_the_next():
         place = torch.zeros(100)
         peer.sendall(header(payload=400) + struct.pack("<Q", 100) + data[:200])
         with pytest.raises(Timeout):
-            backend.recv(1, out=place, timeout=0.1)
+            backend.messages.recv(1, out=place, timeout=0.1)
         arrived = place.clone()
         peer.sendall(data[200:] + header(payload=400) + struct.pack("<Q", 100))
         peer.sendall(bytes(memoryview(second.numpy()).cast("B")))
-        assert torch.equal(backend.recv(1, timeout=SECONDS), first)
-        assert torch.equal(backend.recv(1, timeout=SECONDS), second)
+        assert torch.equal(backend.messages.recv(1, timeout=SECONDS), first)
+        assert torch.equal(backend.messages.recv(1, timeout=SECONDS), second)
         assert torch.equal(place, arrived), "a receive that was withdrawn was written to"
 
 
@@ -179,18 +184,18 @@ def test_a_message_without_memory_for_it_fails_alone(monkeypatch):
         monkeypatch.setattr("torch.empty", out_of_memory)
         peer.sendall(header(payload=400) + struct.pack("<Q", 100) + bytes(400))
         peer.sendall(header(step=1) + struct.pack("<Q", 1) + struct.pack("<f", 1.5))
-        assert backend.recv(1, 1, timeout=SECONDS).item() == 1.5
+        assert backend.messages.recv(1, 1, timeout=SECONDS).item() == 1.5
         with pytest.raises(NotImplementedError, match="no memory for a message of 400 bytes"):
-            backend.recv(1, timeout=SECONDS)
+            backend.messages.recv(1, timeout=SECONDS)
 
 
 def test_the_default_device_does_not_matter():
     with tcp_world(2) as world, torch.device("meta"):
-        send = world[1].isend(torch.ones(3, device="cpu"), 0)
-        assert world[0].recv(1, timeout=SECONDS).tolist() == [1, 1, 1]
+        send = world[1].messages.isend(torch.ones(3, device="cpu"), 0)
+        assert world[0].messages.recv(1, timeout=SECONDS).tolist() == [1, 1, 1]
         send.wait(SECONDS)
-        barrier = start(lambda: world[1].barrier(SECONDS))
-        world[0].barrier(SECONDS)
+        barrier = start(lambda: world[1].messages.barrier(SECONDS))
+        world[0].messages.barrier(SECONDS)
         barrier()
 
 
@@ -202,8 +207,8 @@ def test_large_messages_in_both_directions_at_once():
     with tcp_world(2) as world:
 
         def exchange(rank):
-            send = world[rank].isend(tensors[rank], 1 - rank)
-            got = world[rank].recv(1 - rank, timeout=SECONDS)
+            send = world[rank].messages.isend(tensors[rank], 1 - rank)
+            got = world[rank].messages.recv(1 - rank, timeout=SECONDS)
             send.wait(SECONDS)
             return got
 
@@ -214,9 +219,9 @@ def test_large_messages_in_both_directions_at_once():
 
 def test_many_small_messages_of_many_tags():
     with tcp_world(2) as world:
-        sends = [world[0].isend(torch.tensor([number]), 1, number % 7) for number in range(3000)]
+        sends = [world[0].messages.isend(torch.tensor([number]), 1, number % 7) for number in range(3000)]
         for tag in range(7):
-            got = [int(world[1].recv(0, tag, timeout=SECONDS)) for _ in range(tag, 3000, 7)]
+            got = [int(world[1].messages.recv(0, tag, timeout=SECONDS)) for _ in range(tag, 3000, 7)]
             assert got == list(range(tag, 3000, 7))
         for send in sends:
             send.wait(SECONDS)
@@ -227,32 +232,32 @@ def test_many_small_messages_of_many_tags():
 
 def test_threads_wait_side_by_side():
     with tcp_world(2) as world:
-        waits = [start(lambda tag=tag: int(world[0].recv(1, tag, timeout=SECONDS))) for tag in range(8)]
+        waits = [start(lambda tag=tag: int(world[0].messages.recv(1, tag, timeout=SECONDS))) for tag in range(8)]
         for tag in reversed(range(8)):
-            world[1].send(torch.tensor([tag]), 0, tag, timeout=SECONDS)
+            world[1].messages.send(torch.tensor([tag]), 0, tag, timeout=SECONDS)
             assert waits[tag]() == tag
 
 
 def wait_until_polling(backend, peer=1):
     """Returns when a thread sleeps in the epoll, as far as one can see that from outside."""
     with contextlib.suppress(Timeout):
-        backend.irecv(peer, 4_000_000).wait(0.05)
+        backend.messages.irecv(peer, 4_000_000).wait(0.05)
 
 
 @pytest.mark.parametrize("how", ["close", "revoke", "cancel"])
 def test_what_one_thread_ends_wakes_another_that_polls(how):
     """The other slept in the epoll until something else happened, up to a minute."""
     with tcp_world(2) as world:
-        work = world[0].irecv(1, Tag(5, 1, 0))
+        work = world[0].messages.irecv(1, Tag(5, 1, 0))
         waiting = start(lambda: work.wait(SECONDS))
         wait_until_polling(world[0])
         begin = time.monotonic()
         if how == "close":
             world[0].close()
         elif how == "revoke":
-            world[0].revoke(5, [1], PeerFailed(1, "for the test"))
+            world[0].control.revoke(5, [1], PeerFailed(1, "for the test"))
         else:
-            world[0].cancel(work)
+            world[0].messages.cancel(work)
         with pytest.raises({"close": Closed, "revoke": PeerFailed, "cancel": Timeout}[how]):
             waiting()
         assert time.monotonic() - begin < 10.0
@@ -261,8 +266,8 @@ def test_what_one_thread_ends_wakes_another_that_polls(how):
 def test_a_large_send_goes_on_while_the_sender_only_computes():
     with tcp_world(2) as world:
         tensor = torch.ones(1 << 23)
-        send = world[0].isend(tensor, 1)
-        got = world[1].recv(0, timeout=SECONDS)  # another rank; nobody waits on rank 0
+        send = world[0].messages.isend(tensor, 1)
+        got = world[1].messages.recv(0, timeout=SECONDS)  # another rank; nobody waits on rank 0
         assert got.numel() == 1 << 23
         assert send.exception() is None
 
@@ -270,33 +275,33 @@ def test_a_large_send_goes_on_while_the_sender_only_computes():
 def test_a_send_started_beside_a_wait_goes_on_after_it():
     """No thread in the background was called, since one waited; and then none did."""
     with tcp_world(2) as world:
-        first = world[0].irecv(1, 1)
+        first = world[0].messages.irecv(1, 1)
         waiting = start(lambda: first.wait(SECONDS))
         wait_until_polling(world[0])
-        world[0].isend(torch.ones(1 << 23), 1, 2)
-        world[1].send(torch.ones(1), 0, 1, timeout=SECONDS)
+        world[0].messages.isend(torch.ones(1 << 23), 1, 2)
+        world[1].messages.send(torch.ones(1), 0, 1, timeout=SECONDS)
         waiting()
-        assert world[1].recv(0, 2, timeout=SECONDS).numel() == 1 << 23
+        assert world[1].messages.recv(0, 2, timeout=SECONDS).numel() == 1 << 23
 
 
 def test_what_an_attending_thread_leaves_under_way_goes_on():
     """A blocking send whose time was up was driven by nobody afterwards."""
     with tcp_world(2) as world:
         with pytest.raises(Timeout):
-            world[0].send(torch.ones(1 << 23), 1, timeout=0.05)
-        assert world[1].recv(0, timeout=SECONDS).numel() == 1 << 23
+            world[0].messages.send(torch.ones(1 << 23), 1, timeout=0.05)
+        assert world[1].messages.recv(0, timeout=SECONDS).numel() == 1 << 23
 
 
 def test_a_blocked_rank_burns_no_cpu():
     with tcp_world(2) as world:
-        waiting = start(lambda: world[0].recv(1, timeout=SECONDS))
+        waiting = start(lambda: world[0].messages.recv(1, timeout=SECONDS))
         wait_until_polling(world[0])
-        world[1].irecv(0, 1)  # and rank 1 has its background thread wait
+        world[1].messages.irecv(0, 1)  # and rank 1 has its background thread wait
         begin = time.process_time()
         with pytest.raises(Timeout):
-            world[1].recv(0, timeout=1.0)
+            world[1].messages.recv(0, timeout=1.0)
         used = time.process_time() - begin
-        world[1].send(torch.ones(1), 0, timeout=SECONDS)
+        world[1].messages.send(torch.ones(1), 0, timeout=SECONDS)
         waiting()
     assert used < 0.02, f"two ranks that wait used {used:.3f} s of CPU in a second"
 
@@ -307,22 +312,22 @@ def test_a_blocked_rank_burns_no_cpu():
 def test_close_loses_nothing_that_the_peer_has_not_read():
     with tcp_world(2) as world:
         tensors = [torch.full((1 << 20,), float(number)) for number in range(8)]
-        world[1].isend(torch.ones(1 << 10), 0)  # what rank 0 never reads makes its close a reset
+        world[1].messages.isend(torch.ones(1 << 10), 0)  # what rank 0 never reads makes its close a reset
         for number, tensor in enumerate(tensors):
-            world[0].isend(tensor, 1, number)
+            world[0].messages.isend(tensor, 1, number)
         closing = start(world[0].close)
         for number, tensor in enumerate(tensors):
-            assert torch.equal(world[1].recv(0, number, timeout=SECONDS), tensor)
+            assert torch.equal(world[1].messages.recv(0, number, timeout=SECONDS), tensor)
         closing()
         with pytest.raises(PeerFailed, match="it has closed its group"):
-            world[1].recv(0, timeout=SECONDS)
+            world[1].messages.recv(0, timeout=SECONDS)
 
 
 def test_close_says_what_it_could_not_send():
     """After five seconds it gave up in silence."""
     with tcp_world(2) as world:
-        send = world[0].isend(torch.ones(1 << 24), 1)
-        with pytest.raises(Timeout, match="close of rank 0: rank 1 did not take all"):
+        send = world[0].messages.isend(torch.ones(1 << 24), 1)
+        with pytest.raises(Timeout, match="close of rank 0: rank 1 did not receive all messages"):
             world[0].close(timeout=0.2)
         with pytest.raises(Closed):
             send.wait(SECONDS)
@@ -333,14 +338,14 @@ def test_a_send_to_a_peer_that_left_still_lets_its_last_words_be_read():
     with rank_0_and_a_bare_peer() as (backend, peer):
         peer.sendall(header() + struct.pack("<Q", 1) + struct.pack("<f", 2.5))
         peer.sendall(wire.Frame(wire.FrameKind.FAILED, step=1, note="no coffee left").encode())
-        backend.isend(torch.ones(10), 1)  # what it has not read makes its close a reset
+        backend.messages.isend(torch.ones(10), 1)  # what it has not read makes its close a reset
         peer.close()
         for number in range(2, 10):
             with contextlib.suppress(PeerFailed):
-                backend.isend(torch.ones(1), 1, number).wait(SECONDS)
+                backend.messages.isend(torch.ones(1), 1, number).wait(SECONDS)
         with pytest.raises(PeerFailed, match="no coffee left"):
-            backend.isend(torch.ones(1), 1).wait(SECONDS)
-        assert backend.recv(1, timeout=SECONDS).item() == 2.5
+            backend.messages.isend(torch.ones(1), 1).wait(SECONDS)
+        assert backend.messages.recv(1, timeout=SECONDS).item() == 2.5
 
 
 def test_a_send_to_a_peer_whose_connection_ended_is_a_peer_failure():
@@ -348,16 +353,16 @@ def test_a_send_to_a_peer_whose_connection_ended_is_a_peer_failure():
     with rank_0_and_a_bare_peer() as (backend, peer):
         peer.close()
         with pytest.raises(PeerFailed):
-            backend.recv(1, timeout=SECONDS)
+            backend.messages.recv(1, timeout=SECONDS)
         with pytest.raises(PeerFailed, match="rank 1 failed"):
-            backend.send(torch.ones(1), 1, timeout=SECONDS)
+            backend.messages.send(torch.ones(1), 1, timeout=SECONDS)
 
 
 def test_a_note_over_the_limit_is_no_disagreement():
     note = "é" * 2000
     with tcp_world(2) as world:
-        send = world[0].isend(torch.ones(1), 1, note=note)
-        assert world[1].irecv(0, note=note).wait(SECONDS).item() == 1
+        send = world[0].messages.isend(torch.ones(1), 1, note=note)
+        assert world[1].messages.irecv(0, note=note).wait(SECONDS).item() == 1
         send.wait(SECONDS)
 
 
@@ -365,13 +370,13 @@ def test_a_reason_that_is_no_unicode_reaches_the_peer():
     with tcp_world(2) as world:
         world[0].abort("cannot open 'caf\udce9.txt'")
         with pytest.raises(PeerFailed, match=r"cannot open 'caf\\udce9.txt'"):
-            world[1].recv(0, timeout=SECONDS)
+            world[1].messages.recv(0, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("tag", [-1, 1 << 32])
 def test_a_tag_out_of_range_is_named(tag):
     with tcp_world(2) as world:
-        for call in (partial(world[0].isend, torch.ones(1), 1, tag), partial(world[0].irecv, 1, tag)):
+        for call in (partial(world[0].messages.isend, torch.ones(1), 1, tag), partial(world[0].messages.irecv, 1, tag)):
             with pytest.raises(SizeMismatch, match="tag from 0 to 4294967295"):
                 call()
 
@@ -380,18 +385,18 @@ def test_a_barrier_that_timed_out_is_not_taken_for_the_next():
     """Rank 1's message of the first barrier opened the second one, to which rank 1 had not come."""
     with tcp_world(2) as world:
         with pytest.raises(Timeout):
-            world[0].barrier(timeout=0.05)
-        world[1].barrier(SECONDS)  # the first; rank 0 came to it, though it did not wait
+            world[0].messages.barrier(timeout=0.05)
+        world[1].messages.barrier(SECONDS)  # the first; rank 0 came to it, though it did not wait
         with pytest.raises(Timeout):
-            world[0].barrier(timeout=0.2)
+            world[0].messages.barrier(timeout=0.2)
 
 
 def test_close_frees_nothing_while_another_thread_polls(monkeypatch):
     """An epoll that is closed does not wake who sleeps in it."""
     with tcp_world(2) as world:
-        waiting = start(lambda: world[0].recv(1, timeout=SECONDS))
+        waiting = start(lambda: world[0].messages.recv(1, timeout=SECONDS))
         wait_until_polling(world[0])
-        progress, seen = world[0]._progress, []
+        progress, seen = world[0].messages.progress, []
         monkeypatch.setattr(progress, "free", lambda free=progress.free: (seen.append(progress._is_polling), free()))
         assert progress._is_polling
         world[0].close()
@@ -406,8 +411,8 @@ def test_fifty_worlds_leave_no_thread_and_no_file_behind():
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(50):
         with tcp_world(2) as world:
-            world[0].irecv(1)
-            world[0].start(lambda: None, "a lane").wait(SECONDS)
+            world[0].messages.irecv(1)
+            world[0].lanes.start(lambda: None, "a lane").wait(SECONDS)
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == files
 
@@ -439,7 +444,7 @@ def kill_rank_1(group, how):
     pid, child = group.recv(1).tolist()
     work = group.irecv(1, tag=2 if how == "in mid-message" else 3)
     if how == "in mid-message":
-        while group.backend._peers.deliveries() == []:
+        while group.backend.control._peers.deliveries() == []:
             assert not work.ends_within(0.001)  # `wait` would ask rank 1 where it is: the message would come meanwhile
     return kill_and_wait(pid, work, child)
 
@@ -565,12 +570,14 @@ def test_a_forked_child_holds_no_connection_and_is_told_so():
     assert run_forked(fork_and_use_the_group, 2) == {0: [told, 2.0], 1: [told, 2.0]}
 
 
-def test_who_writes_what_was_queued_before_wakes_those_that_wait(monkeypatch):
-    """There may have been room for theirs just now, and the one that polls for them does not see it any more."""
+def test_a_control_frame_waits_behind_a_full_socket_for_the_thread_that_polls():
+    """To write there might end another thread's message, which that thread would not see."""
     with rank_0_and_a_bare_peer() as (backend, _):
-        sending = backend.isend(torch.zeros(1 << 24), 1)
+        sending = backend.messages.isend(torch.zeros(1 << 24), 1)
         assert not sending.is_completed()
-        woken = []
-        monkeypatch.setattr(backend._progress, "wake_waiters", lambda: woken.append(1))
-        backend._peers.tell(wire.Frame(wire.FrameKind.QUESTION, 1, 1))
-        assert woken
+        sender = backend.control._peers.connections[1].sender
+        with backend.messages.progress.lock:
+            num_queued, begun = len(sender.queue), sender.queue[0].parts[0].nbytes
+            backend.control._peers.tell(wire.Frame(wire.FrameKind.QUESTION, 1, 1))
+            assert len(sender.queue) == num_queued + 1
+            assert sender.queue[0].parts[0].nbytes == begun

@@ -22,19 +22,18 @@ from hypothesis import strategies as st
 import echelon
 from echelon import functional
 from echelon._torch_private import is_in_backward
-from echelon.backends.native import Call
+from echelon.backends.collective import Collective
 from echelon.backends.operators import operator
 from echelon.backends.shared.backend import share
-from echelon.backends.torch_distributed import engines
 from echelon.backends.torch_distributed.agreement import exchange, gather
+from echelon.backends.torch_distributed.collectives import native_op
 from echelon.backends.torch_distributed.engine import Engine
-from echelon.backends.torch_distributed.engine_names import ENGINES
-from echelon.backends.torch_distributed.engines import check_available, native_op
+from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.group.group import ProcessGroup
-from tests.group.test_group_failures import on_every_rank
+from tests.helpers.collective_calls import call_of
 from tests.helpers.collective_cases import call, cases, check, expected
 from tests.helpers.forked_ranks import run_forked
-from tests.helpers.worlds import gloo_world, tcp_world
+from tests.helpers.worlds import gloo_world, on_every_rank, tcp_world
 
 BATCHES = st.lists(cases(), min_size=8, max_size=24)
 
@@ -154,7 +153,7 @@ def test_the_time_of_an_operation_counts_inside_of_the_engine_too():
 
 
 def test_an_engine_that_fails_for_no_rank_s_death_is_quoted(monkeypatch):
-    monkeypatch.setattr("echelon.backends.torch_distributed.backend._NEWS_SECONDS", 0.1)
+    monkeypatch.setattr("echelon.backends.torch_distributed.engine._NEWS_SECONDS", 0.1)
 
     def act(group):
         def fail(*_, **__):
@@ -189,18 +188,12 @@ def test_a_group_that_was_interrupted_says_so_and_others_go_on():
         assert on_every_rank(world, act) == [[2.0, 2.0]] * 2
 
 
-class Never:
-    """A lookout that has nothing to look for."""
-
-    next_check_at = float("inf")
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])
 def test_what_a_rank_tells_reaches_all_others(world_size):
     with tcp_world(world_size) as world, ThreadPoolExecutor(world_size) as threads:
 
         def act(backend):
-            call = Call(1, "a collective", 0, backend.now() + 20.0, Never())
+            call = call_of(1, deadline=backend.now() + 20.0)
             return exchange(backend, 9, range(world_size), backend.rank, call, range(backend.rank))
 
         assert list(threads.map(act, world)) == [[list(range(rank)) for rank in range(world_size)]] * world_size
@@ -211,9 +204,9 @@ def test_ranks_of_one_host_tell_each_other_over_shared_memory():
         shared = list(threads.map(lambda tcp: share(tcp, required=True, timeout=20.0), world))
 
         def act(backend):
-            collectives = backend.native_collectives(9, range(3))
-            call = Call(1, "a collective", 0, backend.now() + 20.0, Never())
-            return gather(collectives, call, range(backend.rank))
+            all_gather = backend.executor(9, range(3)).prepare(Collective("all_gather"))
+            call = call_of(1, deadline=backend.now() + 20.0)
+            return gather(all_gather, call, range(backend.rank))
 
         assert list(threads.map(act, shared)) == [[[], [0], [0, 1]]] * 3
 
@@ -221,14 +214,13 @@ def test_ranks_of_one_host_tell_each_other_over_shared_memory():
 @pytest.mark.parametrize("name", ["mpi", "ucc", "nccl"])
 def test_an_engine_that_is_not_there_is_named(name, monkeypatch):
     for engine in set(ENGINES[name].values()) - {"gloo"}:
-        need = engines._NEEDS[engine]
-        monkeypatch.setitem(engines._NEEDS, engine, need._replace(is_there=lambda: False))
+        monkeypatch.setattr(dist, f"is_{engine}_available", lambda: False)
     with pytest.raises(echelon.LaunchError, match=f"backend='{name}' needs {name}, which torch .* was built without"):
         check_available(name)
 
 
 def test_nccl_without_a_gpu_says_what_to_check(monkeypatch):
-    monkeypatch.setitem(engines._NEEDS, "nccl", engines._NEEDS["nccl"]._replace(is_there=lambda: True))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(echelon.LaunchError, match="sees no GPU here: check `nvidia-smi`"):
         check_available("nccl")
@@ -236,7 +228,7 @@ def test_nccl_without_a_gpu_says_what_to_check(monkeypatch):
 
 def test_the_store_of_rank_0_listens_where_rank_0_does():
     with gloo_world(2) as world:
-        port = world[0]._store.port
+        port = world[0]._engines._store.port
         text = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
         listening = [line.split()[1] for line in text.splitlines() if line.split()[3] == "0A"]
         (address,) = [each for each in listening if each.endswith(f":{port:04X}")]
@@ -258,11 +250,13 @@ def test_a_group_that_nobody_has_any_more_keeps_no_connections():
 
         def act(group):
             part = group.subgroup([0, 1])
-            part.all_reduce(torch.ones(2))
-            del part
-            return len(group.backend._collectives)
+            for each in (group, part):
+                each.all_reduce(torch.ones(2))
+            num_before = len(group.backend._engines._open)
+            del each, part
+            return num_before, len(group.backend._engines._open)
 
-        assert on_every_rank(world, act) == [1, 1]
+        assert on_every_rank(world, act) == [(2, 1)] * 2
 
 
 def test_gloo_keeps_nothing_of_a_backward(monkeypatch):

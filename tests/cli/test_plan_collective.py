@@ -144,7 +144,7 @@ def test_files_are_written(capsys, tmp_path):
         ("all-reduce -r 1000000000000", "Invalid value for '-r' / '--num-ranks': "),
         ("broadcast -r 4 --alpha 1e400", "--alpha 1e400: above 1e100; give a smaller number, such as 1.5"),
         ("all-reduce --algorithm ring -r 4 -m 4", "No such option: -m"),
-        ("all-reduce --svg a.svg", "a.svg: there is no one plan to draw; name it, as --algorithm ring -r 4"),
+        ("all-reduce --svg a.svg", "a.svg: there are several plans to draw; name one, as --algorithm ring -r 4"),
         ("all-reduce --algorithm ring -r 4 --svg a.png", "--svg a.png: give a name that ends in .svg"),
         ("all-reduce --algorithm ring -r 4 --png no/a.png", "cannot write no/a.png: the folder no does not exist; "),
     ],

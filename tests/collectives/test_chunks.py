@@ -5,15 +5,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from echelon.backends.simulated import SimulatedBackend
 from echelon.backends.work import Work
 from echelon.collectives.calls.chunks import FlatChunks, RowChunks
-from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
 from echelon.collectives.calls.run import Channel, run
 from echelon.collectives.plans.algorithms import build
 from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.collectives.plans.select import Selector
-from echelon.operation_records import FlightRecorder
+from tests.helpers.collective_calls import call_of
 
 
 class LateBackend:
@@ -53,10 +51,8 @@ def play(plan, own, comes):
     """Runs rank 0 and returns what it sent."""
     backend = LateBackend(comes)
     ranks = range(plan.num_ranks)
-    watch = HangDiagnosis(
-        SimulatedBackend.create_group(1)[0], ranks, FlightRecorder().begin("world", 1, 1, 0, "plan"), 0.0
-    )
-    channel = Channel(backend, ranks, 0, 1, 1, "", 1.0, Selector((0,) * plan.num_ranks), watch)
+    record = call_of(1, "plan", deadline=1.0)
+    channel = Channel(backend, ranks, 0, 1, record, Selector((0,) * plan.num_ranks))
     run(plan, channel, FlatChunks.equal(own, plan.num_chunks), torch.Tensor.add_)
     return backend.sent
 
@@ -81,9 +77,9 @@ def test_parts_are_sent_from_where_they_are_and_received_to_where_they_go():
     one = parts.outgoing(Send(1, (1, 2)))
     assert [(piece.tolist(), piece.data_ptr()) for piece in one] == [([3, 4, 5, 6, 7], flat[3:].data_ptr())]
     for step in (Recv(1, (3, 0)), Reduce(1, (3, 0))):
-        two = parts.places(step, ())
+        two = parts.places(step, frozenset())
         assert [piece.data_ptr() for piece in two] == [flat[8:].data_ptr(), flat.data_ptr()]
-        assert parts.places(step, {0}) == [None, None], "chunk 0 is being sent"
+        assert parts.places(step, frozenset({0})) == [None, None], "chunk 0 is being sent"
     parts.copy(Copy(3, 2))
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 8, 9]
 

@@ -100,7 +100,7 @@ def test_a_subgroup_has_the_hosts_of_its_ranks():
 def test_simulated_ranks_are_on_the_hosts_of_their_network():
     assert host_numbers(network([2, 1]), 3) == (0, 0, 1)
     assert host_numbers(None, 3) == host_numbers("10GbE", 3) == host_numbers(lambda *_: network([3]), 3) == (0, 1, 2)
-    assert SimulatedBackend.create_group(3)[2].hosts == (0, 0, 0)
+    assert SimulatedBackend.create_group(3)[2].control.hosts == (0, 0, 0)
 
 
 def connect_as_if_elsewhere(rank, *arguments, **options):

@@ -28,8 +28,8 @@ def test_the_form_is_the_documented_one():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "it is no table of tuned collectives"),
-        ({"echelon": "schedule"}, "it is no table of tuned collectives"),
+        ([], "it is not a table of tuned collectives"),
+        ({"echelon": "schedule"}, "it is not a table of tuned collectives"),
         ({**changed(), "format": 2}, "its format is 2, this version reads 1"),
         ({**changed(), "rules": []}, "it has no rules, or far too many"),
         ({**changed(), "rules": {"barrier": [{}] * 10_001}}, "it has no rules, or far too many"),

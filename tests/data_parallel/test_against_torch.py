@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from echelon import DDP
-from tests.helpers.ddp_passes import backward, batch, gradients, loss_of, part
-from tests.helpers.models import TINY_MB, Branches, Shared, fill, mlp
+from tests.helpers.models import TINY_MB, Branches, Shared, backward, batch, fill, gradients, loss_of, mlp, part
 from tests.helpers.torch_groups import gloo
 
 pytestmark = pytest.mark.skipif(

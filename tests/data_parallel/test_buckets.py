@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.data_parallel.layout.buckets import MEBIBYTE, bucket_layout
+from echelon.data_parallel.layout import MEBIBYTE, bucket_layout
 
 PARAMETERS = st.lists(
     st.tuples(st.integers(0, 6 * MEBIBYTE), st.sampled_from(["float32 on cpu", "bfloat16 on cpu"])), max_size=30

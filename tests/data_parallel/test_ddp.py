@@ -10,8 +10,20 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon import DDP
 from echelon.data_parallel.reducer import can_overlap
-from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
-from tests.helpers.models import TINY_MB, Branches, Shared, fill, mlp
+from tests.helpers.models import (
+    TINY_MB,
+    Branches,
+    Shared,
+    assert_all_equal,
+    backward,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+    single,
+)
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -331,10 +343,10 @@ def launch_early(group):
     module = mlp()
     launched = []
     last = module[0].weight  # autograd comes to it last
-    last.register_post_accumulate_grad_hook(lambda _: launched.append(model._reducer.num_launched))
+    last.register_post_accumulate_grad_hook(lambda _: launched.append(model._sync.reducer.num_launched))
     model = DDP(module, group, bucket_mb=TINY_MB)
     backward(model, group)
-    return launched, len(model._reducer.layout.buckets), can_overlap(group)
+    return launched, len(model._sync.reducer.layout.buckets), can_overlap(group)
 
 
 @pytest.mark.parametrize("backend", ["simulated", "tcp"])
@@ -369,7 +381,7 @@ def reduce_with_idle_cores(group, num_steps):
     for step in range(num_steps):
         model.zero_grad(set_to_none=step % 2 == 0)
         backward(model, group)
-        steps.append((len(model._reducer.layout.buckets), gradients(model)))
+        steps.append((len(model._sync.reducer.layout.buckets), gradients(model)))
     backward(model, group)
     return steps, gradients(model)
 

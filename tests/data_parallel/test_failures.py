@@ -8,8 +8,7 @@ from torch import nn
 
 import echelon
 from echelon import DDP
-from tests.helpers.ddp_passes import backward, batch, loss_of, part
-from tests.helpers.models import TINY_MB, mlp
+from tests.helpers.models import TINY_MB, backward, batch, loss_of, mlp, part
 
 
 def different_models(group, change):

@@ -7,8 +7,18 @@ from torch import nn
 import echelon
 from echelon import DDP
 from echelon.data_parallel.hooks import AccumulateIn, CompressTo, GradientHook, LocalSGD, PowerSGD
-from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part
-from tests.helpers.models import TINY_MB, Branches, fill, mlp
+from tests.helpers.models import (
+    TINY_MB,
+    Branches,
+    assert_all_equal,
+    backward,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+)
 
 
 def train_with(group, name, steps=30):
@@ -287,7 +297,7 @@ def by_samples(group, name, counts, accumulates):
         for micro in range(accumulates):
             loss_of(model(batch(10 * step + micro).split(counts)[group.rank])).backward()
         optimizer.step()
-    if isinstance(hook := model._hook, LocalSGD):
+    if isinstance(hook := model._sync.hook, LocalSGD):
         hook.average(list(model.parameters()), group)
     return {key: value.detach().clone() for key, value in model.named_parameters()}
 

@@ -7,8 +7,7 @@ from torch import nn
 import echelon
 from echelon import DDP, CollectiveMismatch, SyncBatchNorm
 from echelon.data_parallel.hooks import AccumulateIn, CompressTo, LocalSGD, PowerSGD
-from tests.helpers.ddp_passes import assert_all_equal, batch, gradients, loss_of, single
-from tests.helpers.models import TINY_MB, fill, mlp
+from tests.helpers.models import TINY_MB, assert_all_equal, batch, fill, gradients, loss_of, mlp, single
 
 
 def train_uneven(group, num_batches, mode, average):

@@ -9,8 +9,7 @@ from torch import nn
 
 import echelon
 from echelon import DDP
-from tests.helpers.ddp_passes import assert_all_equal, batch, gradients, loss_of, part, single
-from tests.helpers.models import fill, mlp
+from tests.helpers.models import assert_all_equal, batch, fill, gradients, loss_of, mlp, part, single
 
 WORLD_SIZES = (1, 2, 3, 4)
 

@@ -12,8 +12,19 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon import DDP, CollectiveMismatch
 from echelon.data_parallel.reducer import can_overlap
-from tests.helpers.ddp_passes import assert_all_equal, backward, batch, gradients, loss_of, part, single
-from tests.helpers.models import TINY_MB, Branches, fill, mlp
+from tests.helpers.models import (
+    TINY_MB,
+    Branches,
+    assert_all_equal,
+    backward,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    part,
+    single,
+)
 
 
 def skip_a_backward(group):
@@ -192,7 +203,7 @@ def order_of_buckets(group):
     for _ in range(3):
         model.zero_grad(set_to_none=len(orders) == 1)
         backward(model, group)
-        orders.append([bucket.members for bucket in model._reducer.layout.buckets])
+        orders.append([bucket.members for bucket in model._sync.reducer.layout.buckets])
     return orders, gradients(model), can_overlap(group)
 
 

@@ -32,7 +32,7 @@ def reduce_at_once(group):
     before = [parameter.grad for parameter in parameters]
     reducer.reduce()
     in_place = all(parameter.grad is grad for parameter, grad in zip(parameters, before, strict=True))
-    return first, in_place, reducer.is_under_way
+    return first, in_place, reducer.reduction is not None
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -43,7 +43,7 @@ def test_gradients_become_their_mean_in_place(run, world_size):
 def start_then_finish(group):
     parameters, reducer = make(group)
     reducer.start()
-    started = reducer.is_under_way, reducer.num_launched
+    started = reducer.reduction is not None, reducer.num_launched
     reducer.start()
     for parameter in parameters:
         parameter.grad = None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.data_parallel.layout.shards import Piece, pieces_between, shard_layout
+from echelon.data_parallel.layout import Piece, pieces_between, shard_layout
 
 
 def test_the_picture_in_the_docstring():

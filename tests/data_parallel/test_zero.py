@@ -6,8 +6,7 @@ from torch import nn
 
 import echelon
 from echelon import DDP, UnsupportedOp, ZeroOptimizer
-from tests.helpers.ddp_passes import assert_all_equal, batch, loss_of, part
-from tests.helpers.models import fill, mlp
+from tests.helpers.models import assert_all_equal, batch, fill, loss_of, mlp, part
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),

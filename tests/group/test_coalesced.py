@@ -9,15 +9,6 @@ DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float32, torch.uint1
 SHAPES = ((3, 2), (), (5,), (0, 4), (7,), (2, 1, 2), (1, 3))
 
 
-@pytest.fixture(params=["simulated", "processes"])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, world_size, *args: pool.run(fn, world_size, *args)
-
-
 def tensors_of(rank, uneven=False):
     generator = torch.Generator().manual_seed(rank)
     tensors = []

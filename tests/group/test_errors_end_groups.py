@@ -6,15 +6,6 @@ import torch
 import echelon
 
 
-@pytest.fixture(params=["simulated", "tcp", "shm"])
-def run(request):
-    """Runs a function on two ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, *args: echelon.simulate(fn, 2, args).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, *args: pool.run(fn, 2, *args, backend=request.param)
-
-
 def bad_argument(group):
     """Is refused on one rank before it counts as a call."""
     if group.rank == 0:
@@ -77,8 +68,8 @@ def fails_but_goes_on(group, what):
 
 
 @pytest.mark.parametrize("what", USABLE, ids=lambda what: what.__name__)
-def test_the_group_stays_usable(run, what):
-    assert run(fails_but_goes_on, what) == [3, 3]
+def test_the_group_stays_usable(on_backend, what):
+    assert on_backend(fails_but_goes_on, 2, what) == [3, 3]
 
 
 def collective_that_takes_too_long(group):
@@ -98,17 +89,33 @@ def out_splits_that_differ(group):
 
 
 class Odd(torch.Tensor):
-    """A tensor whose arithmetic fails, as a kernel may."""
+    """A tensor whose operations fail once its collective has begun, as a kernel may."""
+
+    fails = False
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.is_conj:  # what every collective asks before it reads the values
+        if cls.fails:
             raise RuntimeError("the kernel is out of order")
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def kernel_that_fails(group):
-    group.all_reduce(torch.ones(4).as_subclass(Odd) if group.rank == 0 else torch.ones(4))
+    if group.rank == 1:
+        return group.all_reduce(torch.ones(4))
+    recorder = group.backend.flight_recorder
+    begin = recorder.begin
+
+    def begin_and_fail(*args, **kwargs):
+        Odd.fails = True
+        return begin(*args, **kwargs)
+
+    recorder.begin = begin_and_fail
+    try:
+        return group.all_reduce(torch.ones(4).as_subclass(Odd))
+    finally:
+        recorder.begin = begin
+        Odd.fails = False
 
 
 ENDING = {
@@ -144,8 +151,8 @@ def fails_and_ends(group, what):
 
 
 @pytest.mark.parametrize("what", ENDING, ids=lambda what: what.__name__)
-def test_the_group_is_ended_on_all_ranks_and_other_groups_are_not(run, what):
-    for rank, (first, text, again, reason, sums) in enumerate(run(fails_and_ends, what)):
+def test_the_group_is_ended_on_all_ranks_and_other_groups_are_not(on_backend, what):
+    for rank, (first, text, again, reason, sums) in enumerate(on_backend(fails_and_ends, 2, what)):
         assert first == ENDING[what][rank], text
         assert again == ("CollectiveMismatch" if "CollectiveMismatch" in ENDING[what] else "PeerFailed"), reason
         assert sums == [3, 3]
@@ -162,8 +169,8 @@ def leave_an_error_unseen(group):
     return kind, text, seen
 
 
-def test_an_error_that_nobody_has_seen_is_raised_at_close(run):
-    for kind, text, seen in run(leave_an_error_unseen):
+def test_an_error_that_nobody_has_seen_is_raised_at_close(on_backend):
+    for kind, text, seen in on_backend(leave_an_error_unseen, 2):
         assert kind == "CollectiveMismatch"
         assert "float32[1]" in text
         assert "float32[2]" in text
@@ -203,7 +210,7 @@ def call_again_and_again(group, kind):
 
 
 @pytest.mark.parametrize("kind", ["collective", "asynchronous", "recv", "irecv"])
-def test_a_failure_that_is_raised_again_keeps_no_frames_of_earlier_calls(run, kind):
+def test_a_failure_that_is_raised_again_keeps_no_frames_of_earlier_calls(on_backend, kind):
     """Each frame keeps the tensors of its call alive."""
-    (early, late), _ = run(call_again_and_again, kind)
+    (early, late), _ = on_backend(call_again_and_again, 2, kind)
     assert late <= early

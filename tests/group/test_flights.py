@@ -32,17 +32,8 @@ def exchange(group):
     return echelon.flight_recorder()[-4:]
 
 
-@pytest.fixture(params=["simulated", "tcp", "shm"])
-def run(request):
-    """Runs a function on two ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn: echelon.simulate(fn, 2).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn: pool.run(fn, 2, backend=request.param)
-
-
-def test_a_rank_remembers_what_it_called_where_and_how_it_ended(run):
-    for rank, records in enumerate(run(exchange)):
+def test_a_rank_remembers_what_it_called_where_and_how_it_ended(on_backend):
+    for rank, records in enumerate(on_backend(exchange, 2)):
         message = "send to rank 1" if rank == 0 else "receive from rank 0"
         assert [(record.operation, record.sequence, record.num_bytes) for record in records] == [
             ("all_reduce(sum) of float32[2, 3]", 1, 24),

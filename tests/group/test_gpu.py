@@ -11,8 +11,9 @@ import torch
 import echelon
 from echelon.group.staging import VARIABLE
 from echelon.pipeline import Pipeline
-from tests.helpers.alone import gradients, make_batch, make_model, train_alone
 from tests.helpers.collective_cases import ALL_DTYPES, Case, call, check, expected, ops_of
+from tests.helpers.models import gradients
+from tests.helpers.one_process import make_batch, make_model, train_alone
 
 DEVICE = "cuda"
 NCCL = "nccl"

@@ -14,7 +14,7 @@ from echelon.backends.host_copies import HostCopies, HostCopy
 from echelon.group.group import ProcessGroup
 from echelon.group.staging import OFF, ON, VARIABLE, fallback_is_on
 from echelon.launch.environment import REQUIRED
-from tests.helpers.stream_log import Noted
+from tests.helpers.stream_log import StreamLog
 from tests.helpers.worlds import gloo_world
 
 
@@ -250,7 +250,7 @@ def test_an_asynchronous_operation_is_queued_beside_and_joined_by_who_takes_its_
 
         def act(backend):
             log = []
-            backend.aside = lambda _: Noted(log)
+            backend.aside = lambda _: StreamLog(log)
             group = ProcessGroup(backend)
             work = group.all_reduce(torch.ones(2), async_op=True)
             group.all_reduce(torch.ones(2))  # a blocking one stays in the caller's stream
@@ -272,7 +272,7 @@ def test_a_barrier_waits_for_what_the_gpu_of_each_rank_has_queued():
             assert is_late.wait(20.0)
             finished.set()
 
-        world[1].finish_queued = finish_late
+        world[1]._engines.finish_queued = finish_late
         waiting = threads.submit(ProcessGroup(world[0]).barrier)
         late = threads.submit(ProcessGroup(world[1]).barrier)
         assert not finished.is_set()

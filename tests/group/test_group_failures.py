@@ -17,7 +17,7 @@ import echelon
 from echelon import functional
 from echelon.group.group import ProcessGroup
 from tests.helpers.forked_ranks import run_forked
-from tests.helpers.worlds import gloo_world, rank_0_and_a_bare_peer, tcp_world
+from tests.helpers.worlds import gloo_world, on_every_rank, rank_0_and_a_bare_peer, tcp_world
 
 SECONDS = 20.0
 SOON = 5.0  # far from SECONDS; within a second on a machine that has nothing else to do
@@ -79,12 +79,6 @@ def test_operations_under_way_on_several_groups_all_fail(backend):
     for failed, seconds in outcomes.values():
         assert failed == [1, 1]
         assert seconds < SOON
-
-
-def on_every_rank(world, act):
-    """Runs `act(group)` for every backend of a world at once; returns the results."""
-    with ThreadPoolExecutor(len(world)) as threads:
-        return list(threads.map(lambda backend: act(ProcessGroup(backend, timeout=SECONDS)), world))
 
 
 MEMBERS = ([0, 1, 2], [0, 1], [2, 1], [0, 2])

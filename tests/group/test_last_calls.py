@@ -227,5 +227,5 @@ def test_a_rank_says_only_so_much_about_its_calls():
     for word in words:
         parting.hear(1, word)
     assert parting.difference() is None
-    with pytest.raises(echelon.ProtocolError, match="more than 256 words of farewell"):
+    with pytest.raises(echelon.ProtocolError, match="more than 256 TALLY frames"):
         parting.hear(1, wire.Frame(wire.FrameKind.TALLY))

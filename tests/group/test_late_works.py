@@ -24,15 +24,6 @@ STAY = 7
 TOLD = 8
 
 
-@pytest.fixture(params=["simulated", "tcp", "shm"])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=request.param)
-
-
 def begin(group, kind):
     match kind:
         case "all_reduce":
@@ -62,8 +53,8 @@ def wait_briefly(group, kind):
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "irecv", "irecv_any"])
-def test_a_wait_says_where_the_other_rank_is_and_the_work_goes_on(run, kind):
-    message = run(wait_briefly, 2, kind)[1]
+def test_a_wait_says_where_the_other_rank_is_and_the_work_goes_on(on_backend, kind):
+    message = on_backend(wait_briefly, 2, kind)[1]
     assert re.search(
         rf"not done after 0\.\d s: .*rank 0, which is in receive from rank 1, tag {STAY} of group 'world' at {THERE}",
         message,
@@ -88,8 +79,8 @@ def skip_a_backward(group):
     return caught.value.ranks, str(caught.value)
 
 
-def test_a_backward_that_one_rank_skips_says_where_that_rank_is(run):
-    (blamed, told), (late, message) = run(skip_a_backward, 2)
+def test_a_backward_that_one_rank_skips_says_where_that_rank_is(on_backend):
+    (blamed, told), (late, message) = on_backend(skip_a_backward, 2)
     place = rf"waited 1\.\d s for rank 0, which is in receive from rank 1, tag {STAY} of group 'world' at {HERE}"
     assert list(late) == [0]
     assert re.search(

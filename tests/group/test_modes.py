@@ -23,15 +23,6 @@ REFUSED = "Inplace update to inference tensor outside InferenceMode"
 MODIFIED = "modified by an inplace operation"
 
 
-@pytest.fixture(params=["simulated", "shm", "tcp", pytest.param("gloo", marks=pytest.mark.slow)])
-def on(request):
-    """Runs a function on ranks of a backend and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, *args: echelon.simulate(fn, RANKS, args, timeout=20.0).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, *args: pool.run(fn, RANKS, *args, backend=request.param)
-
-
 def conj_view(values):
     return values.conj_physical().conj()
 
@@ -226,8 +217,8 @@ EVERY = [(shape, kind, *mode) for shape in (SMALL, LARGE) for kind in ALL_KINDS 
         pytest.param((0, 1, 2), EVERY, id="all ranks, every case", marks=pytest.mark.slow),
     ],
 )
-def test_tensors_of_every_kind_give_what_ordinary_ones_do(on, who, cases):
-    assert min(on(sweep, who, cases)) > 20 * len(cases)
+def test_tensors_of_every_kind_give_what_ordinary_ones_do(on_backend, who, cases):
+    assert min(on_backend(sweep, RANKS, who, cases)) > 20 * len(cases)
 
 
 def writers(group, place, rows):
@@ -307,8 +298,8 @@ def refuse_inference_tensors(group):
     return [*refused, group.all_reduce(torch.ones(1)).item()]
 
 
-def test_inference_tensors_are_refused_where_torch_refuses_them_before_anything_is_sent(on):
-    results = on(refuse_inference_tensors)
+def test_inference_tensors_are_refused_where_torch_refuses_them_before_anything_is_sent(on_backend):
+    results = on_backend(refuse_inference_tensors, RANKS)
     assert [result[-1] for result in results] == [float(RANKS)] * RANKS
     assert {call for result in results for call in result[:-1]} >= {
         "all_reduce",
@@ -341,8 +332,8 @@ def backward(loss):
     return ""
 
 
-def test_autograd_sees_that_a_saved_tensor_was_overwritten_on_all_ranks_alike(on):
-    for rank, told in enumerate(on(overwrite_what_a_graph_saved)):
+def test_autograd_sees_that_a_saved_tensor_was_overwritten_on_all_ranks_alike(on_backend):
+    for rank, told in enumerate(on_backend(overwrite_what_a_graph_saved, RANKS)):
         for call, words in told.items():
             is_written = rank == 1 or call not in ROOTED
             assert bool(re.search(MODIFIED, words)) == is_written, f"{call} on rank {rank}: {words!r}"
@@ -372,8 +363,8 @@ def save_while_it_is_under_way(group):
     return [*told, backward(loss)]
 
 
-def test_autograd_sees_the_end_of_what_runs_beside_the_caller_too(on):
-    for told in on(save_while_it_is_under_way):
+def test_autograd_sees_the_end_of_what_runs_beside_the_caller_too(on_backend):
+    for told in on_backend(save_while_it_is_under_way, RANKS):
         assert [bool(re.search(MODIFIED, words)) for words in told] == [True] * 3
 
 
@@ -387,8 +378,8 @@ def reduce_leaves(group):
     return leaf.tolist(), leaf.grad.tolist()
 
 
-def test_leaves_are_overwritten_and_stay_leaves(on):
-    assert on(reduce_leaves) == [([3.0] * 3, [6.0] * 3)] * RANKS
+def test_leaves_are_overwritten_and_stay_leaves(on_backend):
+    assert on_backend(reduce_leaves, RANKS) == [([3.0] * 3, [6.0] * 3)] * RANKS
 
 
 def open_in_inference_mode(group):
@@ -403,8 +394,8 @@ def open_in_inference_mode(group):
     return part.all_reduce(torch.ones(2)).tolist()
 
 
-def test_a_group_that_was_opened_in_inference_mode_goes_on_outside(on):
-    assert on(open_in_inference_mode) == [[float(RANKS)] * 2] * RANKS
+def test_a_group_that_was_opened_in_inference_mode_goes_on_outside(on_backend):
+    assert on_backend(open_in_inference_mode, RANKS) == [[float(RANKS)] * 2] * RANKS
 
 
 def train_and_evaluate(group, evaluation, wraps_inside):
@@ -444,9 +435,9 @@ def train_and_evaluate(group, evaluation, wraps_inside):
 
 
 @pytest.mark.parametrize("wraps_inside", [False, True], ids=["wrapped outside", "wrapped inside"])
-def test_evaluations_in_inference_mode_change_nothing_about_training(on, wraps_inside):
-    expected = on(train_and_evaluate, torch.no_grad, False)
-    assert on(train_and_evaluate, torch.inference_mode, wraps_inside) == expected
+def test_evaluations_in_inference_mode_change_nothing_about_training(on_backend, wraps_inside):
+    expected = on_backend(train_and_evaluate, RANKS, torch.no_grad, False)
+    assert on_backend(train_and_evaluate, RANKS, torch.inference_mode, wraps_inside) == expected
 
 
 class Shifted(nn.Module):

@@ -29,15 +29,6 @@ def test_a_large_transposed_tensor_is_known_by_its_strides(monkeypatch):
     assert elements_overlap(tensor[:1].expand(2, 32, 16))
 
 
-@pytest.fixture(params=["simulated", "tcp", "shm"])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, world_size: echelon.simulate(fn, world_size).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, world_size: pool.run(fn, world_size, backend=request.param)
-
-
 def overlapping():
     """Returns 3 x 3 elements that stand on 5 places."""
     return torch.arange(5.0).as_strided((3, 3), (1, 1))
@@ -76,8 +67,8 @@ def write_overlapping(group):
     return accepted, group.all_reduce(torch.ones(1)).item()
 
 
-def test_none_is_written(run):
-    assert run(write_overlapping, 3) == [([], 3.0)] * 3
+def test_none_is_written(on_backend):
+    assert on_backend(write_overlapping, 3) == [([], 3.0)] * 3
 
 
 def read_overlapping(group):
@@ -91,9 +82,9 @@ def read_overlapping(group):
     return sent.tolist(), rows.tolist(), part.tolist(), came.tolist()
 
 
-def test_all_are_read(run):
+def test_all_are_read(on_backend):
     values = overlapping().tolist()
-    for rank, (sent, rows, part, came) in enumerate(run(read_overlapping, 3)):
+    for rank, (sent, rows, part, came) in enumerate(on_backend(read_overlapping, 3)):
         assert sent == came == values
         assert rows == values * 3
         assert part == [[3 * value for value in values[rank]]]

@@ -104,7 +104,7 @@ def survive_deaths(group):
         log.append(-caught.value.rank)
     group.send(torch.ones(()), 3, tag=9)
     log.append(group.recv_any().src)
-    with pytest.raises(PeerFailed, match=r"it has closed its group, .* and nobody is left who could send"):
+    with pytest.raises(PeerFailed, match=r"it has closed its group, .* and no rank is left that could send"):
         group.recv_any()
     log.append(group.recv_any(tag=2).src)
     return log

@@ -13,16 +13,7 @@ from echelon._torch_private import fake_tensors
 from echelon.data_parallel import DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.pipeline import Pipeline
-from tests.helpers.sharded import mesh_of_one
-
-
-@pytest.fixture(params=["simulated", "tcp", "shm"])
-def run(request):
-    """Runs a function on two ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, *args: echelon.simulate(fn, 2, args).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, *args: pool.run(fn, 2, *args, backend=request.param)
+from tests.helpers.torch_groups import mesh_of_one
 
 
 def fake():
@@ -115,8 +106,8 @@ def call_all(group):
     return accepted, group.all_reduce(torch.ones(4, 4))[0, 0].item()
 
 
-def test_no_call_takes_one_and_the_group_goes_on(run):
-    assert run(call_all) == [([], 2.0)] * 2
+def test_no_call_takes_one_and_the_group_goes_on(on_backend):
+    assert on_backend(call_all, 2) == [([], 2.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -155,8 +146,8 @@ def reduce_under_fake_mode(group):
     return group.all_reduce(ones).tolist()
 
 
-def test_a_call_inside_of_fake_mode_is_refused(run):
-    assert run(reduce_under_fake_mode) == [[4.0, 4.0]] * 2
+def test_a_call_inside_of_fake_mode_is_refused(on_backend):
+    assert on_backend(reduce_under_fake_mode, 2) == [[4.0, 4.0]] * 2
 
 
 def in_grad(call):
@@ -192,8 +183,8 @@ def use_in_transforms(group):
     return accepted, group.all_reduce(torch.ones(1)).item()
 
 
-def test_a_call_inside_of_a_transform_is_refused_for_plain_tensors_too(run):
-    assert run(use_in_transforms) == [([], 2.0)] * 2
+def test_a_call_inside_of_a_transform_is_refused_for_plain_tensors_too(on_backend):
+    assert on_backend(use_in_transforms, 2) == [([], 2.0)] * 2
 
 
 def wait_in_modes(group):
@@ -214,8 +205,8 @@ def wait_in_modes(group):
     return messages, sums, group.all_reduce(torch.ones(1)).item()
 
 
-def test_a_wait_inside_of_a_mode_is_refused_and_the_message_still_comes(run):
-    (messages, sums, total), _ = run(wait_in_modes)
+def test_a_wait_inside_of_a_mode_is_refused_and_the_message_still_comes(on_backend):
+    (messages, sums, total), _ = on_backend(wait_in_modes, 2)
     assert all("receive from rank 1, tag 0" in message and "was called inside of" in message for message in messages)
     assert sums == [4.0, 100_000.0] * 3
     assert total == 2.0
@@ -271,8 +262,8 @@ def train(group):
     return messages, group.all_reduce(torch.ones(1)).item()
 
 
-def test_data_parallel_training_takes_none(run):
-    for messages, total in run(train):
+def test_data_parallel_training_takes_none(on_backend):
+    for messages, total in on_backend(train, 2):
         assert "parameter 'weight', takes a tensor with memory of its own, not FakeTensor" in messages["parameter"]
         assert "buffer 'mask', takes a dense tensor" in messages["buffer"]
         assert "parameter 'weight', takes" in messages["reducer"]
@@ -312,8 +303,8 @@ def pipe(group, case):
         ("output", 0, "a transfer between two stages takes a dense tensor"),
     ],
 )
-def test_a_pipeline_takes_none(run, case, rank, expected):
-    outcomes = run(pipe, case)
+def test_a_pipeline_takes_none(on_backend, case, rank, expected):
+    outcomes = on_backend(pipe, 2, case)
     kind, message, _ = outcomes[rank]
     assert kind == "UnsupportedOp"
     assert re.search(expected, message)
@@ -337,8 +328,8 @@ def clip(group):
     return messages, pipeline.clip_grad_norm_(1e-3).item() > 0
 
 
-def test_a_norm_over_all_stages_is_refused_on_all_ranks_and_the_pipeline_goes_on(run):
-    (first, goes_on), (second, _) = run(clip)
+def test_a_norm_over_all_stages_is_refused_on_all_ranks_and_the_pipeline_goes_on(on_backend):
+    (first, goes_on), (second, _) = on_backend(clip, 2)
     assert goes_on
     assert all("another rank has a gradient without memory of its own" in message for message in first)
     assert all("the gradient of 1.weight, takes a dense tensor" in message for message in second)

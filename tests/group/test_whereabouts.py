@@ -21,15 +21,6 @@ from tests.helpers.worlds import tcp_world
 HERE = r"[^ ]*test_whereabouts\.py:\d+"
 
 
-@pytest.fixture(params=["simulated", "tcp", "shm"])
-def run(request):
-    """Runs a function on a number of ranks and returns their results."""
-    if request.param == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args).results
-    pool = request.getfixturevalue("pool")
-    return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=request.param)
-
-
 ASKS = 1
 """The rank whose time runs out first: it begins to wait when all others have told it that they are where they are."""
 TOLD, STAY = 8, 7
@@ -65,8 +56,8 @@ def leave_others_waiting(group, behind):
 
 
 @pytest.mark.parametrize("behind", [0, 2])
-def test_the_rank_that_is_behind_is_named_and_not_one_that_waits_for_it(run, behind):
-    messages = run(leave_others_waiting, 4, behind)
+def test_the_rank_that_is_behind_is_named_and_not_one_that_waits_for_it(on_backend, behind):
+    messages = on_backend(leave_others_waiting, 4, behind)
     wanted = (
         rf"rank {ASKS} in all_reduce\(sum\) of float32\[10\], #2 of group 'world' at {HERE}: waited \d+\.\d s for "
         rf"rank {behind}, which is in receive from rank {ASKS}, tag {STAY} of group 'world' at {HERE}; "
@@ -143,8 +134,8 @@ def wait_for_a_message(group):
     return str(caught.value)
 
 
-def test_a_message_that_does_not_come_says_where_its_sender_is(run):
-    message = run(wait_for_a_message, 2)[ASKS]
+def test_a_message_that_does_not_come_says_where_its_sender_is(on_backend):
+    message = on_backend(wait_for_a_message, 2)[ASKS]
     assert re.fullmatch(
         rf"rank 1 in receive from rank 0, tag 0 of group 'world' at {HERE}: waited \d+\.\d s for rank 0, which is in "
         rf"receive from rank 1, tag {STAY} of group 'world' at {HERE}",

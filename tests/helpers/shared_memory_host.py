@@ -20,17 +20,16 @@ import types
 
 import torch
 
-from echelon.backends.base import Backend
 from echelon.backends.connect.members import Member
 from echelon.backends.connect.rendezvous import World
 from echelon.backends.formats import message_layout
 from echelon.backends.formats.arena import MAX_PART_BYTES, MIN_PART_BYTES, Arena
 from echelon.backends.formats.wire import Tag
 from echelon.backends.shared.memory.segment import Segment
-from echelon.backends.shared.messages import message_region, receiver
-from echelon.backends.shared.messages.ring_link import SharedLine
+from echelon.backends.shared.messages import message_region, receiver, sender
 from echelon.backends.tcp import backend as tcp_backend
-from echelon.backends.tcp import link_table, poller, progress
+from echelon.backends.tcp import poller, progress, reader
+from echelon.backends.tcp.link import Link
 from echelon.backends.work import Work
 from echelon.simulation.random_state import on_one_core
 from echelon.simulation.scheduler import Ended, Scheduler
@@ -133,7 +132,7 @@ class Host:
         self._num_programs -= 1
         if not self._num_programs:
             self.scheduler.is_ending = True
-            self.scheduler.doom()
+            self.scheduler.cancel()
 
     def run(self):
         self.is_running = True
@@ -373,7 +372,7 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYT
         (poller, "time", clock),
         (poller, "select", _Stub(select, epoll=lambda: Epoll(host))),
         (poller, "_LOOKS", 2),
-        (link_table, "_MOST_AT_ONCE", MOST_AT_ONCE),
+        (reader, "_MOST_AT_ONCE", MOST_AT_ONCE),
         (progress, "time", clock),
         (
             progress,
@@ -423,13 +422,15 @@ class _Thread:
 def _backend(host, at, max_unclaimed_bytes, has_cores):
     host.rank = at.number
     backend = tcp_backend.TcpBackend.__new__(tcp_backend.TcpBackend)
-    Backend.__init__(backend, at.number, 2, FOR_EVER)
     members = tuple(Member(rank, "10.0.0.1", 1, 1, "a machine") for rank in range(2))
-    backend._open(World(members, {1 - at.number: Socket(at.number)}), 1 << 30, max_unclaimed_bytes)
+    world = World(members, {1 - at.number: Socket(at.number)})
+    backend._open(at.number, 2, FOR_EVER, world, 1 << 30, max_unclaimed_bytes)
     backend._has_cores = has_cores
-    line = SharedLine(at, 1 - at.number, 1 << 30)
-    line._outlet._arena = _small_arena()
-    backend.use_lines({1 - at.number: line}, at)
+    peer = 1 - at.number
+    sending = sender.RingSender(at, peer)
+    sending._parts._arena = _small_arena()
+    link = Link(peer, sending, receiver.RingReceiver(at, peer, 1 << 30))
+    backend.use_links({peer: link}, at, at.doorbells.own)
     return backend
 
 

@@ -16,13 +16,15 @@ LENGTHS = (0, 1, 16, 17, 40, 128, 129, 400)
 def send(backend, number, length, tag):
     """Sends at once where that can be, as a group does; returns what is under way."""
     tensor = values(number, length)
-    return [] if backend.send_at_once(tensor, 1 - backend.rank, tag) else [backend.isend(tensor, 1 - backend.rank, tag)]
+    handle = backend.messages.prepare_send(1 - backend.rank, tag, tensor.shape, tensor.dtype)
+    return [] if handle.at_once(tensor) else [handle.start(tensor)]
 
 
 def receive(backend, tag, out=None):
     """Receives at once where that can be, as a group does."""
-    message = backend.recv_at_once(1 - backend.rank, tag, out=out)
-    return backend.irecv(1 - backend.rank, tag, out=out).wait() if message is None else message.tensor
+    handle = backend.messages.prepare_receive(1 - backend.rank, tag)
+    message = handle.at_once(out)
+    return handle.start(out).wait() if message is None else message.tensor
 
 
 def check(tensor, number, length):
@@ -40,18 +42,18 @@ def exchange(backend, seed, lengths):
             sends.append(send(backend, each, lengths[each], tag()))
         way = chance.randrange(6)
         if way == 0:
-            tensor = backend.irecv(peer, tag()).wait()
+            tensor = backend.messages.irecv(peer, tag()).wait()
             if chance.random() < 0.5:
                 kept.append((number, tensor))
         elif way == 1:
-            tensor = backend.irecv(peer, tag(), out=torch.empty(length)).wait()
+            tensor = backend.messages.irecv(peer, tag(), out=torch.empty(length)).wait()
         elif way == 2:
             out = torch.ones(length)
-            tensor = backend.irecv(peer, tag(), out=out, combine=lambda own, other: own.add_(other)).wait() - 1
+            tensor = backend.messages.irecv(peer, tag(), out=out, combine=lambda own, other: own.add_(other)).wait() - 1
         elif way == 3:
-            work = backend.irecv(peer, tag(), out=torch.empty(length))
-            backend.cancel(work)
-            tensor = (backend.irecv(peer, tag()) if work.exception() else work).wait()
+            work = backend.messages.irecv(peer, tag(), out=torch.empty(length))
+            backend.messages.cancel(work)
+            tensor = (backend.messages.irecv(peer, tag()) if work.exception() else work).wait()
         else:
             tensor = receive(backend, tag(), torch.empty(length) if way == 4 else None)
         check(tensor, number, length)
@@ -123,11 +125,11 @@ def while_both_compute(host, backends, seed):
         works = []
         for each, length in enumerate(lengths):
             if chance.random() < 0.5:
-                works.append(backend.irecv(peer, tag(each)))
+                works.append(backend.messages.irecv(peer, tag(each)))
                 works += send(backend, each, length, tag(each))
             else:
                 works += send(backend, each, length, tag(each))
-                works.append(backend.irecv(peer, tag(each), out=torch.empty(length)))
+                works.append(backend.messages.irecv(peer, tag(each), out=torch.empty(length)))
         compute_until(host, backend, works)
         received = [work.result() for work in works if work.result() is not None]
         for each, tensor in enumerate(received):
@@ -144,7 +146,7 @@ def replies(host, backends, seed):
 
     def ask():
         for lengths in rounds:
-            reply = backends[0].irecv(1, tag(1))
+            reply = backends[0].messages.irecv(1, tag(1))
             host.compute()  # the thread in the background falls asleep
             for each in enumerate(lengths):
                 send(backends[0], *each, tag())
@@ -164,7 +166,7 @@ def compute_until(host, backend, works):
     """Returns when the work has ended, but waits in a way that drives nothing."""
     for work in works:
         done = Work(None, "the program computes")
-        backend.when_ended(work, done.complete)
+        backend.messages.when_ended(work, done.complete)
         host.wait(done)
 
 
@@ -176,11 +178,12 @@ def flood(host, backends, seed):
     def write():
         for number, length in enumerate(lengths):
             for _ in range(100):
-                if backends[0].send_at_once(values(number, length), 1, tag()):
+                tensor = values(number, length)
+                if backends[0].messages.prepare_send(1, tag(), tensor.shape, tensor.dtype).at_once(tensor):
                     break
                 host.give_way()
             else:
-                backends[0].isend(values(number, length), 1, tag()).wait()
+                backends[0].messages.isend(values(number, length), 1, tag()).wait()
             if chance.random() < 0.3:
                 host.give_way()
 
@@ -222,7 +225,7 @@ def sends_meanwhile(host, backends, seed):
     is_freed = []
 
     def wait_for_a_part():
-        works = [backends[0].isend(values(number, 40), 1, tag()) for number in range(NUM_PARTS + 1)]
+        works = [backends[0].messages.isend(values(number, 40), 1, tag()) for number in range(NUM_PARTS + 1)]
         for work in works:
             work.wait()
 
@@ -230,7 +233,7 @@ def sends_meanwhile(host, backends, seed):
         host.compute()
         while not is_freed:
             host.give_way()
-        backends[0].isend(values(seed, 1), 1, tag(1)).wait()
+        backends[0].messages.isend(values(seed, 1), 1, tag(1)).wait()
 
     def read():
         kept = deque(receive(backends[1], tag()) for _ in range(NUM_PARTS))
@@ -252,12 +255,12 @@ def long_notes(host, backends, seed):
 
     def write():
         for number in range(4):
-            backends[0].isend(values(number, 1), 1, tag(), note=note)
-        compute_until(host, backends[0], [backends[0].irecv(1, tag(1))])
+            backends[0].messages.isend(values(number, 1), 1, tag(), note=note)
+        compute_until(host, backends[0], [backends[0].messages.irecv(1, tag(1))])
 
     def read():
         for number in range(4):
-            check(backends[1].irecv(0, tag(), note=note).wait(), number, 1)
+            check(backends[1].messages.irecv(0, tag(), note=note).wait(), number, 1)
         send(backends[1], 0, 1, tag(1))
 
     host.add(0, write)
@@ -310,13 +313,13 @@ def glances_beside(host, backends, seed):
     """On one rank a thread looks around at times, while another has asked for a message, and computes."""
 
     def read():
-        message = backends[1].irecv(0, tag())
+        message = backends[1].messages.irecv(0, tag())
         compute_until(host, backends[1], [message])
         check(message.result(), seed, 1)
 
     def poll_once():
         for _ in range(4):
-            backends[1].poll_once()
+            backends[1].control.poll()
 
     def write():
         host.compute()
@@ -343,7 +346,7 @@ def glances(host, backends, seed):
 
     def poll_once():
         for _ in range(4):
-            backends[1].poll_once()
+            backends[1].control.poll()
 
     host.add(0, write)
     host.add(1, read)
@@ -355,7 +358,7 @@ def one_message(host, backends, seed):
     length = LENGTHS[seed % len(LENGTHS)]
 
     def ask():
-        reply = backends[0].irecv(1, tag(1))
+        reply = backends[0].messages.irecv(1, tag(1))
         host.compute()
         send(backends[0], 0, length, tag())
         compute_until(host, backends[0], [reply])

@@ -5,7 +5,7 @@ import threading
 from echelon.backends.host_copies import StreamScope
 
 
-class Noted(StreamScope):
+class StreamLog(StreamScope):
     """Writes down what happens in which thread."""
 
     def __init__(self, log):

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from echelon.backends.connect.members import machine_id
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.backend import TorchBackend, engage, meet_at_store
+from echelon.group.group import ProcessGroup
 
 SECRET = b"a secret of this test"
 MAGIC = b"ECHELON\x02"
@@ -74,6 +75,12 @@ def gloo_world(world_size, *, shares=True, **options):
         finally:
             for backend in world:
                 backend.abort("the test is over")
+
+
+def on_every_rank(world, act, timeout=20.0):
+    """Runs `act(group)` for every backend of a world at once; returns the results."""
+    with ThreadPoolExecutor(len(world)) as threads:
+        return list(threads.map(lambda backend: act(ProcessGroup(backend, timeout=timeout)), world))
 
 
 @contextlib.contextmanager

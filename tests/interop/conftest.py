@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.interop_worlds import as_default_group
+from tests.helpers.torch_groups import as_default_group
 
 
 @pytest.fixture

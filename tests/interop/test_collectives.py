@@ -9,7 +9,7 @@ import torch.distributed as dist
 from echelon._torch_private import fake_tensors, operators_of, resolve_process_group
 from echelon._torch_versions import release
 from echelon.errors import UnsupportedOp
-from tests.helpers.interop_worlds import all_gather_single, reduce_scatter_single
+from tests.helpers.torch_groups import all_gather_single, reduce_scatter_single
 
 N = 2
 RELEASE = release(torch.__version__)
@@ -403,7 +403,7 @@ def dropped(rank):
         dist.all_reduce(tensors.pop(), async_op=True)
     dist.all_reduce(torch.ones(1), async_op=True).wait()  # all before it have ended by then
     dist.all_reduce(torch.ones(1), async_op=True)  # whoever comes next sweeps
-    return len(group._orphans._kept), sum(reference() is not None for reference in references)
+    return len(group.runner._orphans._kept), sum(reference() is not None for reference in references)
 
 
 def test_operations_that_are_dropped_leave_large_tensors_behind(in_world):

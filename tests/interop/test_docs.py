@@ -5,14 +5,14 @@ import io
 import re
 from pathlib import Path
 
-from tests.interop.test_examples import free_port, launched
+from tests.helpers.torch_groups import launched
 
 PAGE = Path(__file__).parents[2] / "docs" / "interop.md"
 BLOCK = re.compile(r"```python\n(.*?)```.*?```text\n(.*?)```\n", re.DOTALL)
 
 
 def printed_by(group, code):
-    with launched(group, group.broadcast_object(free_port(), src=0)):
+    with launched(group):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, PAGE.name, "exec"), {})
         return printed.getvalue()

@@ -1,40 +1,18 @@
 """What is built on torch.distributed trains over Echelon, unchanged: the scripts of examples/interop."""
 
-import contextlib
 import importlib.util
-import os
 import re
-import socket
 
 import pytest
 
 from tests.helpers.examples import run_example_as_rank
+from tests.helpers.torch_groups import launched
 
 N = 2
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextlib.contextmanager
-def launched(group, port):
-    """Sets what torchrun sets."""
-    environ = {"RANK": group.rank, "LOCAL_RANK": group.rank, "WORLD_SIZE": N, "LOCAL_WORLD_SIZE": N}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in environ.items()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def run_script(group, name, folder):
-    with launched(group, group.broadcast_object(free_port(), src=0)):
+    with launched(group):
         return run_example_as_rank(group, f"interop/{name}.py", folder)
 
 

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.errors import LaunchError, PeerFailed, Timeout, UnsupportedOp
-from echelon.interop.process_group import EchelonProcessGroup
-from tests.helpers.interop_worlds import begin
+from echelon.interop.process_group import EchelonProcessGroup, group_for
+from tests.helpers.torch_groups import begin
 
 N = 2
 
@@ -130,7 +130,7 @@ def both_devices(rank):
     dist.all_reduce(tensor)
     dist.all_reduce(torch.ones(2, device="meta"))
     dist.all_reduce(torch.ones(2, device="meta"))
-    spy = world.group_for(torch.device("meta"))
+    spy = group_for(world, torch.device("meta"))
     return tensor.tolist(), spy.calls, [str(device) for device in world._device_types]
 
 

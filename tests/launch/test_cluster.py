@@ -28,7 +28,7 @@ import echelon
 
 group = echelon.init(timeout=60)
 total = int(group.all_reduce(torch.tensor([group.rank + 1.0])).item())
-hosts = "".join(map(str, group.backend.hosts))
+hosts = "".join(map(str, group.backend.control.hosts))
 # One call, one line: ranks share one stream.
 sys.stdout.write(f"{group.rank} of {group.world_size} on {socket.gethostname()}, hosts {hosts}: {total}\\n")
 sys.stdout.flush()

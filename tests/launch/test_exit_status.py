@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.errors import CollectiveMismatch, PeerFailed
-from echelon.exits import status_of
+from echelon.errors import CollectiveMismatch, PeerFailed, status_of
 from echelon.launch.report import blamed_rank
 
 WAIT = """
@@ -72,8 +71,8 @@ def test_a_rank_that_leaves_with_status_0_has_departed(tmp_path):
 
 EXITS = """
 import atexit, sys
-from echelon.exits import status_of
-from echelon.launch.exit_watch import watch_exit
+from echelon.errors import status_of
+from echelon.launch.report import watch_exit
 watch = watch_exit()
 assert watch_exit() is watch is sys.exit
 atexit.register(lambda: print("status", status_of(watch.code()), flush=True))
@@ -118,29 +117,17 @@ def leave(group, code):
         return type(error).__name__, str(error)
 
 
-def simulated(fn, *args):
-    return echelon.simulate(fn, 2, args).results
-
-
-@pytest.fixture(params=["simulated", "shm", "tcp"])
-def run_two(request):
-    if request.param == "simulated":
-        return simulated
-    pool = request.getfixturevalue("pool")
-    return lambda fn, *args: pool.run(fn, 2, *args, backend=request.param)
-
-
 @pytest.mark.parametrize(("code", "words"), [(3, "status 3"), ("no data", "status 1: no data")])
-def test_an_exit_is_raised_as_the_failure_of_its_rank(run_two, code, words):
+def test_an_exit_is_raised_as_the_failure_of_its_rank(on_backend, code, words):
     """And not as SystemExit, which would end the program that started the ranks."""
     with pytest.raises(PeerFailed, match=f"rank 1 failed: it exited with {words}") as caught:
-        run_two(leave, code)
+        on_backend(leave, 2, code)
     assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize("code", [0, None])
-def test_an_exit_in_good_order_is_a_departure(run_two, code):
-    (kind, message), nothing = run_two(leave, code)
+def test_an_exit_in_good_order_is_a_departure(on_backend, code):
+    (kind, message), nothing = on_backend(leave, 2, code)
     assert nothing is None
     assert kind == "CollectiveMismatch"
     assert "but rank 1: it has closed its group" in message

@@ -1,6 +1,6 @@
 from io import BytesIO
 
-from echelon.launch.launcher import MarkedStream
+from echelon.launch.run import MarkedStream
 
 
 def test_only_whole_lines_are_written():

@@ -54,7 +54,7 @@ def test_ports_differ_and_are_given_back():
 
 def test_every_rank_gets_at_least_one_thread(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert [threads_per_rank(rank_functions) for ranks in (1, 2, 4, 6, 100)] == [6, 3, 1, 1, 1]
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 4, 6, 100)] == [6, 3, 1, 1, 1]
 
 
 def test_a_host_with_ipv6_alone_uses_that(monkeypatch):

@@ -13,7 +13,7 @@ import torch
 
 import echelon
 from echelon.errors import InvalidWorldSize, LaunchError
-from echelon.launch.job import pickle_call
+from echelon.launch.spawn import pickle_call
 from tests.helpers import rank_functions
 
 

@@ -46,7 +46,7 @@ def test_without_a_file_the_static_table_counts(alone, tmp_path):
         (None, echelon.LaunchError, "there is no such file; run `echelon tune --output "),
         (b"\xff", echelon.LaunchError, "cannot read "),
         (b" " * (1 << 20) + b"{}", echelon.LaunchError, "has more than 1048576 bytes and is no table of algorithms"),
-        (b"{}", echelon.PlanError, "it is no table of tuned collectives; run `echelon tune` again"),
+        (b"{}", echelon.PlanError, "it is not a table of tuned collectives; run `echelon tune` again"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_of_one_line(alone, tmp_path, content, error, message):

@@ -9,7 +9,7 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline
 from echelon.pipeline.run import interpreter, loss
-from tests.pipeline.test_pipeline import gradients_of, make_batch, make_model, train_alone
+from tests.helpers.one_process import gradients_of, loss_and_gradients, make_batch, make_model, train_alone
 
 
 class Pair(NamedTuple):
@@ -270,7 +270,7 @@ def part_frozen(group, frozen):
 @pytest.mark.parametrize("frozen", [["0"], ["0", "2"], ["4"], ["6"], ["2", "6"]])
 def test_stages_may_be_frozen(frozen):
     results = echelon.simulate(part_frozen, 4, (frozen,), timeout=20.0).results
-    loss, gradients = train_alone(make_model(4), make_batch(5), 2)
+    loss, gradients = loss_and_gradients(make_model(4), make_batch(5), 2)
     got = gradients_of(results)
     assert {name.split(".")[0] for name in got} == {"0", "2", "4", "6"} - set(frozen)
     for name, gradient in got.items():
@@ -338,7 +338,7 @@ def make_model_shape():
 
 def test_a_model_on_the_meta_device_is_trained_once_it_is_loaded():
     results = echelon.simulate(from_meta, 2, timeout=20.0).results
-    loss, gradients = train_alone(make_model(2), make_batch(4), 2)
+    loss, gradients = loss_and_gradients(make_model(2), make_batch(4), 2)
     assert all(torch.equal(result[0], loss) for result in results)
     for name, gradient in gradients_of(results).items():
         assert torch.equal(gradient, gradients[name])

@@ -6,7 +6,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline
-from tests.pipeline.test_pipeline import make_batch, make_model
+from tests.helpers.one_process import make_batch, make_model
 
 
 def train(group, placement, num_samples):

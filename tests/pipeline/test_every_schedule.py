@@ -11,9 +11,10 @@ import echelon
 from echelon.pipeline import Costs, Pipeline, Schedule, schedules
 from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.fuse import exact_stages, is_exact
-from tests.helpers.alone import gradients, make_batch, make_model, train_alone
+from tests.helpers.models import gradients
 from tests.helpers.named_schedules import schedules as schedules_of
 from tests.helpers.named_schedules import sizes_of
+from tests.helpers.one_process import make_batch, make_model, train_alone
 from tests.pipeline.test_halves import Products
 
 TRAINING = [name for name in schedules.names() if name != "forward-only"]

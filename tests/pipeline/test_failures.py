@@ -13,9 +13,10 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, schedules
 from echelon.pipeline.run import interpreter, pipeline
-from tests.helpers.alone import gradients, make_batch, make_model, train_alone
 from tests.helpers.forked_ranks import run_forked
+from tests.helpers.models import gradients
 from tests.helpers.named_schedules import sizes_of
+from tests.helpers.one_process import make_batch, make_model, train_alone
 
 AT_ONCE = 2.0
 """Seconds; the timeouts are ten times as long."""

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon._torch_private import DispatchMode
-from echelon.pipeline.stage.probe import probe
 from echelon.pipeline.stage.split_backward import CannotSplit
 from echelon.pipeline.stage.stage import Forward, Made, Stage
 
@@ -51,6 +50,29 @@ class Twice(nn.Module):
 
     def forward(self, x):
         return self.layer(self.act(self.layer(x)))
+
+
+class Experts(nn.Module):
+    """Slices of stacked weights, each for some of the rows, as mixtures of experts have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 6, 6)), nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x):
+        made = [nn.functional.linear(x, self.weight[i], self.bias[i]) for i, x in enumerate(x.tensor_split(3))]
+        return torch.cat(made)
+
+
+class Decoder(nn.Module):
+    """Slices of one weight project the queries, and what they attend to."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, bias=False, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, memory := torch.tanh(x), memory)[0]
 
 
 class Tied(nn.Module):
@@ -126,10 +148,9 @@ SPLITTABLE = {
     "layer norm": lambda: (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), floats(4, 6)),
     "attention": lambda: (nn.Sequential(nn.LayerNorm(6), NestedCall()), floats(2, 5, 6)),
     "transformer": lambda: (nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), floats(2, 5, 6)),
-    "a layer twice": lambda: (Twice(nn.Linear(6, 6)), floats(4, 6)),
-    "a norm twice": lambda: (Twice(nn.LayerNorm(6), nn.Linear(6, 6)), floats(4, 6)),
-    "a convolution twice": lambda: (Twice(nn.Conv1d(2, 2, 3, padding=1)), floats(4, 2, 9)),
-    "a weight and its transpose": lambda: (Tied(), floats(4, 6)),
+    "a product twice": lambda: (Twice(nn.Linear(6, 6, bias=False)), floats(4, 6)),
+    "experts": lambda: (Experts(), floats(9, 6)),
+    "decoder": lambda: (Decoder(), floats(2, 5, 6)),
     "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), floats(4, 6)),
     "weight norm twice": lambda: (Twice(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6, False))), floats(4, 6)),
     "prelu": lambda: (nn.Sequential(nn.Linear(6, 6), nn.PReLU()), floats(4, 6)),
@@ -138,13 +159,23 @@ SPLITTABLE = {
 }
 
 REFUSED = {
-    "LSTM": (lambda: (First(nn.LSTM(6, 6)), floats(3, 2, 6)), r"inside \(LSTM\)"),
+    "a layer twice": (lambda: (Twice(nn.Linear(6, 6)), floats(4, 6)), r"^layer \(Linear\) is used in several places"),
+    "a norm twice": (
+        lambda: (Twice(nn.LayerNorm(6), nn.Linear(6, 6)), floats(4, 6)),
+        r"layer \(LayerNorm\) is used in several places",
+    ),
+    "a convolution twice": (
+        lambda: (Twice(nn.Conv1d(2, 2, 3, padding=1)), floats(4, 2, 9)),
+        r"layer \(Conv1d\) is used in several places",
+    ),
+    "a weight and its transpose": (lambda: (Tied(), floats(4, 6)), r"^\(Tied\) is used in several places"),
+    "LSTM": (lambda: (First(nn.LSTM(6, 6)), floats(3, 2, 6)), r"inside \(LSTM\) computes all of its gradients at once"),
     "GRU": (lambda: (First(nn.GRU(6, 6)), floats(3, 2, 6)), r"inside \(GRU\)"),
-    "checkpoint": (lambda: (Checkpointed(reentrant=False), floats(4, 6)), r"inside.\d \(Linear\) does the same work"),
+    "checkpoint": (lambda: (Checkpointed(reentrant=False), floats(4, 6)), "Checkpointed runs its forward again"),
     "reentrant checkpoint": (lambda: (Checkpointed(reentrant=True), floats(4, 6)), "Checkpointed refuses it"),
     "a formula with weights": (
         lambda: (Custom(at_weight=True), floats(4, 6)),
-        r"layer \(Linear\) has a formula of its own for all its gradients \(ProductBackward\)",
+        r"layer \(Linear\) computes all of its gradients at once \(ProductBackward\)",
     ),
 }
 
@@ -174,9 +205,7 @@ def whole(make):
 def test_two_halves_are_a_whole(case):
     make = SPLITTABLE[case]
     stage, _, forward = prepared(make)
-    finding = probe(stage, forward)
-    assert finding.halves is not None, finding.reason
-    stage.halves = finding.halves
+    assert not stage.probe(forward).refusal
     made = stage.forward(0, forward, splits=True)
     with Products() as for_input:
         (found,) = stage.backward_input(0, [torch.cos(made.output.detach())]) or [None]
@@ -196,9 +225,8 @@ def test_two_halves_are_a_whole(case):
 def test_what_has_no_halves_is_named(case):
     make, words = REFUSED[case]
     stage, _, forward = prepared(make)
-    finding = probe(stage, forward)
-    assert finding.halves is None
-    assert re.search(words, finding.reason), finding.reason
+    refusal = stage.probe(forward).refusal
+    assert re.search(words, refusal), refusal
 
 
 def test_products_that_a_whole_backward_shares_are_not_done_twice():
@@ -217,7 +245,7 @@ def test_probing_leaves_no_trace():
     before = {name: value.clone() for name, value in stage.module.state_dict().items()}
     state = torch.get_rng_state()
     leaf = floats(4, 6).requires_grad_()
-    assert probe(stage, Forward(leaf, {}, None, lambda value, *_: made_of(stage, value))).halves is not None
+    assert not stage.probe(Forward(leaf, {}, None, lambda value, *_: made_of(stage, value))).refusal
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in stage.module.state_dict().items())
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in stage.module.parameters())
@@ -282,7 +310,7 @@ def test_a_saved_tensor_changed_in_place_is_noticed():
 
 
 def test_a_graph_unlike_the_one_that_was_probed_is_refused():
-    stage, _, forward = prepared(SPLITTABLE["a layer twice"])
+    stage, _, forward = prepared(REFUSED["a layer twice"][0])
     stage.forward(0, forward, splits=True)
-    with pytest.raises(CannotSplit, match="a weight is used in several places"):
+    with pytest.raises(CannotSplit, match="a module of this stage is used in several places"):
         stage.backward_input(0, [torch.ones(4, 6)])

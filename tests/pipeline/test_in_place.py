@@ -6,8 +6,9 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline, schedules
-from tests.helpers.alone import gradients, make_batch, make_model, train_alone
+from tests.helpers.models import gradients
 from tests.helpers.named_schedules import sizes_of
+from tests.helpers.one_process import make_batch, make_model, train_alone
 
 TRAINING = [name for name in schedules.names() if name != "forward-only"]
 

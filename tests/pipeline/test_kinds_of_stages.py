@@ -117,8 +117,8 @@ def test_recurrent_layers_formulas_and_plain_data(run, schedule):
     results = run(train, 2, schedule, False)
     said = assert_as_alone(results, False, [1, 2] if schedule != "interleaved-1f1b" else [])
     if said:
-        assert "1 (Custom) has a formula of its own for all its gradients (ProductBackward)" in said[0]
-        assert "2.lstm (LSTM) does the same work for both" in said[1]
+        assert "1 (Custom) computes all of its gradients at once (ProductBackward)" in said[0]
+        assert "2.lstm (LSTM) computes all of its gradients at once" in said[1]
 
 
 @pytest.mark.slow

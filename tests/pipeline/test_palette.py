@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -79,3 +80,29 @@ def test_text_can_be_read(kind):
 def test_colours_repeat():
     assert color(0, "F") == color(NUM_HUES, "F") != color(1, "F")
     assert len(color(None, "F")) == 7
+
+
+# Degrees, chroma, and the difference of the lightness from the kind's, in OKLCH (Ottosson, 2020).
+HUES = (
+    *((87, 0.097, -0.038), (274, 0.076, 0.014), (1, 0.130, -0.040)),
+    *((106, 0.089, 0.036), (304, 0.131, -0.040), (176, 0.110, 0.040)),
+)
+LIGHTNESS = {"F": 0.88, "I": 0.755, "B": 0.615, "W": 0.45}
+
+
+def oklch(lightness, chroma, degrees):
+    """Returns the colour as text. Less chroma where sRGB has no such colour: clipping would shift the hue."""
+    lab = [lightness, chroma * math.cos(math.radians(degrees)), chroma * math.sin(math.radians(degrees))]
+    channels = np.linalg.inv(TO_LMS) @ (np.linalg.inv(TO_LAB) @ lab) ** 3
+    if chroma > 0 and (channels.min() < 0 or channels.max() > 1):
+        return oklch(lightness, chroma - 0.002, degrees)
+    channels = np.clip(channels, 0, 1)
+    encoded = np.where(channels <= 0.0031308, 12.92 * channels, 1.055 * channels ** (1 / 2.4) - 0.055)
+    return "#" + "".join(f"{round(255 * value):02x}" for value in encoded)
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_colours_come_from_one_lightness_for_each_kind(kind):
+    expected = [oklch(LIGHTNESS[kind] + lighter, chroma, degrees) for degrees, chroma, lighter in HUES]
+    assert [color(microbatch, kind) for microbatch in range(NUM_HUES)] == expected
+    assert color(None, kind) == oklch(LIGHTNESS[kind], 0, 0)

@@ -9,39 +9,9 @@ from torch import nn
 import echelon
 from echelon.pipeline import Costs, Pipeline, schedules
 from echelon.timeline.figure import figure_of
+from tests.helpers.one_process import gradients_of, loss_and_gradients, make_batch, make_model, train_alone
 
 RUNNABLE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
-
-
-def make_model(num_layers, dtype=torch.float64):
-    """Makes a chain of layers with the same weights wherever it is called."""
-    generator = torch.Generator().manual_seed(0)
-    layers = []
-    for _ in range(num_layers):
-        layer = nn.Linear(6, 6, dtype=dtype)
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3)
-        layers += [layer, nn.Tanh()]
-    return nn.Sequential(*layers)
-
-
-def make_batch(num_samples, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1)
-    draw = [torch.randn(num_samples, 6, generator=generator, dtype=dtype) for _ in range(2)]
-    return draw[0], draw[1]
-
-
-def train_alone(model, batch, num_microbatches, reduction="mean"):
-    """One process that runs the microbatches one after another, each loss weighted by its share of the samples."""
-    inputs, target = batch
-    losses = []
-    for x, y in zip(inputs.tensor_split(num_microbatches), target.tensor_split(num_microbatches), strict=True):
-        loss = nn.functional.mse_loss(model(x), y, reduction=reduction)
-        scale = len(x) / len(inputs) if reduction == "mean" else 1.0
-        (loss * scale).backward()
-        losses.append(loss.detach() * scale)
-    return torch.stack(losses).sum(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def train_piped(group, schedule, num_microbatches, num_samples, num_layers, num_chunks=None, dtype=torch.float64):
@@ -52,19 +22,11 @@ def train_piped(group, schedule, num_microbatches, num_samples, num_layers, num_
     return out.loss, out.outputs, {name: p.grad for name, p in pipe.named_parameters()}, pipe.timeline
 
 
-def gradients_of(results):
-    merged = {}
-    for _, _, gradients, _ in results:
-        assert not set(merged) & set(gradients)
-        merged |= gradients
-    return merged
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_gradients_equal_those_of_one_process(run, schedule, world_size):
     results = run(train_piped, world_size, schedule, 4, 10, 4)
-    loss, gradients = train_alone(make_model(4), make_batch(10), 4)
+    loss, gradients = loss_and_gradients(make_model(4), make_batch(10), 4)
     got = gradients_of(results)
     assert got.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -74,7 +36,7 @@ def test_gradients_equal_those_of_one_process(run, schedule, world_size):
 
 def test_five_samples_in_three_microbatches_over_three_stages(run):
     results = run(train_piped, 3, "1f1b", 3, 5, 3)
-    loss, gradients = train_alone(make_model(3), make_batch(5), 3)
+    loss, gradients = loss_and_gradients(make_model(3), make_batch(5), 3)
     got = gradients_of(results)
     for name, gradient in gradients.items():
         assert torch.equal(got[name], gradient), name
@@ -90,7 +52,7 @@ def test_every_runnable_schedule_is_exact(schedule, dtype):
     num_microbatches = 8
     args = (schedule, num_microbatches, 11, 4, chunks, dtype)
     results = echelon.simulate(train_piped, 2, args, timeout=20.0).results
-    loss, gradients = train_alone(make_model(4, dtype), make_batch(11, dtype), num_microbatches)
+    loss, gradients = loss_and_gradients(make_model(4, dtype), make_batch(11, dtype), num_microbatches)
     got = gradients_of(results)
     for name, gradient in gradients.items():
         assert torch.equal(got[name], gradient), name
@@ -181,7 +143,7 @@ def data_parallel_steps(group, no_sync):
 def test_data_parallel_pipelines_weigh_all_samples_equally(run, no_sync):
     """3 samples on one replica and 5 on the other count like 8 in one batch; accumulated steps add up."""
     results = run(data_parallel_steps, 4, no_sync)
-    loss, gradients = train_alone(make_model(2), make_batch(8), 1)
+    loss, gradients = loss_and_gradients(make_model(2), make_batch(8), 1)
     for replica in (results[:2], results[2:]):
         got = gradients_of(replica)
         for name, gradient in gradients.items():
@@ -211,7 +173,7 @@ def test_replicas_train_as_one_process_does(run):
     model, losses = make_model(2), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
-        losses.append(train_alone(model, make_batch(8), 1)[0])
+        losses.append(train_alone(model, make_batch(8), 1))
         optimizer.step()
         optimizer.zero_grad()
     assert losses[2] < losses[0]
@@ -359,7 +321,7 @@ def sum_losses(group):
 
 def test_sums_of_losses_add_up(run):
     results = run(sum_losses, 2)
-    loss, gradients = train_alone(make_model(2), make_batch(5), 3, "sum")
+    loss, gradients = loss_and_gradients(make_model(2), make_batch(5), 3, loss_fn=sum_of_squares, is_mean=False)
     got = gradients_of(results)
     for name, gradient in gradients.items():
         assert torch.equal(got[name], gradient)

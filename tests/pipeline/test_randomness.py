@@ -7,7 +7,7 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, keyed
 from echelon.pipeline.stage.replay import Key, number_of
-from tests.pipeline.test_pipeline import make_batch, make_model
+from tests.helpers.one_process import make_batch, make_model
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline, schedules
-from tests.helpers.alone import make_batch, make_model
+from tests.helpers.one_process import make_batch, make_model
 
 
 def fail_with(group, case):

@@ -6,7 +6,7 @@ from torch import nn
 
 import echelon
 from echelon.pipeline import Pipeline
-from tests.helpers.sharded import mesh_of_one
+from tests.helpers.torch_groups import mesh_of_one
 
 
 def hold_sharded(group, schedule, part):

@@ -9,12 +9,16 @@ import pytest
 from echelon.pipeline import Costs, schedules
 from echelon.pipeline.plan.action import parse
 from echelon.timeline.palette import color
-from echelon.timeline.terminal import lines, plain
+from echelon.timeline.terminal import lines
 from echelon.timeline.timeline import Timeline
 
 
 def simulated(name: str, num_ranks: int, num_microbatches: int, **costs) -> Timeline:
     return schedules.build(name, num_ranks, num_microbatches).simulate(Costs(**costs))
+
+
+def plain(timeline: Timeline, width: int) -> str:
+    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines(timeline, width, in_color=False))
 
 
 PICTURES = {

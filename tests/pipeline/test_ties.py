@@ -7,7 +7,7 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, split
 from echelon.pipeline.cut.ties import Place, find_ties
-from tests.pipeline.test_pipeline import make_batch, make_model
+from tests.helpers.one_process import make_batch, make_model
 
 
 def tied_model():

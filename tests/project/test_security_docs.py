@@ -10,7 +10,7 @@ from echelon.arguments import MAX_LOCAL_WORLD_SIZE, MAX_WORLD_SIZE
 from echelon.backends import delivery
 from echelon.backends.connect import acceptor, handshake
 from echelon.backends.formats import wire
-from echelon.backends.tcp import link_table, peers
+from echelon.backends.tcp import control_frames, inbox, reader
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "security.md").read_text()
@@ -32,18 +32,17 @@ LIMITS = {
     "dimensions of a tensor": f"{wire.MAX_DIMS}",
     "note of a message": f"{wire.MAX_NOTE_BYTES:,} bytes",
     "payload of a message": f"{wire.MAX_MESSAGE_BYTES // GIB} GiB (`max_message_bytes`)",
-    "messages of a peer that nobody has asked for": f"{peers.MAX_UNCLAIMED_BYTES // GIB} GiB (`max_unclaimed_bytes`), "
+    "unclaimed messages of a peer": f"{inbox.MAX_UNCLAIMED_BYTES // GIB} GiB (`max_unclaimed_bytes`), "
     "beyond one message of any size",
-    "what each of them counts with, beside its payload": f"{delivery._OVERHEAD_BYTES:,} bytes, "
+    "size of each of them, beyond its payload": f"{delivery._OVERHEAD_BYTES:,} bytes, "
     f"{delivery._DIM_BYTES} for each dimension, and its note",
-    "groups that a peer ends": f"{peers.MAX_REVOKED_CONTEXTS:,}",
-    "frames without payload that a peer has not read, when it asks another question": f"{peers.MAX_UNSENT_WORDS:,}",
-    "messages in shared memory after a peer has told its end": f"{link_table._MOST_AT_END:,}",
-    "reading the connection of a process that has ended": f"{peers._MAX_LAST_WORDS_SECONDS:g} s",
-    "greeting of a rank": f"{handshake.MAX_HELLO_BYTES:,} bytes",
+    "groups that a peer revokes": f"{control_frames.MAX_REVOKED_CONTEXTS:,}",
+    "control frames that a peer has not read when it sends another query": f"{control_frames.MAX_UNSENT_WORDS:,}",
+    "messages in shared memory after a peer's CLOSE frame": f"{reader._MOST_AT_END:,}",
+    "reading the connection of a process that has ended": f"{reader.MAX_LAST_WORDS_SECONDS:g} s",
+    "hello of a rank": f"{handshake.MAX_HELLO_BYTES:,} bytes",
     "table of members": f"{handshake.MAX_HELLO_BYTES:,} bytes, and {handshake.MAX_ENTRY_BYTES:,} for each rank",
-    "connections that have proved themselves, and have not said which rank they are": f"{acceptor._MAX_STRANGERS} more "
-    "than there are ranks",
+    "authenticated connections that have not sent their hello": f"{acceptor._MAX_STRANGERS} beyond the number of ranks",
     "ranks of a world": f"{MAX_WORLD_SIZE:,}",
     "ranks of a host": f"{MAX_LOCAL_WORLD_SIZE:,}",
 }

@@ -142,11 +142,11 @@ def poll_two(group):
         group.send(torch.ones(1), 0, tag=2)
         return None
     works = [group.irecv(1, tag=tag) for tag in (1, 2)]
-    begun = group.backend.start(group.barrier, "barrier beside", 7)
+    begun = group.backend.lanes.start(group.barrier, "barrier beside", 7)
     while not any(work.is_completed() for work in works):
         pass
     begun.wait()
-    group.backend.cancel(works[0])
+    group.backend.messages.cancel(works[0])
     return works[1].wait().item()
 
 

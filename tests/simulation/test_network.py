@@ -257,7 +257,7 @@ def test_what_runs_beside_overlaps_with_computing():
 
 
 def use_the_backend_itself(group):
-    group.backend.barrier()
+    group.backend.messages.barrier()
     return group.backend.now()
 
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="on
 
 
 def where_it_runs(group):
-    group.backend.start(group.backend.barrier, "beside").wait()
+    group.backend.lanes.start(group.backend.messages.barrier, "beside").wait()
     return os.sched_getaffinity(0), os.sched_getscheduler(0)
 
 

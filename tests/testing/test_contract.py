@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from echelon.backends.formats.wire import Tag
-from echelon.backends.simulated import SimulatedBackend
+from echelon.backends.simulated import SimulatedBackend, SimulatedControl, SimulatedMessages
 from echelon.errors import EchelonError
-from echelon.simulation.backend import VirtualBackend
+from echelon.simulation.backend import VirtualControl, VirtualLanes, VirtualMessages
 from echelon.testing import ContractError, check_backend, ranks_in_threads, simulated_ranks
 
 KINDS = {
-    "simulated": (VirtualBackend, simulated_ranks()),
-    "free-running": (SimulatedBackend, ranks_in_threads(SimulatedBackend.create_group)),
+    "simulated": ((VirtualMessages, VirtualControl), simulated_ranks()),
+    "free-running": ((SimulatedMessages, SimulatedControl), ranks_in_threads(SimulatedBackend.create_group)),
 }
 
 
@@ -85,28 +85,29 @@ BROKEN = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("methods", "breaking", "clause"), BROKEN)
 def test_a_broken_clause_is_named(monkeypatch, kind, methods, breaking, clause):
-    backend, run_ranks = KINDS[kind]
+    parts, run_ranks = KINDS[kind]
     for method in methods.split():
-        monkeypatch.setattr(backend, method, breaking(getattr(backend, method)))
+        part = next(part for part in parts if hasattr(part, method))
+        monkeypatch.setattr(part, method, breaking(getattr(part, method)))
     with pytest.raises(ContractError, match=f"^{clause}: "):
         check_backend(run_ranks, [clause])
 
 
 def test_lanes_that_are_one_are_a_deadlock(monkeypatch):
-    monkeypatch.setattr(VirtualBackend, "start", same_lane(VirtualBackend.start))
+    monkeypatch.setattr(VirtualLanes, "start", same_lane(VirtualLanes.start))
     with pytest.raises(ContractError, match=r"^lanes_run_beside: "):
         check_backend(simulated_ranks(), ["lanes_run_beside"])
 
 
 def test_refusing_only_some_threads_breaks_the_contract(monkeypatch):
-    original = SimulatedBackend.isend
+    original = SimulatedMessages.isend
 
     def isend(self, tensor, dst, tag=0, **options):
         if Tag.of(tag).step == 3:
             raise EchelonError("not from here")
         return original(self, tensor, dst, tag, **options)
 
-    monkeypatch.setattr(SimulatedBackend, "isend", isend)
+    monkeypatch.setattr(SimulatedMessages, "isend", isend)
     with pytest.raises(ContractError, match=r"threads_of_ones_own_talk_or_are_refused: .*not from here"):
         check_backend(KINDS["free-running"][1], ["threads_of_ones_own_talk_or_are_refused"])
 

@@ -103,7 +103,7 @@ def test_an_exit_without_a_word_is_a_failure(pool):
 
 
 def test_a_rank_that_hangs_after_the_failure_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("echelon.launch.job.GRACE", 0.3)
+    monkeypatch.setattr("echelon.launch.spawn.GRACE", 0.3)
     with RankPool() as own:
         with pytest.raises(ValueError, match="the cause"):
             own.run(rank_functions.hang_after_failure, 2)

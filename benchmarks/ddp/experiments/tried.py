@@ -28,7 +28,7 @@ import torch
 import echelon
 from echelon.backends.shared.collectives import reducing
 from echelon.backends.shared.memory.waiting import SpinThenSleep
-from echelon.data_parallel import ddp, reducer
+from echelon.data_parallel import gradient_sync, reducer
 from echelon.data_parallel.bucket_set import BucketMemory
 
 sys.path.extend(map(str, Path(__file__).parents[1:3]))
@@ -115,7 +115,7 @@ class Straight:
         with torch.no_grad():
             to[:begin].copy_(new[:begin])
             to[end:].copy_(new[end:])
-        self._memory.give(index)
+        self._memory.expose(index)
 
     def add(self, everywhere: Sequence[torch.Tensor]) -> None:
         """Adds up this rank's slice from its new gradients and the other ranks' copies."""
@@ -149,19 +149,19 @@ class Switch:
         self.group = group
         self.way = Way()
         self.seconds: dict[str, float] = {}
-        self._take, self._reduce = BucketMemory.take, reducer.GradientReducer._reduce
+        self._take, self._reduce = BucketMemory.store, reducer.BucketCollectives.launch
         self._slices, self._all_reduce = reducing._reduce_slices, reducing.all_reduce
         self._straight: dict[int, Straight] = {}
         self._reduced = 0
-        BucketMemory.take = self._timed("copied to buckets", self._copy)
-        reducer.GradientReducer._reduce = lambda *of: self._reduce(*of) if self.way.reduces else Nothing()
+        BucketMemory.store = self._timed("copied to buckets", self._copy)
+        reducer.BucketCollectives.launch = lambda *of: self._reduce(*of) if self.way.reduces else Nothing()
         reducer.GradientReducer.finish = self._timed("waited behind backward", reducer.GradientReducer.finish)
         reducing.all_reduce = self._note
         reducing._reduce_slices = self._timed("added and written", self._add)
         reducing.meet_with = self._timed("waited for all to come", reducing.meet_with)
         reducing.exit_barrier = self._timed("waited for all to be done", reducing.exit_barrier)
         self._wait, SpinThenSleep.wait = SpinThenSleep.wait, lambda *of: self._wait_in_the_way(*of)
-        ddp.can_overlap = lambda _: self.way.beside
+        gradient_sync.can_overlap = lambda _: self.way.beside
         reducer.can_overlap = lambda _: self.way.bucket_mb is not None
 
     def step(self, model: torch.nn.Module, batch: torch.Tensor, set_to_none: bool) -> Callable[[], None]:
@@ -183,12 +183,12 @@ class Switch:
 
     def preset(self, model: echelon.DDP) -> None:
         """Has a gradient that there is none of be its bucket's memory, zeroed, before autograd adds to it."""
-        homes = model._reducer._homes
+        homes = model._sync.reducer.buckets
 
         def before(_: torch.Tensor, index: int, parameter: torch.nn.Parameter) -> None:
             if self.way.copies == "preset" and parameter.grad is None:
-                bucket, place = model._reducer._homes._homes[index]
-                view = model._reducer._homes.memories[bucket]._views[place]
+                bucket, place = model._sync.reducer.buckets.homes[index]
+                view = model._sync.reducer.buckets.memories[bucket]._views[place]
                 view.zero_()
                 parameter.grad = view
 
@@ -237,7 +237,7 @@ class Switch:
         else:
             half = gradient.numel() // 2
             view.view(-1)[:half].copy_(gradient.view(-1)[:half])
-        memory.give(index)
+        memory.expose(index)
 
     def _add(self, shared: Any, call: Any, everywhere: Sequence[torch.Tensor], operator: Any) -> None:
         reducing._SLICE_BYTES = self.way.slice_bytes

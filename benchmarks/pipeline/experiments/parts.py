@@ -25,8 +25,8 @@ import echelon
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp import poller
-from echelon.backends.tcp.backend import message_head
-from echelon.backends.tcp.link import Head
+from echelon.backends.tcp.inbox import Head
+from echelon.backends.tcp.messages import message_head
 from echelon.backends.work import Work as Operation
 from echelon.pipeline import Pipeline, keyed, schedules
 from echelon.pipeline.run.transfer import Buffers

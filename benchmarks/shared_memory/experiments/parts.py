@@ -23,15 +23,14 @@ from pathlib import Path
 import torch
 
 import echelon
+from echelon.backends.collective import Collective
 from echelon.backends.formats import memory_layout
-from echelon.backends.native import Call
-from echelon.backends.operators import operator
 from echelon.backends.shared.collectives.rank_region import RankRegions
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.bench.request import read_size
-from echelon.collectives.calls import operations
 from echelon.collectives.plans.select import STATIC, Selector
 from echelon.group.runner import CollectiveRunner
+from echelon.operation_records import FlightRecorder, OperationRecord
 
 sys.path.append(str(Path(__file__).parents[2]))
 from harness import in_turns, options_of, print_environment, print_head, print_row
@@ -58,29 +57,37 @@ class Nobody:
         """Does nothing."""
 
 
-def numbered_calls(note: str) -> Iterator[Call]:
-    """Returns calls as ranks would make them that call the same over and over."""
-    nobody = Nobody()
-    return (Call(number, note, 7, float("inf"), nobody) for number in count(1))
+def call_of(number: int, note: str, deadline: float = float("inf")) -> OperationRecord:
+    """Returns a call as a group would hand it to an executor."""
+    record = FlightRecorder().begin("parts", 1001, number, 7, note, watched_by=lambda _: Nobody())
+    record.deadline = deadline
+    return record
+
+
+def numbered_calls(note: str) -> Iterator[OperationRecord]:
+    """Returns calls as ranks would make them that call the same over and over. Only their numbers are new."""
+    record = call_of(0, note)
+    for record.sequence in count(1):
+        yield record
 
 
 def all_ways(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[[], object]]:
     """Returns the ways to all-reduce a tensor of so many bytes, each doing less than the one before."""
     backend, ranks = group.backend, group.ranks
     tensor = torch.zeros(max(1, num_bytes // 4))
-    selector, add = Selector(group.hosts, STATIC), operator("sum", tensor.dtype)
-    caller = CollectiveRunner(backend, ranks, 1001, "parts", selector)
-    made = operations.all_reduce(tensor, "sum")
-    native = backend.native_collectives(1002, ranks)
-    assert native is not None, "these ranks share no memory"
-    calls = numbered_calls(made.note)
+    selector = Selector(group.hosts, STATIC)
+    runner = CollectiveRunner(backend, ranks, 1001, "parts", selector, _SECONDS)
+    collective = Collective("all_reduce", tensor.shape, tensor.dtype, "sum")
+    made = runner.prepare(collective)
+    executor = backend.executor(1002, ranks)
+    assert executor is not None, "these ranks share no memory"
+    run = executor.prepare(collective)
+    calls, marks = numbered_calls(made.note), numbered_calls(made.note)
     board, rooms = _board(group)
-    marks = numbered_calls(made.note)
 
     def combined() -> None:
         call = next(marks)
         small = rooms.small(call.sequence, tensor.shape, tensor.dtype)
-        board.announce(call)
         small.write(tensor)
         board.meet(call)
         first, second, *others = small.places
@@ -88,17 +95,12 @@ def all_ways(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[
         for other in others:
             tensor.add_(other)
 
-    def met() -> None:
-        call = next(marks)
-        board.announce(call)
-        board.meet(call)
-
     return {
         "`group.all_reduce`": lambda: group.all_reduce(tensor),
-        "of an operation that is there": lambda: caller.call(made, False, _SECONDS),
-        "of a call that is there": lambda: native.all_reduce(next(calls), tensor, add),
+        "of a collective that is prepared": lambda: runner.start(made, tensor, None, False, None),
+        "of a call that is there": lambda: run(next(calls), tensor, None),
         "by board and rooms": combined,
-        "the meeting alone": met,
+        "the meeting alone": lambda: board.meet(next(marks)),
         "counting alone": _counting(group),
     }
 
@@ -106,7 +108,7 @@ def all_ways(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Callable[
 def _board(group: echelon.ProcessGroup) -> tuple[SyncBlock, RankRegions]:
     """Returns a board and rooms of their own, that nobody looks around from."""
     backend, size = group.backend, group.world_size * memory_layout.ROOM_BYTES
-    call = Call(1, "map", 0, time.monotonic() + _SECONDS, Nobody())
+    call = call_of(1, "map", time.monotonic() + _SECONDS)
     region = backend.map_region(call, 1003, group.ranks)  # type: ignore[attr-defined] # of shared memory
     assert region.data.numel() >= size
     board = SyncBlock(region, group.ranks, group.rank, backend.waiter, lambda *_: None)  # type: ignore[attr-defined]
@@ -116,7 +118,7 @@ def _board(group: echelon.ProcessGroup) -> tuple[SyncBlock, RankRegions]:
 def _counting(group: echelon.ProcessGroup) -> Callable[[], None]:
     """Returns a function that counts in shared memory, and waits until all others have counted as far."""
     backend, line = group.backend, 64
-    call = Call(1, "map", 0, time.monotonic() + _SECONDS, Nobody())
+    call = call_of(1, "map", time.monotonic() + _SECONDS)
     region = backend.map_region(call, 1004, group.ranks)  # type: ignore[attr-defined] # of shared memory
     words = memoryview(region.memory).cast("Q")
     own, others = group.rank * line, [rank * line for rank in range(group.world_size) if rank != group.rank]
@@ -145,7 +147,7 @@ def single_calls(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Calla
         "`ctypes.memmove`": lambda: ctypes.memmove(target, source, num_bytes),
         "`tensor.copy_`": lambda: there.copy_(here),
         "`torch.add(out=)`": lambda: torch.add(here, there, out=tensor),
-        "the operation as a value": lambda: operations.all_reduce(tensor, "sum"),
+        "the collective as a value": lambda: Collective("all_reduce", tensor.shape, tensor.dtype, "sum").note,
         "its record, begun and ended": lambda: recorder.begin("parts", 1005, 1, 0, "note").end(),
     }
 

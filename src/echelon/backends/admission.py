@@ -16,8 +16,8 @@ ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Classes without code of their own."""
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
-"""What `__torch_dispatch__` is in a class that does not define it."""
-_FAR = 1 << 40
+"""The default `__torch_dispatch__`, for classes that do not define one."""
+FAR_ADDRESS = 1 << 40
 """An address above this is never the offset of a view in an empty storage, which is the address that torch tells."""
 _UNINITIALIZED = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
 
@@ -79,7 +79,7 @@ def has_address(tensor: Tensor) -> bool:
     """
     try:
         address = tensor.data_ptr()
-        return address > _FAR or address != tensor.storage_offset() * tensor.itemsize
+        return address > FAR_ADDRESS or address != tensor.storage_offset() * tensor.itemsize
     except RuntimeError:  # wrappers of torch.func: their type and all other properties are those of a plain tensor
         return False
 

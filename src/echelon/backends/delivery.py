@@ -59,10 +59,10 @@ class ReduceOnArrival:
 ANY = -1
 """The source of a receive that takes a message from whoever sends first."""
 _OVERHEAD_BYTES = 2560
-"""What a message is taken to need beside payload, shape and note: the objects of a one-byte message with a tag of its
-own were measured to take 2.6 KiB, with the tag of others 1.6 KiB."""
+"""Memory counted for a message beside payload, shape and note. Measured for the objects of a one-byte message: 2.6 KiB
+with a tag of its own, 1.6 KiB with the tag of others."""
 _DIM_BYTES = 48
-"""What each dimension needs: a Python number, and size and stride in torch."""
+"""Memory counted for each dimension: a Python number, and size and stride in torch."""
 
 
 class Receive:
@@ -202,6 +202,11 @@ class IncomingMessage:
         note_bytes = len(note) if note.isascii() else 4 * len(note)  # one emoji makes all characters as wide
         return math.prod(shape) * dtype.itemsize + len(shape) * _DIM_BYTES + note_bytes + _OVERHEAD_BYTES
 
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether its bytes cannot be read before it has a buffer."""
+        return not (self.is_placed or self.comes_whole)
+
     def place(self) -> None:
         """Finds a place for the bytes of a message that nobody has asked for yet."""
         if not self.is_placed:
@@ -267,8 +272,8 @@ class IncomingMessage:
     def detach(self, work: Work[Any]) -> bool:
         """Takes the message away from the receive of `work`, which is cancelled; returns False if it is not its own.
 
-        What has arrived is kept elsewhere, and so will be the rest: nothing is written to the receive's tensor later.
-        A message that is combined as it arrives is lost.
+        The message is kept in memory of its own, so nothing is written to the receive's tensor later. A message that is
+        combined as it arrives is lost.
         """
         if self._receive is None or self._receive.work is not work:
             return False

@@ -2,14 +2,15 @@
 
 Strategy. Operations of one lane run in the order they were started, lanes run beside each other. A group uses one lane,
 so two groups never wait for each other. Whoever waits on such a Work sleeps on a condition; the lane's thread wakes it.
-An operation may itself wait for what was started after it: the lane's thread then runs what is queued behind it. A
-lane without work for some seconds ends its thread, because nobody says when a group is used for the last time.
+An operation may itself wait for a later one of its lane: the lane's thread then runs the queue meanwhile. A lane
+without work for some seconds ends its thread, because nobody says when a group is used for the last time.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
@@ -18,7 +19,19 @@ from echelon.backends.inherited import inherited_error
 from echelon.backends.work import Work
 from echelon.errors import Closed
 
-_LOOK_SECONDS = 0.02
+CHECK_SECONDS = 0.02
+"""Seconds between two looks for a reason to stop waiting, where a wait itself cannot tell."""
+
+
+def wait_checking(ends_within: Callable[[float], bool], check_liveness: Callable[[], None]) -> None:
+    """Blocks until an operation has ended. Calls `check_liveness` every 20 ms; an exception ends the wait.
+
+    Args:
+        ends_within: waits for some seconds, and returns whether the operation has ended.
+        check_liveness: raises the reason to stop waiting, if there is one.
+    """
+    while not ends_within(CHECK_SECONDS):
+        check_liveness()
 
 
 class InOrder:
@@ -27,13 +40,10 @@ class InOrder:
     Operation 1 passes first. An operation that fails lets the next one pass as well."""
 
     def __init__(self) -> None:
-        self._next = 1
+        self.next = 1
+        """Number of the operation that can pass without `enter`, because all before it have left."""
         self._num_waiting = 0
         self._changed = threading.Condition()
-
-    def is_open_to(self, number: int) -> bool:
-        """Whether an operation can pass without `enter`, because all before it have left."""
-        return self._next == number
 
     def enter(self, number: int, check_liveness: Callable[[], None]) -> None:
         """Returns when all operations before `number` have left.
@@ -45,15 +55,15 @@ class InOrder:
         with self._changed:
             self._num_waiting += 1
             try:
-                while self._next < number:
-                    if not self._changed.wait(_LOOK_SECONDS):
-                        check_liveness()
+                wait_checking(
+                    lambda seconds: self._changed.wait_for(lambda: self.next >= number, seconds), check_liveness
+                )
             finally:
                 self._num_waiting -= 1
 
     def leave(self, number: int) -> None:
         """Lets the operation after `number` pass."""
-        self._next = number + 1
+        self.next = number + 1
         if self._num_waiting:
             with self._changed:
                 self._changed.notify_all()
@@ -65,8 +75,24 @@ IDLE_SECONDS = 10.0
 """After how long a thread without work ends. Longer than a step of training, since a new one begins without caches."""
 
 
-class Lanes:
-    """The lanes of one backend."""
+class Lanes(ABC):
+    """Lanes of one backend. Operations of one lane run in order; lanes overlap."""
+
+    @abstractmethod
+    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:
+        """Queues `function` on a lane. The Work completes with its result or error.
+
+        Raises:
+            Closed: after `close`, and in a forked child.
+        """
+
+    @abstractmethod
+    def close(self, timeout: float) -> None:
+        """Ends the lanes after they have run their queues; waits at most `timeout` seconds for each."""
+
+
+class ThreadLanes(Lanes):
+    """Lanes that are a thread each."""
 
     def __init__(self, name: str, timeout: float) -> None:
         self._name = name
@@ -79,12 +105,7 @@ class Lanes:
         self._closed = False
         self._process = os.getpid()
 
-    def start(self, function: Callable[[], T], description: str, lane: int) -> Work[T]:
-        """Queues `function` on a lane. The Work completes with its result or error.
-
-        Raises:
-            Closed: after `close`, and in a forked child.
-        """
+    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
         self._check_process()
         work: Work[T] = Work(self, description, self._timeout)
 
@@ -131,9 +152,10 @@ class Lanes:
         """Whether the caller is a lane's thread for which no thread waits, so that others may compute meanwhile."""
         return threading.get_ident() in self._own and not self._num_waiters
 
-    def close(self, timeout: float) -> None:
-        """Ends the threads after they have run their queues; waits at most `timeout` seconds for each."""
+    def close(self, timeout: float) -> None:  # noqa: D102
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
             for queue in self._queues.values():
                 queue.put(None)

@@ -8,7 +8,7 @@ message does not fit fails alone, the bytes are dropped, and the stream stays in
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -24,38 +24,123 @@ Key: TypeAlias = tuple[int, Tag]
 """Source and tag."""
 
 
+class Unclaimed:
+    """Messages that nobody has asked for yet, by source and tag."""
+
+    def __init__(self) -> None:
+        self.num_bytes: Counter[int] = Counter()
+        """Memory of each rank's messages in bytes, arriving ones included."""
+        self._messages: dict[Key, deque[IncomingMessage]] = {}
+        self._served: dict[Tag, int] = {}
+        """Source of the latest receive from any rank, by tag, if messages of several ranks were waiting."""
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._messages
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(list(self._messages))
+
+    def keep(self, delivery: IncomingMessage) -> None:
+        """Adds a message."""
+        self._messages.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
+        self.num_bytes[delivery.src] += delivery.memory_bytes
+
+    def take(self, key: Key) -> IncomingMessage | None:
+        """Removes and returns the oldest message of a source with a tag. None if there is none."""
+        if key not in self._messages:
+            return None
+        delivery = _take_first(self._messages, key)
+        if delivery is not None:
+            self.num_bytes[delivery.src] -= delivery.memory_bytes
+        return delivery
+
+    def next_source(self, receive: Receive) -> int:
+        """Returns the source of the next message for a receive from any rank, in turns. ANY if no message is there."""
+        waiting = sorted(src for src in receive.sources if (src, receive.tag) in self._messages)
+        if not waiting:
+            self._served.pop(receive.tag, None)
+            return ANY
+        last = self._served.get(receive.tag, ANY)
+        src = next((src for src in waiting if src > last), waiting[0])
+        self._served[receive.tag] = src
+        return src
+
+    def drop_context(self, context: int) -> None:
+        """Drops the messages of a context's collectives."""
+        for key in [key for key in self._messages if key[1].is_collective_of(context)]:
+            while self.take(key) is not None:
+                pass
+
+
+class Failures:
+    """Failed peers and revoked contexts, as far as a rank has heard. The first cause of each stays."""
+
+    def __init__(self) -> None:
+        self.peers: dict[int, PeerFailed] = {}
+        self.contexts: dict[int, Failure] = {}
+        self.has_withdrawn = False
+        """Whether a receive was withdrawn."""
+        self._told: set[tuple[int, int]] = set()
+        """Deaths, as context and rank, that a receive from any rank has reported."""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything went wrong that a program may have dealt with: a peer or a context, or a withdrawn receive.
+
+        A peer that has closed in good order does not count.
+        """
+        return self.has_withdrawn or bool(self.contexts) or any(not error.has_closed for error in self.peers.values())
+
+    def revoked(self, context: int) -> Failure | None:
+        """Returns the failure that revoked a context. None if there is none."""
+        return self.contexts.get(context)
+
+    def of(self, rank: int, tag: Tag) -> Failure | None:
+        """Returns the failure that prevents messages of this tag to and from `rank`. None if there is none."""
+        if tag.sequence > 0 and (error := self.contexts.get(tag.context)):
+            return error
+        return self.peers.get(rank)
+
+    def of_receive(self, receive: Receive) -> EchelonError | None:
+        """Returns the failure of a receive: none of its sources can send, or one has died, once for each death."""
+        if receive.src != ANY or receive.tag.is_collective_of(receive.tag.context):
+            return self.of(receive.src, receive.tag)
+        gone = [src for src in receive.sources if src in self.peers]
+        for src in gone:
+            death = (receive.tag.context, src)
+            if not self.peers[src].has_closed and death not in self._told:
+                self._told.add(death)
+                return self.peers[src]
+        if len(gone) < len(receive.sources):
+            return None
+        last = self.peers[gone[-1]]
+        return PeerFailed(last.rank, f"{last.reason}, and no rank is left that could send")
+
+
 class Mailbox:
     """Posted receives and unclaimed messages of one rank."""
 
     def __init__(self) -> None:
         self.num_posted = 0
-        """The number of receives that wait for the head of their message."""
+        """Number of receives that wait for the header of their message."""
+        self.unclaimed = Unclaimed()
+        self.failures = Failures()
+        self.claimed: defaultdict[int, int] = defaultdict(int)
+        """Number of messages of each rank that a receive has taken, without the messages of collectives."""
         self._num_from_any = 0
-        """How many of them take a message from whoever sends first."""
+        """Number of posted receives that take a message from any rank."""
         self._num_receives = 0
         self._posted: dict[Key, deque[Receive]] = {}
-        self._unclaimed: dict[Key, deque[IncomingMessage]] = {}
-        self._unclaimed_bytes: Counter[int] = Counter()
-        self._served: dict[Tag, int] = {}
-        """The source that a receive from any was served from last, where several had sent."""
-        self._failed_peers: dict[int, PeerFailed] = {}
-        self._failed_contexts: dict[int, Failure] = {}
-        self.claimed: defaultdict[int, int] = defaultdict(int)
-        """How many messages of each rank were given to a receive, those of collectives left out."""
-        self._has_withdrawn = False
-        self._told: set[tuple[int, int]] = set()
-        """Of which deaths receives from any were told: context and rank."""
 
     def post(self, receive: Receive) -> None:
         """Adds a receive; gives it the oldest unclaimed message of its source and tag, if there is one."""
         self._num_receives += 1
         receive.number = self._num_receives
-        src = receive.src if receive.src != ANY else self._next_source(receive)
-        if delivery := _take_first(self._unclaimed, (src, receive.tag)):
-            self._count(delivery, -1)
+        src = receive.src if receive.src != ANY else self.unclaimed.next_source(receive)
+        if delivery := self.unclaimed.take((src, receive.tag)):
             self.count_claimed(src, receive.tag)
             delivery.attach(receive)
-        elif error := self._failure_of(receive):
+        elif (self.failures.peers or self.failures.contexts) and (error := self.failures.of_receive(receive)):
             receive.work.complete(error=error)
         else:
             key = (receive.src, receive.tag)
@@ -64,17 +149,6 @@ class Mailbox:
             queue.append(receive)
             self.num_posted += 1
             self._num_from_any += receive.src == ANY
-
-    def _next_source(self, receive: Receive) -> int:
-        """Returns whose message a receive from any is to get: the next after the one served last; ANY if none came."""
-        waiting = sorted(src for src in receive.sources if (src, receive.tag) in self._unclaimed)
-        if not waiting:
-            self._served.pop(receive.tag, None)
-            return ANY
-        last = self._served.get(receive.tag, ANY)
-        src = next((src for src in waiting if src > last), waiting[0])
-        self._served[receive.tag] = src
-        return src
 
     def _claim(self, src: int, tag: Tag) -> Receive | None:
         """Removes and returns the oldest posted receive that matches a message. None if there is none."""
@@ -99,19 +173,10 @@ class Mailbox:
         if tag.sequence == 0:
             self.claimed[src] += 1
 
-    @property
-    def has_failures(self) -> bool:
-        """Whether anything went wrong that a program may have dealt with: a peer or a context, or a withdrawn receive.
-
-        A peer that has closed in good order does not count.
-        """
-        failed = any(not error.has_closed for error in self._failed_peers.values())
-        return failed or bool(self._failed_contexts) or self._has_withdrawn
-
     def is_free(self, src: int, tag: Tag) -> bool:
-        """Says whether the next message of a source with this tag is for whoever asks now: nothing stands before."""
+        """Whether a receive made now would get the next message of a source with this tag."""
         key = (src, tag)
-        return not (key in self._posted or key in self._unclaimed or self._num_from_any or self.failure(src, tag))
+        return not (key in self._posted or key in self.unclaimed or self._num_from_any or self.failures.of(src, tag))
 
     def arrive(
         self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, comes_whole: bool = False
@@ -119,26 +184,26 @@ class Mailbox:
         """Opens the delivery of a message whose head has arrived; `comes_whole`: see `IncomingMessage`."""
         receive = self._claim(src, tag)
         delivery = IncomingMessage(src, tag, shape, dtype, note, receive, comes_whole=comes_whole)
-        if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
+        if tag.sequence > 0 and (error := self.failures.contexts.get(tag.context)):
             delivery.fail(error)
         elif receive is None:
-            self._keep(delivery)
+            self.unclaimed.keep(delivery)
         return delivery
 
     def take(self, src: int, tag: Tag, tensor: torch.Tensor, note: str) -> None:
-        """Takes in a message that is there whole; the tensor must be nobody else's."""
+        """Delivers a complete message. The mailbox takes over the tensor."""
         receive = self._claim(src, tag)
         delivery = IncomingMessage(src, tag, tuple(tensor.shape), tensor.dtype, note, receive, tensor)
         if receive is None:
-            self._keep(delivery)
+            self.unclaimed.keep(delivery)
         delivery.finish()
 
     def take_bytes(
         self, src: int, tag: Tag, shape: tuple[int, ...], dtype: torch.dtype, note: str, address: int
     ) -> None:
-        """Takes in a message whose bytes stand somewhere in memory, and need not stand there any longer after this."""
+        """Delivers a complete message by copying its bytes from an address."""
         receive = self._claim(src, tag)
-        if tag.sequence > 0 and tag.context in self._failed_contexts:
+        if tag.sequence > 0 and tag.context in self.failures.contexts:
             return  # its receives have ended
         if receive is not None and receive.out is not None and receive.combine is None:
             error = receive.refusal(src, shape, dtype, note)
@@ -153,7 +218,7 @@ class Mailbox:
         copy_from(address, tensor)
         delivery = IncomingMessage(src, tag, shape, dtype, note, receive, tensor)
         if receive is None:
-            self._keep(delivery)
+            self.unclaimed.keep(delivery)
         delivery.finish()
 
     def withdraw(self, work: Work[Any], error: EchelonError, arriving: Iterable[IncomingMessage] = ()) -> None:
@@ -163,97 +228,51 @@ class Mailbox:
         """
         if work.has_ended:
             return
-        self._has_withdrawn = True
+        self.failures.has_withdrawn = True
         for delivery in arriving:
-            if delivery.detach(work):
-                self._return(delivery)
+            if delivery.detach(work):  # it is still arriving, so no message of its source and tag came after it
+                receive = self._claim(delivery.src, delivery.tag)
+                if receive is not None:
+                    delivery.attach(receive)
+                else:
+                    self.unclaimed.keep(delivery)
         self._end(lambda receive: error if receive.work is work else None)
         work.complete(error=error)
 
-    def _return(self, delivery: IncomingMessage) -> None:
-        """Gives a message back that is still arriving, so none of its source and tag can have come after it."""
-        receive = self._claim(delivery.src, delivery.tag)
-        if receive is not None:
-            delivery.attach(receive)
-        else:
-            self._keep(delivery)
-
-    def _keep(self, delivery: IncomingMessage) -> None:
-        self._unclaimed.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
-        self._count(delivery, 1)
-
-    def _count(self, delivery: IncomingMessage, sign: int) -> None:
-        self._unclaimed_bytes[delivery.src] += sign * delivery.memory_bytes
-
-    def unclaimed_bytes(self, src: int) -> int:
-        """Returns how much memory the messages of a rank take, or are to take, that nobody has asked for."""
-        return self._unclaimed_bytes.get(src, 0)
-
-    def unclaimed(self) -> list[Key]:
-        """Returns source and tag of the messages that nobody has asked for."""
-        return list(self._unclaimed)
-
     def awaits(self, src: int) -> bool:
-        """Says whether a receive waits for a message that this rank may send."""
+        """Whether a posted receive could take a message of this rank."""
         posted = (receive for receives in self._posted.values() for receive in receives)
         return any(src == receive.src or src in receive.sources for receive in posted)
 
     def fail_peer(self, rank: int, error: PeerFailed) -> PeerFailed:
         """Ends every receive from `rank`, now and later, except of messages that have arrived.
 
-        Of receives from any rank one is told of a death, and none of a rank that left in good order, unless nobody is
-        left who could send.
+        One receive from any rank reports a death. A rank that closed in good order is reported only if no rank is left
+        that could send.
 
         Returns:
             The first cause.
         """
-        first = self._failed_peers.setdefault(rank, error)
-        self._end(lambda receive: self._failure_of(receive) if rank == receive.src or rank in receive.sources else None)
+        first, why = self.failures.peers.setdefault(rank, error), self.failures.of_receive
+        self._end(lambda receive: why(receive) if rank == receive.src or rank in receive.sources else None)
         return first
 
     def fail_context(self, context: int, error: Failure, arriving: Iterable[IncomingMessage] = ()) -> Failure:
-        """Ends every receive of a collective of that context, now and later; returns the first cause ever given.
+        """Ends every receive of a collective of that context, now and later. Returns the first cause.
 
         Messages of such collectives are dropped, those `arriving` included: nothing is written to a tensor later.
         """
-        first = self._failed_contexts.setdefault(context, error)
+        first = self.failures.contexts.setdefault(context, error)
         self._end(lambda receive: first if receive.tag.is_collective_of(context) else None)
         for delivery in arriving:
             if delivery.tag.is_collective_of(context):
                 delivery.fail(first)
-        for key in [key for key in self._unclaimed if key[1].is_collective_of(context)]:
-            for delivery in self._unclaimed.pop(key):
-                self._count(delivery, -1)
+        self.unclaimed.drop_context(context)
         return first
 
     def fail_all(self, error: EchelonError) -> None:
         """Ends every posted receive."""
         self._end(lambda _: error)
-
-    def revoked(self, context: int) -> EchelonError | None:
-        """Returns why the collectives of a context have ended, if they have."""
-        return self._failed_contexts.get(context)
-
-    def failure(self, rank: int, tag: Tag) -> EchelonError | None:
-        """Returns why nothing with this tag can be exchanged with `rank` any more."""
-        if tag.sequence > 0 and (error := self._failed_contexts.get(tag.context)):
-            return error
-        return self._failed_peers.get(rank)
-
-    def _failure_of(self, receive: Receive) -> EchelonError | None:
-        """Returns why nothing more can come for a receive, or, once for each death, that a source of it has died."""
-        if receive.src != ANY or receive.tag.is_collective_of(receive.tag.context):
-            return self.failure(receive.src, receive.tag)
-        gone = [src for src in receive.sources if src in self._failed_peers]
-        for src in gone:
-            death = (receive.tag.context, src)
-            if not self._failed_peers[src].has_closed and death not in self._told:
-                self._told.add(death)
-                return self._failed_peers[src]
-        if len(gone) < len(receive.sources):
-            return None
-        last = self._failed_peers[gone[-1]]
-        return PeerFailed(last.rank, f"{last.reason}, and nobody is left who could send")
 
     def _end(self, failure: Callable[[Receive], EchelonError | None]) -> None:
         """Ends every posted receive for which `failure` returns an error."""
@@ -263,7 +282,7 @@ class Mailbox:
                 receive.work.complete(error=error)
 
     def _remove(self, receive: Receive) -> None:
-        """Takes back `post`."""
+        """Removes a posted receive."""
         key = (receive.src, receive.tag)
         self._posted[key].remove(receive)
         if not self._posted[key]:
@@ -273,7 +292,7 @@ class Mailbox:
 
 
 def _take_first(queues: dict[Key, deque[T]], key: Key) -> T | None:
-    """Removes and returns the first of a queue, and the queue with the last."""
+    """Removes and returns the first entry of a queue. Removes an empty queue."""
     queue = queues.get(key)
     if queue is None:
         return None

@@ -8,8 +8,14 @@ import math
 
 import torch
 
-from echelon._torch_private import is_dual
-from echelon.backends.admission import ORDINARY_TYPES, check_values, elements_overlap, has_address
+from echelon._torch_private import dispatch_depth, forward_ad_level, transform_stack
+from echelon.backends.admission import (
+    FAR_ADDRESS,
+    ORDINARY_TYPES,
+    check_values,
+    elements_overlap,
+    has_address,
+)
 from echelon.backends.formats.wire import DTYPES
 from echelon.backends.modes import normal_mode, outside_autograd
 from echelon.errors import SizeMismatch, UnsupportedOp
@@ -109,22 +115,33 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fits the fast paths: on the CPU, dense, plain, of torch's own class, without requires_grad.
+def is_ordinary(tensor: object) -> bool:
+    """Whether a value is a tensor for the fast paths, outside of all modes that change tensors.
 
-    A tensor of another class does not, because its own code may answer any question about it.
+    It is on the CPU, dense, plain, of torch's own class, and part of no graph. A tensor of another class is not
+    ordinary, because its own code may answer any question about it. Modes are fake tensors, torch.func, forward-mode AD
+    and inference.
     """
+    # Fast path: no call of a Python function, as every small operation asks.
+    if (
+        type(tensor) not in ORDINARY_TYPES
+        or dispatch_depth() > 0
+        or transform_stack() is not None
+        or forward_ad_level() >= 0
+        or torch.is_inference_mode_enabled()
+    ):
+        return False
+    assert isinstance(tensor, torch.Tensor)
     return (
-        type(tensor) in ORDINARY_TYPES
-        and tensor.is_cpu
+        tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.is_contiguous()
         and not tensor.requires_grad
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and has_address(tensor)
-        and not is_dual(tensor)
+        and not tensor.is_inference()
+        and (tensor.data_ptr() > FAR_ADDRESS or has_address(tensor))
     )
 
 

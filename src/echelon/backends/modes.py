@@ -1,9 +1,9 @@
 """Tensors and torch's modes: ordinary tensors inside of `torch.inference_mode()`, and changes that autograd learns of.
 
 Strategy. torch refuses to change a tensor that was made in inference mode once the mode is off. The mode belongs to a
-thread, and a message is written by any thread that polls. So the library makes all its tensors as ordinary ones, works
-on a user's inference tensor through an ordinary tensor over the same memory, and refuses what torch refuses at the
-group's edge, before anything is sent.
+thread, and a message is written by any thread that polls. So the library makes only
+ordinary tensors, and works on a user's inference tensor through an ordinary tensor over the same memory. The group
+refuses a change that torch refuses, before anything is sent.
 
 Autograd compares a version counter to find out that a saved tensor was changed. Bytes that are copied to an address do
 not count there, so every call that overwrites a user's tensor counts for itself.
@@ -11,12 +11,17 @@ not count there, so every call that overwrites a user's tensor counts for itself
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _AS_IT_IS = nullcontext()
 
@@ -27,6 +32,17 @@ def normal_mode() -> AbstractContextManager[object]:
     Where it has to leave inference mode, gradients are recorded inside the context: give it detached tensors.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+def in_normal_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function return ordinary tensors that are part of no graph, in inference mode too."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with normal_mode(), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def outside_autograd(tensor: Tensor) -> Tensor:

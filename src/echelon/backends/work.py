@@ -66,7 +66,6 @@ class Work(Generic[T]):
 
     __slots__ = (
         "_callbacks",
-        "_completed",
         "_driver",
         "_error",
         "_overwritten",
@@ -76,6 +75,7 @@ class Work(Generic[T]):
         "_when_taken",
         "description",
         "flight",
+        "has_ended",
         "lateness",
         "note",
     )
@@ -87,7 +87,8 @@ class Work(Generic[T]):
         """Of a receive that is done: the note that came with the message."""
         self._driver = driver
         self._timeout = timeout
-        self._completed = False
+        self.has_ended = False
+        """Whether the operation has ended. Unlike `is_completed` of a simulated rank, this lets nothing happen."""
         self._result: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -99,14 +100,9 @@ class Work(Generic[T]):
         self._when_seen: Callable[[], object] = _nothing
         self._when_taken: Callable[[], object] | None = None
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the operation has ended. Unlike `is_completed` of a simulated rank, this lets nothing happen."""
-        return self._completed
-
     def is_completed(self) -> bool:
         """Says whether the operation has ended, with a result or an error. Never blocks."""
-        return self._completed
+        return self.has_ended
 
     def wait(self, timeout: float | None = None) -> T:
         """Blocks until the operation ends and returns its result.
@@ -122,7 +118,7 @@ class Work(Generic[T]):
             EchelonError: the operation failed.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
-        if not self._completed and not self.ends_within(seconds):
+        if not self.has_ended and not self.ends_within(seconds):
             self._await_last_words(seconds)
         return self.result()
 
@@ -132,7 +128,7 @@ class Work(Generic[T]):
         Raises:
             UnsupportedOp: as `wait`.
         """
-        if self._completed:
+        if self.has_ended:
             return True
         check_mode(f"wait for {self.flight or self.description}")
         return self._driver.drive(self, seconds)  # type: ignore[arg-type]
@@ -147,12 +143,12 @@ class Work(Generic[T]):
         if patience > 0 and self.ends_within(patience):
             return
         error = self.lateness.describe_peers(seconds)
-        if not self._completed:
+        if not self.has_ended:
             raise Timeout(f"{late}: {error}", error.ranks)
 
     def result(self) -> T:
         """Returns the result of a completed operation; raises its error, or Timeout if it is still under way."""
-        if not self._completed:
+        if not self.has_ended:
             raise Timeout(f"{self.description}: still under way; call wait() first")
         if self._error is not None:
             self._when_seen()
@@ -169,9 +165,9 @@ class Work(Generic[T]):
 
     def complete(self, result: T | None = None, error: BaseException | None = None) -> None:
         """Ends the operation; for backends. A second call does nothing: the first cause wins."""
-        if self._completed:
+        if self.has_ended:
             return
-        self._result, self._error, self._completed = result, error, True
+        self._result, self._error, self.has_ended = result, error, True
         if self.flight is not None:
             end_with(self.flight, result, error)
         if self._overwritten:
@@ -182,7 +178,7 @@ class Work(Generic[T]):
 
     def on_completion(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the operation ends; for backends, which call this and `complete` under one lock."""
-        if self._completed:
+        if self.has_ended:
             callback()
         else:
             self._callbacks.append(callback)
@@ -192,22 +188,22 @@ class Work(Generic[T]):
         self._when_seen = callback
 
     def when_taken(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` when somebody takes the operation's result, in that one's thread."""
+        """Calls `callback` when a thread takes the operation's result, in that thread."""
         self._when_taken = callback
 
     def record(self, flight: OperationRecord) -> None:
         """Has the end of the operation written down in the flight recorder."""
         self.flight = flight
-        if self._completed:
+        if self.has_ended:
             end_with(flight, self._result, self._error)
 
     def overwrites(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Has autograd told at the end of the operation that it has overwritten these tensors.
+        """Counts these tensors as overwritten for autograd at the end of the operation.
 
-        Autograd was told when the operation began; a graph may have saved a tensor since.
+        They were counted when it began as well, but a graph may have saved a tensor since.
         """
         self._overwritten = tensors
-        if self._completed:
+        if self.has_ended:
             self._tell_autograd()
 
     def _tell_autograd(self) -> None:
@@ -215,7 +211,7 @@ class Work(Generic[T]):
         self._overwritten = ()
 
     def __repr__(self) -> str:
-        state = "under way" if not self._completed else "failed" if self._error else "done"
+        state = "under way" if not self.has_ended else "failed" if self._error else "done"
         return f"<Work {self.description}: {state}>"
 
 

@@ -53,7 +53,7 @@ def run_under_mpi(arguments: Sequence[str], num_ranks: int) -> int:
     environ |= {"ECHELON_SECRET": secrets.token_hex(32), "ECHELON_RUN_ID": secrets.token_hex(4)}
     status = subprocess.run([mpirun, *options, sys.executable, *arguments], env=environ, check=False).returncode
     if status not in (0, 1):
-        raise LaunchError(f"--vs mpi: mpirun ended with status {status}; what it printed above says why")
+        raise LaunchError(f"--vs mpi: mpirun ended with status {status}; see its output above")
     return status
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from echelon.arguments import writing
 from echelon.bench.measure import measure_case, network_of
 from echelon.bench.request import DEFAULT_RANKS, Case, Tuning, is_launched
 from echelon.bench.subject import EchelonSubject
@@ -27,7 +28,6 @@ from echelon.collectives.plans.algorithms.hosts import Hosts, is_nested
 from echelon.collectives.plans.select import ANY_SIZE, SIZED, Rule, Table, Where, choose, variable_of
 from echelon.collectives.plans.tuning import from_text, to_text
 from echelon.errors import LaunchError
-from echelon.files import writing
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import init
 from echelon.launch.spawn import spawn

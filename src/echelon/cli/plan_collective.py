@@ -90,7 +90,7 @@ def plan_collective(options: CollectiveOptions) -> None:
     console = Console(highlight=False)
     if options.algorithm is None:
         for path in filter(None, (options.svg, options.png, options.chrome)):
-            raise PlanError(f"{path}: there is no one plan to draw; name it, as --algorithm ring -r 4")
+            raise PlanError(f"{path}: there are several plans to draw; name one, as --algorithm ring -r 4")
         rows = _list(operation, options.num_ranks, options.root, size, costs)
         print(json.dumps(rows, indent=2)) if options.as_json else _print_list(console, operation, rows)
         return

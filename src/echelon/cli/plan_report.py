@@ -15,9 +15,8 @@ from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.recommendation import Option
 from echelon.timeline.boxes import boxes_of
 from echelon.timeline.palette import KIND_NAMES, color, text_color
-from echelon.timeline.summary import number, summary
 from echelon.timeline.terminal import BOTH_AT_ONCE, HALVES, IDLE, SEVERAL, Line, lines
-from echelon.timeline.timeline import Timeline
+from echelon.timeline.timeline import Timeline, number, summary
 from echelon.wording import counted
 
 _MOST_RANKS = 64  # more rows do not help on a terminal

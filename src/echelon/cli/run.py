@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from echelon.errors import LaunchError
-from echelon.launch.launcher import Console
-from echelon.launch.run import GRACE, Program
+from echelon.launch.report import GRACE
+from echelon.launch.run import Console, Program
 from echelon.launch.run import run as run_program
 
 

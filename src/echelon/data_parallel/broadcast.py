@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 
 from echelon.arguments import named
 from echelon.backends.memory import as_bytes, check_writable, describe, plain
-from echelon.data_parallel.layout.buckets import bucket_layout
+from echelon.data_parallel.layout import bucket_layout
 from echelon.errors import CollectiveMismatch, InvalidArgument
 from echelon.group.group import JsonLike, ProcessGroup
 
@@ -125,6 +126,38 @@ def average_tensors(tensors: Sequence[torch.Tensor], group: ProcessGroup, bucket
     with torch.no_grad():
         for members in _in_buckets(tensors, bucket_mb):
             _write(members, group.all_reduce(torch.cat([member.detach().reshape(-1) for member in members]), "mean"))
+
+
+Buffers: TypeAlias = Literal["broadcast", "average", "local"]
+
+
+def synchronize_buffers(
+    buffers: Sequence[torch.Tensor], how: Buffers, group: ProcessGroup, src: int, bucket_mb: float
+) -> None:
+    """Makes buffers, such as BatchNorm's running statistics, equal on all ranks. Blocks, unless `how` is "local".
+
+    "broadcast" copies the buffers of rank `src`. "average" takes the mean of floating-point and complex buffers, and
+    copies the others from rank `src`. "local" leaves all of them.
+
+    Args:
+        buffers: same number, shapes and dtypes on every rank.
+        how: "broadcast", "average" or "local".
+        group: the ranks.
+        src: the rank whose buffers are broadcast.
+        bucket_mb: mebibytes per message.
+
+    Raises:
+        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.broadcast`.
+    """
+    if how == "average":
+        average_tensors([buffer for buffer in buffers if _has_fraction(buffer)], group, bucket_mb)
+        buffers = [buffer for buffer in buffers if not _has_fraction(buffer)]
+    if how != "local":
+        broadcast_tensors(buffers, group, src, bucket_mb)
+
+
+def _has_fraction(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
 
 
 def kind_of(tensor: torch.Tensor) -> str:

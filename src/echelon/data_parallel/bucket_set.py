@@ -13,7 +13,7 @@ from echelon.backends.admission import check_values, has_values
 from echelon.backends.memory import new_tensor
 from echelon.data_parallel.broadcast import kind_of
 from echelon.data_parallel.hooks import GradientBucket
-from echelon.data_parallel.layout.buckets import bucket_layout
+from echelon.data_parallel.layout import bucket_layout
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
 
@@ -71,41 +71,38 @@ class BucketSet:
         """
         self.memories = [self._memory(number) for number in range(len(self.layout.buckets))]
 
-    def bucket_of(self, index: int) -> int:
-        """Returns the number of the bucket that holds a parameter's gradient."""
-        return self._homes[index][0]
-
-    def keep(self, index: int) -> None:
-        """Copies a complete gradient into its bucket and makes .grad a view of it.
+    def store(self, index: int) -> None:
+        """Moves a complete gradient into its bucket and makes .grad a view of it, as under `no_sync`.
 
         Raises:
             UnsupportedOp: the gradient cannot be reduced.
         """
-        home, place = self._homes[index]
-        self.memories[home].take(place)
+        number, place = self.homes[index]
+        self.memories[number].store(place)
 
-    def hide(self, index: int) -> None:
-        """Removes a .grad that was rounded from wider memory, before autograd adds to it.
+    def detach_rounded(self, index: int) -> None:
+        """Removes a .grad that was rounded from wider memory. Call it before autograd adds to the gradient.
 
         Raises:
             UnsupportedOp: the gradient cannot be reduced.
         """
-        home, place = self._homes[index]
-        self.memories[home].hide(place)
+        number, place = self.homes[index]
+        self.memories[number].detach_rounded(place)
 
-    def show(self) -> None:
-        """Restores the gradients hidden by `hide` that this backward did not touch."""
+    def restore_rounded(self) -> None:
+        """Restores detached gradients that the backward did not touch, as torch.autograd.grad leaves all of them."""
         for memory in self.memories:
-            memory.show()
+            memory.restore_rounded()
 
     def has_gradients(self) -> list[bool]:
         """Returns, per parameter, whether this rank put a gradient into its bucket."""
-        return [self.memories[home].has_gradient[place] for home, place in self._homes]
+        return [self.memories[number].has_gradient[place] for number, place in self.homes]
 
-    def give(self, index: int) -> None:
-        """Sets a parameter's .grad from its bucket."""
-        home, place = self._homes[index]
-        self.memories[home].give(place)
+    def expose(self, which: Sequence[bool | int]) -> None:
+        """Sets the .grad of each parameter for which `which` is true from its bucket."""
+        for (number, place), is_wanted in zip(self.homes, which, strict=True):
+            if is_wanted:
+                self.memories[number].expose(place)
 
     def arrange(self, order: Sequence[int], *, in_one: bool) -> None:
         """Lays out the buckets anew if the layout changes. Every rank must call it with the same arguments.
@@ -131,13 +128,13 @@ class BucketSet:
         if self.layout == before:
             self.memories = memories
             return
-        # Bucket by bucket: each `take` moves gradients out of old memory, which is freed with its last view. Without
+        # Bucket by bucket: each `store` moves gradients out of old memory, which is freed with its last view. Without
         # the `del`, old and new buckets would all be alive at once.
         del memories
         for number, bucket in enumerate(self.layout.buckets):
             self.memories.append(self._memory(number))
             for place in range(len(bucket.members)):
-                self.memories[number].take(place)
+                self.memories[number].store(place)
 
     def _lay_out(self) -> None:
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
@@ -149,7 +146,7 @@ class BucketSet:
             self.layout = bucket_layout(sizes, kinds, math.inf, math.inf, self._order, tapers=False)
         else:
             self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=self._order, tapers=tapers)
-        self._homes = self.layout.homes()
+        self.homes = self.layout.homes()
         self.memories = []
 
     def _default_order(self) -> list[int]:
@@ -172,7 +169,7 @@ class BucketMemory:
 
     In the parameters' own dtype, .grad *is* the view of this memory from the first backward on: there is no second
     copy. In a wider dtype, gradients are accumulated here and .grad is a rounded copy. Autograd must not add to a
-    rounded copy, so `hide` removes it before. A .grad that the user changed replaces the accumulated value.
+    rounded copy, so `detach_rounded` removes it before. A .grad that the user changed replaces the accumulated value.
     """
 
     def __init__(
@@ -215,14 +212,14 @@ class BucketMemory:
         ]
         self.has_gradient = [False] * len(parameters)
         """Per parameter, whether this rank has a gradient for the reduction. Set by `fill`."""
-        self._shown: list[Tensor | None] = [None] * len(parameters)
+        self._rounded: list[Tensor | None] = [None] * len(parameters)
         """Wider dtype only: the rounded gradient that .grad was set to."""
         self._versions = [0] * len(parameters)
-        """Wider dtype only: autograd's version of each tensor in `_shown` at that time."""
-        self._is_hidden = [False] * len(parameters)
-        """Wider dtype only: whether .grad was removed by `hide` and not set since."""
+        """Wider dtype only: autograd's version of each tensor in `_rounded` at that time."""
+        self._is_detached = [False] * len(parameters)
+        """Wider dtype only: whether .grad was removed by `detach_rounded` and not set since."""
 
-    def take(self, index: int) -> None:
+    def store(self, index: int) -> None:
         """Moves a parameter's new or changed gradient into the memory, then sets .grad from it.
 
         Raises:
@@ -234,69 +231,69 @@ class BucketMemory:
         # Fast path: with zero_grad(set_to_none=False) autograd adds to the view in place, so there is nothing to copy.
         if gradient is None or gradient is view:
             return
-        if problem := _problem(gradient, self._dtype):
-            raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {problem}")
+        if not has_values(gradient) or gradient.requires_grad or gradient.dtype != self._dtype:
+            raise UnsupportedOp(f"the gradient of parameter {self._names[index]!r} {_problem(gradient, self._dtype)}")
         with torch.no_grad():
-            # Hidden: .grad is only the part that this backward computed. Otherwise it is the whole gradient.
-            if self._is_hidden[index]:
+            # Detached: .grad is only the part that this backward computed. Otherwise it is the whole gradient.
+            if self._is_detached[index]:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-        self.give(index)
+        self.expose(index)
 
-    def hide(self, index: int) -> None:
+    def detach_rounded(self, index: int) -> None:
         """Removes a rounded .grad before autograd adds to it. Does nothing without a wider dtype.
 
         Raises:
-            UnsupportedOp: as `take`.
+            UnsupportedOp: as `store`.
         """
         parameter = self._parameters[index]
         if not self._is_wide or parameter.grad is None:
             return
         # The user changed .grad, by clipping for instance: that value is the one to add to.
-        if not self._is_shown(index):
-            self.take(index)
-        parameter.grad, self._is_hidden[index] = None, True
+        if not self._is_rounded(index):
+            self.store(index)
+        parameter.grad, self._is_detached[index] = None, True
 
-    def show(self) -> None:
-        """Restores hidden gradients that this backward did not touch, as torch.autograd.grad leaves all of them."""
-        for index, is_hidden in enumerate(self._is_hidden):
-            if is_hidden:
-                self.give(index)
+    def restore_rounded(self) -> None:
+        """Restores detached gradients that were not set since."""
+        for index, is_detached in enumerate(self._is_detached):
+            if is_detached:
+                self.expose(index)
 
     def fill(self) -> None:
         """Brings the memory up to date: all gradients of this rank, and zeros for parameters without one.
 
         Raises:
-            UnsupportedOp: as `take`.
+            UnsupportedOp: as `store`.
         """
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             gradient = parameter.grad
-            self.has_gradient[index] = gradient is not None or self._is_hidden[index]
+            self.has_gradient[index] = gradient is not None or self._is_detached[index]
             if not self.has_gradient[index]:
                 view.zero_()
-            elif not self._is_shown(index):
-                self.take(index)
+            elif gradient is not view and not self._is_rounded(index):
+                self.store(index)
 
-    def give(self, index: int) -> None:
+    def expose(self, index: int) -> None:
         """Sets a parameter's .grad: the view itself, or a rounded copy of it if the memory is wider."""
         parameter, view = self._parameters[index], self._views[index]
         if not self._is_wide:
             parameter.grad = view
             return
         rounded = view.to(self._dtype)
-        parameter.grad = self._shown[index] = rounded
+        parameter.grad = self._rounded[index] = rounded
         self._versions[index] = version_of(rounded)
-        self._is_hidden[index] = False
+        self._is_detached[index] = False
 
     def bucket(self, weight: float) -> GradientBucket:
         """Returns the argument of `GradientHook.reduce`. `weight` is the weight of this rank in the mean."""
         return GradientBucket(self.number, self.flat, self._views, self._names, weight)
 
-    def _is_shown(self, index: int) -> bool:
-        """Whether .grad is still the rounded copy that `give` set, with its values unchanged."""
+    def _is_rounded(self, index: int) -> bool:
+        """Whether .grad is still the rounded copy that `expose` set, with its values unchanged."""
         gradient = self._parameters[index].grad
-        if gradient is None or gradient is not self._shown[index]:
+        if gradient is None or gradient is not self._rounded[index]:
             return False
         # The same object is not enough: the user may have written to it in place, which raises autograd's version.
         return version_of(gradient) == self._versions[index]
@@ -310,7 +307,7 @@ def _like(piece: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _problem(gradient: Tensor, dtype: torch.dtype) -> str:
-    """Returns the reason why a gradient cannot be reduced, and the fix. Empty if it can."""
+    """Returns the reason why a gradient cannot be reduced, and the fix."""
     if gradient.layout != torch.strided:
         return "is sparse: make it dense, such as by nn.Embedding(..., sparse=False)"
     if not has_values(gradient):
@@ -320,6 +317,4 @@ def _problem(gradient: Tensor, dtype: torch.dtype) -> str:
             "has a graph (create_graph=True), which reducing it would cut: use torch.autograd.grad, then set .grad "
             "and call sync_gradients()"
         )
-    if gradient.dtype != dtype:
-        return f"is {gradient.dtype}, but it was planned for {dtype}: convert the model first, then wrap it"
-    return ""
+    return f"is {gradient.dtype}, but it was planned for {dtype}: convert the model first, then wrap it"

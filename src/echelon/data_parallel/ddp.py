@@ -1,103 +1,94 @@
 """DistributedDataParallel: wraps a module so that every backward leaves the mean gradient on every rank.
 
 Strategy. Hooks on the parameters report complete gradients, so it does not matter how the module was called. The first
-hook of a backward (on the module's output, if the module was called as a whole) queues a callback of the autograd
-engine for the end of that backward: of the outermost one, where checkpoints run others inside. In the callback `finish`
-blocks until all ranks have reduced. Everything runs in the thread that called backward. The collectives run in the lane
-of the reducer's group, overlapped with backward, or after backward if they would take its core. Hooks hold the wrapper
-weakly: once it is gone, the module is an ordinary one again.
+hook of a backward queues a callback of the autograd engine for the end of that backward. If checkpoints run others
+inside, it is the end of the outermost one. (The first hook is on the module's output if the module was called as a
+whole.) In the callback `finish` blocks until all ranks have reduced. Everything runs in the thread that called
+backward. The collectives run in the lane of the reducer's group, overlapped with backward, or after backward if they
+would take its core. Hooks hold the wrapper weakly: once it is gone, the module is an ordinary one again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from echelon._torch_private import at_end_of_backward
 from echelon.arguments import check_bucket_mb, choices, named
 from echelon.backends.admission import check_values
-from echelon.data_parallel.broadcast import average_tensors, broadcast_tensors, check_module, check_same_model
-from echelon.data_parallel.forwards import Joining, Next, first_active, watch_forwards
-from echelon.data_parallel.gradients import take_over, watch_gradients
+from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_module, check_same_model
+from echelon.data_parallel.gradient_sync import GradientSync, take_over
 from echelon.data_parallel.hooks import GradientHook
-from echelon.data_parallel.module_proxy import ModuleProxy
-from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer, can_overlap
+from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup, check_group
 
 
-class ParamSnapshot:
-    """Snapshot of a module's parameters, and the hooks on them."""
+class ModuleProxy(torch.nn.Module):
+    """Module that delegates to `module`: attributes, state_dict and the names of parameters.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        """Records the present parameters and which of them require gradients."""
-        self._module = module
-        self.named = list(module.named_parameters())
-        self.trainable = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
-        self._requires_grad = [parameter.requires_grad for _, parameter in self.named]
-        self.handles: list[RemovableHandle] = []
-        """Handles of the hooks, for `release`."""
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """All parameters, frozen ones too."""
-        return [parameter for _, parameter in self.named]
-
-    def is_current(self) -> bool:
-        """Whether the module still has the same parameters, and trains the same ones."""
-        # Runs before every forward, so it compares identities and flags only, and skips the names.
-        now = list(self._module.parameters())
-        return len(now) == len(self.named) and all(
-            parameter is known and parameter.requires_grad == trainable
-            for parameter, (_, known), trainable in zip(now, self.named, self._requires_grad, strict=True)
-        )
-
-    def added_since(self, earlier: ParamSnapshot) -> list[torch.nn.Parameter]:
-        """Returns the parameters that the earlier snapshot lacks."""
-        known = set(map(id, earlier.parameters))
-        return [parameter for parameter in self.parameters if id(parameter) not in known]
-
-    def release(self) -> None:
-        """Removes the hooks."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-
-
-Buffers: TypeAlias = Literal["broadcast", "average", "local"]
-
-
-def synchronize_buffers(
-    buffers: Sequence[torch.Tensor], how: Buffers, group: ProcessGroup, src: int, bucket_mb: float
-) -> None:
-    """Makes buffers, such as BatchNorm's running statistics, equal on all ranks. Blocks, unless `how` is "local".
-
-    "broadcast" copies the buffers of rank `src`. "average" takes the mean of floating-point and complex buffers, and
-    copies the others from rank `src`. "local" leaves all of them.
-
-    Args:
-        buffers: same number, shapes and dtypes on every rank.
-        how: "broadcast", "average" or "local".
-        group: the ranks.
-        src: the rank whose buffers are broadcast.
-        bucket_mb: mebibytes per message.
-
-    Raises:
-        CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.broadcast`.
+    Once `module` is set, new attributes become the module's, except for attributes that the wrapper already has.
     """
-    if how == "average":
-        average_tensors([buffer for buffer in buffers if _has_fraction(buffer)], group, bucket_mb)
-        buffers = [buffer for buffer in buffers if not _has_fraction(buffer)]
-    if how != "local":
-        broadcast_tensors(buffers, group, src, bucket_mb)
 
+    module: torch.nn.Module
 
-def _has_fraction(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yields the module's parameters under the module's names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the module's buffers under the module's names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields the module and its submodules under the module's names."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the module's own state_dict, which the bare module can load."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state_dict of the bare module, on this rank only.
+
+        Load the same on every rank, or call broadcast_parameters() afterwards.
+
+        Raises:
+            ValueError: assign=True, which would replace the parameters that have the hooks.
+        """
+        if assign:
+            raise ValueError("assign=True replaces the parameters: load into the module first, then wrap it")
+        return self.module.load_state_dict(state_dict, strict)
+
+    def __getattr__(self, name: str) -> Any:
+        # Before `module` is set, and for `module` itself, delegation would recurse for ever.
+        own = self.__dict__.get("_modules", {})
+        if name == "module" or "module" not in own:
+            return super().__getattr__(name)
+        return getattr(own["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A new value for something that the module reads must reach the module.
+        own = name in self.__dict__ or any(name in cls.__dict__ for cls in type(self).__mro__)
+        if own or name == "module" or "module" not in self.__dict__.get("_modules", {}):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedOp("a wrapper belongs to its group and cannot be copied or pickled: take ddp.module instead")
 
 
 class DistributedDataParallel(ModuleProxy):
@@ -158,27 +149,21 @@ class DistributedDataParallel(ModuleProxy):
         if not isinstance(hook, GradientHook | None):
             raise InvalidArgument(f"hook is {named(hook)}: pass a GradientHook, such as CompressTo(torch.bfloat16)")
         options = [f"bucket_mb={check_bucket_mb(bucket_mb)}", f"buffers={buffers}", f"average={average}"]
-        self._options = [*options, f"hook={hook!r}"]
+        options += [f"hook={hook!r}"]
         self._group = group
         self._bucket_mb = float(bucket_mb)
-        self._buffers_are = buffers
-        self._hook = hook
-        self._synchronise = True
-        self._runs_beside = True
-        self._is_armed = False
-        self._is_prepared = False
         _check_tensors(module)
         take_over(module.named_parameters())
-        check_same_model(module, group, self._options)
+        check_same_model(module, group, options)
         # After the comparison: either all ranks have nothing to train and raise, or all raise CollectiveMismatch. A
         # rank that raised alone would leave the others waiting in the comparison.
         _check_trains(module)
-        self._reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
-        self._joining = Joining(self._reducer.group)
-        self._watched: ParamSnapshot | None = None
+        self._sync = GradientSync(
+            module, group, bucket_mb=self._bucket_mb, buffers=buffers, average=average, hook=hook, options=options
+        )
         self.module = module  # last: ModuleProxy passes attributes that are set from here on to the module
         self.broadcast_parameters()
-        self._watch()
+        self._sync.watch()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -186,12 +171,12 @@ class DistributedDataParallel(ModuleProxy):
 
         The place of the call of backward counts; forward may be called outside. Every rank must do the same.
         """
-        before = self._synchronise
-        self._synchronise = False
+        sync = self._sync
+        before, sync.is_on = sync.is_on, False
         try:
             yield
         finally:
-            self._synchronise = before
+            sync.is_on = before
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -208,14 +193,15 @@ class DistributedDataParallel(ModuleProxy):
             UnsupportedOp: there is a SyncBatchNorm in training, which calls collectives.
         """
         _check_calls_no_collectives(self.module)
-        with self._joining.on():
+        sync = self._sync
+        with sync.joining.on():
             yield
-            for step, src in self._joining.others():
-                self._shadow(step, src)
-            if self._hook is not None:
-                self._hook.at_end(list(self.module.parameters()), self._reducer.group)
-            self.broadcast_parameters(self._joining.last_active)
-            self._reducer.forget()
+            for step, src in sync.joining.others():
+                sync.shadow(step, src)
+            if sync.hook is not None:
+                sync.hook.at_end(list(self.module.parameters()), sync.reducer.group)
+            self.broadcast_parameters(sync.joining.last_active)
+            sync.reducer.counts.forget()
 
     def sync_gradients(self) -> None:
         """Replaces all gradients by their mean over all ranks. Blocks until it is done. Works under `no_sync`, too.
@@ -225,9 +211,7 @@ class DistributedDataParallel(ModuleProxy):
         Raises:
             UnsupportedOp, Closed, CollectiveMismatch, PeerFailed, Timeout: as `GradientReducer.finish`.
         """
-        self._joining.announce(Next.REDUCTION)
-        self._is_prepared = False
-        self._reducer.reduce()
+        self._sync.reduce()
 
     def broadcast_parameters(self, src: int = 0) -> None:
         """Copies the parameters and buffers of rank `src` to all ranks, in place. Blocks until it is done.
@@ -241,122 +225,8 @@ class DistributedDataParallel(ModuleProxy):
 
     def extra_repr(self) -> str:
         """Returns the rank and the number of buckets."""
-        buckets = len(self._reducer.layout.buckets)
+        buckets = len(self._sync.reducer.layout.buckets)
         return f"rank {self._group.rank} of {self._group.world_size}, {buckets} buckets of gradients"
-
-    # Inside
-
-    def before_forward(self) -> None:
-        """Called by the module's hooks at the start of a forward that records a graph. May block."""
-        if self._watched is None or not self._watched.is_current():
-            self._watch()
-        # Once per forward that ends well: the other ranks do not know that one failed and is retried, so a second
-        # round of collectives would find no partner.
-        if self.module.training and self._synchronise and not self._is_prepared:
-            self._prepare_forward(first_active(self._joining.announce(Next.FORWARD)) or 0)
-            self._is_prepared = True
-
-    def on_forward(self, num_samples: int) -> None:
-        """Called by the module's hooks for each forward that needs a backward."""
-        self._is_prepared = False
-        self._reducer.note_samples(num_samples)
-        if self._synchronise:
-            self._reducer.note_forward()
-
-    def on_backward(self) -> None:
-        """Called by hooks in a backward pass, many times."""
-        if not self._is_armed:
-            self._is_armed = True
-            at_end_of_backward(self._on_end, self._on_failure)
-
-    def before_gradient(self, index: int) -> None:
-        """Called by a parameter's hook before autograd adds a gradient. Only with a hook that has a `dtype`."""
-        self.on_backward()
-        self._reducer.hide(index)
-
-    def on_gradient(self, index: int) -> None:
-        """Called by a parameter's hook after autograd added a gradient. Launches full buckets."""
-        if not self._synchronise:
-            self._reducer.keep(index)
-            return
-        self.on_backward()
-        if not self._reducer.is_under_way:
-            self._joining.announce(Next.REDUCTION)
-            # Asked anew for each backward: the number of torch's threads may have changed.
-            self._runs_beside = can_overlap(self._reducer.group)
-        self._reducer.ready(index, launch=self._runs_beside)
-
-    @property
-    def compiled_steps(self) -> torch.Tensor:
-        """Counter to which compiled code adds 1 for each step of an optimizer of these parameters."""
-        return self._reducer.compiled_steps
-
-    def on_step(self) -> None:
-        """Called after a step of an optimizer of these parameters."""
-        self._reducer.note_step()
-
-    def give_up(self) -> bool:
-        """Releases the parameters if this wrapper has failed, so that another may wrap them. True if it did."""
-        if self._reducer.is_closed:
-            self._unwatch()
-        return self._reducer.is_closed
-
-    def _on_end(self) -> None:
-        self._is_armed = False
-        self._reducer.show()
-        # No reduction has begun after torch.autograd.grad, which sets no parameter's .grad.
-        if self._reducer.is_under_way:
-            self._reducer.start()
-            # `finish` blocks, so it goes to the end of the queue: other models in this backward start their buckets
-            # first. Ranks may come to two models in different orders, and would wait for each other.
-            at_end_of_backward(self._reducer.finish, self._reducer.abandon)
-
-    def _on_failure(self) -> None:
-        self._is_armed = False
-        self._reducer.show()
-        self._reducer.abandon()
-
-    def _watch(self) -> None:
-        """Plans buckets for the parameters that require gradients now, and hooks them. Blocks until all ranks have."""
-        self._unwatch()
-        before, now = self._watched, ParamSnapshot(self.module)
-        take_over(now.named)
-        if before is not None and (late := now.added_since(before)):
-            # In the reducer's group: if only this rank has new parameters, the others are in a reduction there, so
-            # the calls meet and raise CollectiveMismatch.
-            check_same_model(self.module, self._reducer.group, self._options)
-            broadcast_tensors(late, self._reducer.group, bucket_mb=self._bucket_mb)
-        self._watched = now
-        self._reducer.plan(now.trainable)
-        if self._reducer.is_needed:
-            # The second hook per parameter is only for rounded gradients, which autograd must not add to.
-            is_wide = self._hook is not None and self._hook.dtype is not None
-            now.handles = watch_gradients([parameter for _, parameter in now.trainable], self, before=is_wide)
-            now.handles += watch_forwards(self.module, self)
-
-    def _unwatch(self) -> None:
-        if self._watched is not None:
-            self._watched.release()
-
-    def _prepare_forward(self, src: int) -> None:
-        """Runs the hook's `before_forward`, then synchronises the buffers. Blocks.
-
-        Args:
-            src: the rank whose buffers are broadcast.
-        """
-        if self._hook is not None:
-            self._hook.before_forward(list(self.module.parameters()), self._reducer.group)
-        buffers = list(self.module.buffers())
-        synchronize_buffers(buffers, self._buffers_are, self._reducer.group, src, self._bucket_mb)
-
-    def _shadow(self, step: Next, src: int) -> None:
-        """Takes part in a step of the ranks that still have batches, without gradients of its own."""
-        if step == Next.REDUCTION:
-            for parameter in self.module.parameters():
-                parameter.grad = None
-            self._reducer.reduce()
-            return
-        self._prepare_forward(src)
 
 
 DDP = DistributedDataParallel

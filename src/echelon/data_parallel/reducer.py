@@ -15,20 +15,19 @@ one bucket per kind holds all gradients from then on.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 
-from echelon.backends.memory import new_tensor
 from echelon.backends.modes import normal_mode
 from echelon.backends.work import Work
 from echelon.data_parallel.bucket_set import BucketMemory, BucketSet
 from echelon.data_parallel.hooks import GradientHook
-from echelon.data_parallel.layout.buckets import Layout
-from echelon.data_parallel.layout.summary import Summary
-from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, Timeout, UnsupportedOp, failure_of
+from echelon.data_parallel.layout import Layout
+from echelon.data_parallel.summary import SampleWeights, StepCounts, Summary, mismatch
+from echelon.errors import Closed, Failure, PeerFailed, Timeout, UnsupportedOp, failure_of
 from echelon.group.group import ProcessGroup
 from echelon.group.runner import Lateness
 
@@ -41,126 +40,64 @@ def can_overlap(group: ProcessGroup) -> bool:
     """
     if not group.backend.shares_memory or len(set(group.hosts)) > 1:
         return True
-    hosts = group.backend.hosts
+    hosts = group.backend.control.hosts
     num_local = hosts.count(hosts[group.backend.rank])
     return num_local * torch.get_num_threads() < len(os.sched_getaffinity(0))
-
-
-class StepCounts:
-    """Counters of this rank's forwards, optimizer steps and samples since the last reduction.
-
-    Ranks compare them in the summary, to detect that they pair different iterations.
-    """
-
-    def __init__(self, counts_steps: bool = True) -> None:
-        """Starts at 0. The number of steps stays 0 without `counts_steps`."""
-        self._counts = True
-        self._counts_steps = counts_steps
-        self._called_steps = self.num_forwards = self.num_samples = 0
-        # A tensor, because code of torch.compile can add to one, and cannot call `note_step`.
-        self.compiled_steps = new_tensor((), torch.int64).zero_()
-        """Counter to which compiled code adds 1 for each optimizer step."""
-
-    @property
-    def num_steps(self) -> int:
-        """Number of optimizer steps, compiled ones included."""
-        return self._called_steps + int(self.compiled_steps) if self._counts_steps else 0
-
-    def note_step(self) -> None:
-        """Counts a step of an uncompiled optimizer."""
-        self._called_steps += 1
-
-    def forget(self) -> None:
-        """Resets all counters to 0."""
-        self._counts = True
-        self._called_steps = self.num_forwards = self.num_samples = 0
-        self.compiled_steps.zero_()
-
-    def exempt(self) -> None:
-        """Excludes forwards and steps of this rank from the next comparison."""
-        self._counts = False
-
-    def summary(self, having: list[bool], came: list[int], *, beside: bool) -> Summary:
-        """Returns this rank's summary for the other ranks.
-
-        Args:
-            having: per parameter, whether this rank has a gradient.
-            came: parameters in the order in which their gradients came; empty if this rank does not report it.
-            beside: whether this rank has an idle core for reductions.
-        """
-        num_forwards = self.num_forwards if self._counts else None
-        return Summary.of(having, num_forwards, self.num_samples, came, self.num_steps, beside=beside)
-
-    def __str__(self) -> str:
-        return f"{self.num_forwards} forwards, {self.num_steps} optimizer steps" if self._counts else ""
-
-
-def mismatch(mine: str, group: ProcessGroup) -> CollectiveMismatch:
-    """Returns the error for ranks whose counts differ. Blocks; every rank must call it.
-
-    Args:
-        mine: the counts of this rank, in words.
-        group: the ranks.
-    """
-    # The summary holds sums only, so the error costs a collective of its own to name each rank's counts.
-    told = [str(each) for each in group.all_gather_object(mine)]
-    counts = "; ".join(f"rank {rank} {each}" for rank, each in zip(group.ranks, told, strict=True) if each)
-    return CollectiveMismatch(
-        f"the ranks did not do the same since gradients were last reduced ({counts}): a rank skipped a backward; "
-        "run it on all ranks or on none, or call sync_gradients() in its place"
-    )
-
-
-class SampleWeights:
-    """Weights of the ranks by their numbers of samples, for `average="samples"`.
-
-    A rank multiplies its gradients by its number of samples over the mean number of the previous reduction, which all
-    ranks know. The result is rescaled by the actual mean. So values stay in the range of the gradients, and ranks with
-    equal numbers multiply nothing. Only the first reduction needs a collective to learn the mean.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._usual = 0.0
-        """Mean number of samples per rank in the last reduction. 0 before the first. The same on every rank."""
-
-    def expect(self, num_samples: int) -> None:
-        """Prepares a reduction with this rank's number of samples. Blocks the first time."""
-        if not self._usual:
-            told = self._group.all_reduce(torch.tensor(num_samples, dtype=torch.float64, device="cpu"), "mean")
-            self._usual = told.item() or 1.0
-
-    def weigh(self, gradients: torch.Tensor, num_samples: int) -> None:
-        """Multiplies this rank's gradients by its weight."""
-        _scale(gradients, num_samples / self._usual)
-
-    def rescale(self, reduced: Iterable[torch.Tensor], summary: Summary) -> None:
-        """Rescales from the predicted mean number of samples to the actual one.
-
-        Raises:
-            UnsupportedOp: ranks have gradients, but none has a sample.
-        """
-        if summary.num_samples:
-            expected, self._usual = self._usual, summary.num_samples / self._group.world_size
-            for gradients in reduced:
-                _scale(gradients, expected / self._usual)
-        elif any(summary.num_having):
-            raise UnsupportedOp(
-                "average='samples', and no rank has any: samples are the rows of the first tensor that is given to the "
-                "model's forward; call the model so, or use average='ranks'"
-            )
-
-
-def _scale(gradients: torch.Tensor, factor: float) -> None:
-    if factor == 0:
-        gradients.zero_()  # the gradients of no samples may be NaN, and 0 times NaN is NaN
-    elif factor != 1:
-        gradients.mul_(factor)
 
 
 Average: TypeAlias = Literal["ranks", "samples"]
 
 DEFAULT_BUCKET_MB = 25.0
+
+
+class BucketCollectives:
+    """Collectives that reduce buckets: an all_reduce each, or the user's hook, in groups of their own."""
+
+    def __init__(self, group: ProcessGroup, hook: GradientHook | None) -> None:
+        """Makes the groups, so every rank must make the same ones in the same order."""
+        self._hook = hook
+        first = _of_its_own(group, "gradients")
+        self.groups = [first] if first.is_native else [first, _of_its_own(group, "gradients in between")]
+        """Groups in which buckets are reduced alternately. The first also carries summaries and announcements."""
+        # A hook has a group of its own: it takes sequence numbers when it runs, in the lane, not when it is launched.
+        # In a group that the caller's thread uses as well, ranks would number the calls differently.
+        self._hook_group = _of_its_own(group, "hook")
+
+    def launch(self, memory: BucketMemory, weight: float) -> Work[torch.Tensor] | Work[None]:
+        """Starts to reduce a bucket. `weight` is the weight of this rank in the mean, for the hook."""
+        hook, group = self._hook, self._hook_group
+        if hook is None:
+            groups = self.groups
+            return groups[memory.number % len(groups)].all_reduce(memory.flat, "mean", async_op=True)
+        bucket = memory.bucket(weight)
+        description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
+        work = group.backend.lanes.start(lambda: hook.reduce(bucket, group), description, group.context)
+        # A hook may call any collective, so a late one is looked up in the flight recorder instead of being known here.
+        latest = partial(group.backend.flight_recorder.latest, group.context)
+        work.lateness = Lateness(group.backend, group.ranks, group.timeout, latest)
+        return work
+
+    def revoke(self, works: Sequence[Work[torch.Tensor] | Work[None]], cause: Failure) -> Failure:
+        """Fails all groups on all ranks, and returns the first cause. `works`: the buckets launched so far."""
+        # First the group of the first failed bucket: its failure is the cause for the others, since `revoke` of a
+        # backend returns the failure that the group already has.
+        failed = [number for number, work in enumerate(works) if work.has_ended and work.exception()]
+        begin = failed[0] % len(self.groups) if failed and self._hook is None else 0
+        for group in (*self.groups[begin:], *self.groups[:begin], self._hook_group):
+            cause = group.backend.control.revoke(group.context, group.ranks, cause)
+        return cause
+
+
+class Reduction:
+    """Reduction under way: the gradients that each bucket still waits for, and the launched collectives."""
+
+    __slots__ = ("awaited", "summary", "works")
+
+    def __init__(self, layout: Layout) -> None:
+        self.awaited = [set(bucket.members) for bucket in layout.buckets]
+        self.works: list[Work[torch.Tensor] | Work[None]] = []
+        """Works of the launched buckets, in the order of the layout."""
+        self.summary: Work[torch.Tensor] | None = None
 
 
 class GradientReducer:
@@ -207,17 +144,19 @@ class GradientReducer:
         self._hook = hook
         self._leaves_gradients = hook is not None and hook.leaves_gradients
         self._learns_order = learns_order
-        self.group = _of_its_own(group, "gradients")
-        self.groups = [self.group] if self.group.is_native else [self.group, _of_its_own(group, "gradients in between")]
-        """Groups in which buckets are reduced alternately. The first also carries summaries and announcements."""
-        # A hook has a group of its own: it takes sequence numbers when it runs, in the lane, not when it is launched.
-        # In a group that the caller's thread uses as well, ranks would number the calls differently.
-        self._hook_group = _of_its_own(group, "hook")
-        self._awaited: list[set[int]] | None = None
-        self._launched: list[Work[torch.Tensor] | Work[None]] = []
-        self._summary: Work[torch.Tensor] | None = None
+        self._collectives = BucketCollectives(group, hook)
+        self.groups = self._collectives.groups
+        """Groups in which buckets are reduced."""
+        self.group = self.groups[0]
+        """Group that also carries summaries and announcements."""
+        self.is_needed = group.world_size > 1 or hook is not None
+        """Whether gradients need any work: False for a single rank without a hook."""
+        self.reduction: Reduction | None = None
+        """Reduction that `ready` or `start` has begun and that is not finished. None otherwise."""
         self._failure = ""
-        self._tally = StepCounts(counts_steps=not self._leaves_gradients)
+        # With local gradients a rank may skip a step that the others make, if its gradients are infinite for instance.
+        self.counts = StepCounts(counts_steps=not self._leaves_gradients)
+        """Counters of the forwards, optimizer steps and samples since the last reduction, for the caller to raise."""
         self._weights = SampleWeights(self.group) if average == "samples" and not self._leaves_gradients else None
         self.plan(parameters)
 
@@ -230,19 +169,14 @@ class GradientReducer:
             UnsupportedOp: the shared memory could not be allocated.
         """
         dtype = None if self._hook is None else self._hook.dtype
-        self._homes = BucketSet(list(parameters), self.group, self._bucket_mb, dtype, self._learns_order)
+        self.buckets = BucketSet(list(parameters), self.group, self._bucket_mb, dtype, self._learns_order)
         if self.is_needed:
-            self._homes.allocate()
+            self.buckets.allocate()
 
     @property
     def layout(self) -> Layout:
         """Present layout of the buckets."""
-        return self._homes.layout
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether `ready` or `start` has begun a reduction that is not finished."""
-        return self._awaited is not None
+        return self.buckets.layout
 
     @property
     def is_closed(self) -> bool:
@@ -252,56 +186,7 @@ class GradientReducer:
     @property
     def num_launched(self) -> int:
         """Number of launched buckets in the current reduction."""
-        return len(self._launched)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether gradients need any work: False for a single rank without a hook."""
-        return self.group.world_size > 1 or self._hook is not None
-
-    def note_samples(self, num_samples: int) -> None:
-        """Counts samples whose gradients the next reduction includes."""
-        self._tally.num_samples += num_samples
-
-    def note_forward(self) -> None:
-        """Counts a forward that needs a reduction."""
-        self._tally.num_forwards += 1
-
-    @property
-    def compiled_steps(self) -> torch.Tensor:
-        """Counter to which code of torch.compile adds 1 instead of a call of `note_step`."""
-        return self._tally.compiled_steps
-
-    def note_step(self) -> None:
-        """Counts a step of an optimizer of these parameters. Ignored if the hook leaves gradients local.
-
-        With local gradients a rank may skip a step that the others make, if its gradients are infinite for instance.
-        """
-        self._tally.note_step()
-
-    def forget(self) -> None:
-        """Resets the counts of forwards, steps and samples. Every rank must do the same."""
-        self._tally.forget()
-
-    def hide(self, index: int) -> None:
-        """Removes a .grad that was rounded from wider memory. Call it before autograd adds to the gradient.
-
-        Raises:
-            UnsupportedOp: the gradient cannot be reduced (see `start`).
-        """
-        self._homes.hide(index)
-
-    def show(self) -> None:
-        """Restores gradients hidden by `hide` that the backward did not touch. Call it after a backward."""
-        self._homes.show()
-
-    def keep(self, index: int) -> None:
-        """Moves a complete gradient into its bucket without reducing it, as under `no_sync`.
-
-        Raises:
-            UnsupportedOp: the gradient cannot be reduced (see `start`).
-        """
-        self._homes.keep(index)
+        return 0 if self.reduction is None else len(self.reduction.works)
 
     def ready(self, index: int, launch: bool = True) -> None:
         """Marks a parameter's gradient as complete, and launches full buckets.
@@ -315,24 +200,26 @@ class GradientReducer:
         Raises:
             UnsupportedOp: its bucket is in flight already, or a gradient cannot be reduced (see `start`).
         """
+        # Called for every gradient of a model, so it goes straight to the bucket's memory.
         if not self.is_needed:
             return
-        awaited = self._begin()
-        if self._homes.arrived is not None:
-            self._homes.arrived.append(index)
-        home = self._homes.bucket_of(index)
-        if home < self.num_launched:
+        reduction, buckets = self.reduction or self._begin(), self.buckets
+        if buckets.arrived is not None:
+            buckets.arrived.append(index)
+        number, place = buckets.homes[index]
+        awaited, works = reduction.awaited, reduction.works
+        if number < len(works):
             raise UnsupportedOp(
-                f"parameter {self._homes.names[index]!r} got another gradient when its bucket was already on its way: "
+                f"parameter {buckets.names[index]!r} got another gradient after the reduction of its bucket began: "
                 "where one backward runs inside another (checkpoint with use_reentrant=True), use use_reentrant=False, "
                 "or run backward under no_sync() and call sync_gradients() after it"
             )
-        self._homes.keep(index)
-        awaited[home].discard(index)
+        buckets.memories[number].store(place)
+        awaited[number].discard(index)
         # In the layout's order only: a full bucket waits for the ones before it, because the n-th collective must be
         # the same bucket on every rank.
-        while launch and self.num_launched < len(awaited) and not awaited[self.num_launched]:
-            self._launch()
+        while launch and len(works) < len(awaited) and not awaited[len(works)]:
+            self._launch(reduction)
 
     def start(self) -> None:
         """Launches all buckets that are not in flight, then the summary. Blocks no more than `ready`.
@@ -343,11 +230,11 @@ class GradientReducer:
         """
         if not self.is_needed:
             return
-        self._begin()
-        while self.num_launched < len(self.layout.buckets):
-            self._launch()
-        if self._summary is None:
-            self._summary = self.group.all_reduce(self._own_summary(), async_op=True)
+        reduction = self.reduction or self._begin()
+        while len(reduction.works) < len(reduction.awaited):
+            self._launch(reduction)
+        if reduction.summary is None:
+            reduction.summary = self.group.all_reduce(self._own_summary(), async_op=True)
 
     def finish(self) -> None:
         """Calls `start`, blocks until all buckets are reduced, and sets the gradients.
@@ -362,27 +249,32 @@ class GradientReducer:
         if not self.is_needed:
             return
         self.start()
-        assert self._summary is not None
+        reduction = self.reduction
+        assert reduction is not None
+        assert reduction.summary is not None
         try:
-            for work in self._launched:
+            for work in reduction.works:
                 work.wait()
-            summary = Summary.read(self._summary.wait().tolist())
+            summary = Summary.read(reduction.summary.wait().tolist())
         except BaseException as error:
             self.abandon(error)
             raise
-        mine = str(self._tally)  # before `forget` resets it: the error names these counts
-        self._awaited, self._launched, self._summary = None, [], None
-        self.forget()
+        mine = str(self.counts)  # before `forget` resets it: the error names these counts
+        self.reduction = None
+        self.counts.forget()
         if not summary.agrees():
             raise mismatch(mine, self.group)
-        self._give(summary)
+        buckets = self.buckets
+        if self._weights is not None:
+            self._weights.rescale((memory.flat for memory in buckets.memories), summary)
+        buckets.expose(buckets.has_gradients() if self._leaves_gradients else summary.num_having)
         if self._learns_order:
-            order = summary.order() if self._homes.arrived is not None else ()
-            self._homes.arrange(order, in_one=self._hook is None and not summary.num_beside)
+            order = summary.order() if buckets.arrived is not None else ()
+            buckets.arrange(order, in_one=self._hook is None and not summary.num_beside)
 
     def reduce(self) -> None:
         """Reduces all gradients: `start`, then `finish`. Blocks. Not compared with forwards, so it needs none."""
-        self._tally.exempt()
+        self.counts.exempt()
         # Hooks keep tensors from one reduction to the next. Made in inference mode, they could not be used outside it.
         with normal_mode():
             self.finish()
@@ -395,77 +287,46 @@ class GradientReducer:
         Args:
             error: the cause. A Timeout names the rank that was waited for, so that the others do not blame this one.
         """
-        if self._awaited is None:
+        reduction = self.reduction
+        if reduction is None:
             return
-        rank = self.group.backend.rank
-        reason = f"its backward failed with {self.num_launched} of {len(self._awaited)} buckets of gradients under way"
-        # The first cause wins: `revoke` returns the failure that the group already has, which the later groups take.
+        rank, works = self.group.backend.rank, reduction.works
+        reason = f"its backward failed with {len(works)} of {len(reduction.awaited)} buckets of gradients under way"
         cause: Failure = failure_of(error, rank) if isinstance(error, Timeout) else PeerFailed(rank, reason)
-        for group in self._failed_first():
-            cause = group.backend.revoke(group.context, group.ranks, cause)
+        cause = self._collectives.revoke(works, cause)
         self._failure = (
             f"an earlier reduction of gradients was given up because {cause}: end all ranks, or wrap the model anew on "
             "all of them"
         )
-        self._awaited, self._launched, self._summary = None, [], None
+        self.reduction = None
 
     # Inside
 
-    def _begin(self) -> list[set[int]]:
+    def _begin(self) -> Reduction:
         if self._failure:
             raise Closed(self._failure)
-        if self._awaited is None:
-            if self._weights is not None:
-                self._weights.expect(self._tally.num_samples)
-            self._awaited = [set(bucket.members) for bucket in self.layout.buckets]
-        return self._awaited
+        if self._weights is not None:
+            self._weights.expect(self.counts.num_samples)
+        self.reduction = Reduction(self.layout)
+        return self.reduction
 
-    def _launch(self) -> None:
+    def _launch(self, reduction: Reduction) -> None:
         try:
-            memory = self._homes.memories[self.num_launched]
+            memory, num_samples = self.buckets.memories[len(reduction.works)], self.counts.num_samples
             memory.fill()
-            self._launched.append(self._reduce(memory))
+            if self._weights is not None:
+                self._weights.weigh(memory.flat, num_samples)
+            weight = 1.0 if self._average == "ranks" else float(num_samples)
+            reduction.works.append(self._collectives.launch(memory, weight))
         except BaseException as error:
             self.abandon(error)
             raise
 
-    def _reduce(self, memory: BucketMemory) -> Work[torch.Tensor] | Work[None]:
-        hook, group = self._hook, self._hook_group
-        if self._weights is not None:
-            self._weights.weigh(memory.flat, self._tally.num_samples)
-        if hook is None:
-            return self._group_of(memory.number).all_reduce(memory.flat, "mean", async_op=True)
-        bucket = memory.bucket(1.0 if self._average == "ranks" else float(self._tally.num_samples))
-        description = f"{type(hook).__name__} of bucket {memory.number} of group {group.name!r}"
-        work = group.backend.start(lambda: hook.reduce(bucket, group), description, group.context)
-        # A hook may call any collective, so a late one is looked up in the flight recorder instead of being known here.
-        latest = partial(group.backend.flight_recorder.latest, group.context)
-        work.lateness = Lateness(group.backend, group.ranks, group.timeout, latest)
-        return work
-
-    def _group_of(self, number: int) -> ProcessGroup:
-        return self.groups[number % len(self.groups)]
-
-    def _failed_first(self) -> list[ProcessGroup]:
-        """Returns all groups, first the group of the first failed bucket: its failure is the cause for the others."""
-        failed = [number for number, work in enumerate(self._launched) if work.has_ended and work.exception()]
-        begin = failed[0] % len(self.groups) if failed and self._hook is None else 0
-        return [*self.groups[begin:], *self.groups[:begin], self._hook_group]
-
     def _own_summary(self) -> torch.Tensor:
         # Rank 0 alone reports the order: places are added up over ranks.
-        arrived = self._homes.arrived if self.group.rank == 0 else None
-        beside = can_overlap(self.group)
-        summary = self._tally.summary(self._homes.has_gradients(), arrived or [], beside=beside)
+        arrived = self.buckets.arrived if self.group.rank == 0 else None
+        summary = self.counts.summary(self.buckets.has_gradients(), arrived or [], beside=can_overlap(self.group))
         return torch.tensor(summary.numbers(), dtype=torch.int64, device="cpu")
-
-    def _give(self, summary: Summary) -> None:
-        if self._weights is not None:
-            self._weights.rescale((memory.flat for memory in self._homes.memories), summary)
-        gets = self._homes.has_gradients() if self._leaves_gradients else summary.num_having
-        for index, any_has in enumerate(gets):
-            if any_has:
-                self._homes.give(index)
 
 
 def _of_its_own(group: ProcessGroup, what: str) -> ProcessGroup:

@@ -21,8 +21,7 @@ from echelon.arguments import check_bucket_mb, named
 from echelon.backends.admission import check_values, has_values
 from echelon.backends.memory import describe
 from echelon.data_parallel.broadcast import check_same_lines, kind_of
-from echelon.data_parallel.layout.buckets import MEBIBYTE
-from echelon.data_parallel.layout.shards import Piece, pieces_between, shard_layout
+from echelon.data_parallel.layout import MEBIBYTE, Piece, pieces_between, shard_layout
 from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 from echelon.group.group import JsonLike, ProcessGroup, check_group
 

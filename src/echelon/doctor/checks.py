@@ -110,7 +110,7 @@ def check_host_name(name: str, addresses: Sequence[str]) -> Finding:
     found = f"{name} is {', '.join(addresses)}"
     # Debian's /etc/hosts has 127.0.1.1 for the host's own name: no problem here, but for ranks on other hosts.
     if all(map(is_loopback, addresses)):
-        found += " here: loopback. On other hosts it must be another address, which is then taken here, too"
+        found += " here: loopback. Other hosts need another address, which is then used here, too"
     return ok("host name", found)
 
 
@@ -131,7 +131,9 @@ def check_mtu(found: Sequence[Interface]) -> Finding:
 def check_listening(problem: str) -> Finding:
     """Checks listening. `problem`: why no free port could be listened on, "" if one could."""
     if problem:
-        fix = "let this user open sockets (a container's or a sandbox's rules), and end what holds all ports"
+        fix = (
+            "let this user open sockets (a container's or a sandbox's rules), and end the program that holds all ports"
+        )
         return error("ports", f"no port can be listened on: {problem}", fix)
     return ok("ports", "a free one can be listened on")
 
@@ -222,7 +224,7 @@ def check_clock(*, is_synchronised: bool | None, year: int) -> Finding:
     if year < 2024:
         return error("clock", f"it is {year} here", "set the clock: certificates and recorded timelines go by it")
     if is_synchronised is False:
-        fix = "for runs on several hosts, start chrony or systemd-timesyncd: their timelines are laid side by side"
+        fix = "for runs on several hosts, start chrony or systemd-timesyncd, so that their timelines can be compared"
         return warning("clock", "not synchronised with others", fix)
     return ok("clock", "synchronised" if is_synchronised else "set; the kernel does not say whether synchronised")
 
@@ -267,7 +269,7 @@ def check_gpu(cuda: str | None, devices: Sequence[str], problem: str, *, has_dri
         has_driver: whether NVIDIA's driver is loaded.
     """
     if problem:
-        fix = "mend the driver (`nvidia-smi` shows it), or hide the GPU by CUDA_VISIBLE_DEVICES"
+        fix = "repair the driver (`nvidia-smi` shows it), or hide the GPU by CUDA_VISIBLE_DEVICES"
         return error("GPU", f"{', '.join(devices) or 'none usable'}: {problem}", fix)
     if has_driver and cuda is None:
         return warning("GPU", "torch is built without CUDA", "install a build for CUDA to use this host's GPUs")

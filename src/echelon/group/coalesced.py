@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast, overload
 
 from torch import Tensor
 
 from echelon.arguments import named
-from echelon.backends.memory import check_dense, check_writable, wrong_device
+from echelon.backends.host_copies import HostCopy
+from echelon.backends.memory import check_dense, check_writable
 from echelon.backends.work import Work
 from echelon.collectives.calls import coalesced
-from echelon.collectives.calls.operations import Operation
+from echelon.collectives.calls.coalesced import Packed
 from echelon.errors import InvalidArgument, SizeMismatch
 from echelon.group.base import GroupBase, No, Seconds, Yes
-from echelon.group.staging import Copies
+from echelon.group.staging import Around, nothing, to_host
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -46,8 +46,8 @@ class CoalescedCollectives(GroupBase):
             op, async_op, timeout: As in `all_reduce`. The timeout applies to each dtype.
         """
         copies = self._check_all(tensors, "all_reduce_coalesced", in_place=True)
-        operations = coalesced.all_reduce_coalesced(copies.tensors, op)
-        return self._call_all(operations, lambda: copies.copy_back_into(tensors), copies, async_op, timeout, tensors)
+        packs = coalesced.all_reduce_coalesced(copies.tensors, op)
+        return self._call_all(packs, lambda: copies.copy_back_into(tensors), async_op, timeout, tensors)
 
     @overload
     def reduce_coalesced(
@@ -69,9 +69,9 @@ class CoalescedCollectives(GroupBase):
         self._check_rank(dst, "dst")
         is_dst = self.rank == dst
         copies = self._check_all(tensors, "reduce_coalesced", in_place=is_dst)
-        operations = coalesced.reduce_coalesced(copies.tensors, dst, op, is_dst)
+        packs = coalesced.reduce_coalesced(copies.tensors, dst, op, is_dst)
         finish = (lambda: copies.copy_back_into(tensors)) if is_dst else (lambda: list(tensors))
-        return self._call_all(operations, finish, copies, async_op, timeout, tensors if is_dst else ())
+        return self._call_all(packs, finish, async_op, timeout, tensors if is_dst else ())
 
     @overload
     def reduce_scatter_coalesced(
@@ -99,8 +99,8 @@ class CoalescedCollectives(GroupBase):
                 what = f"reduce_scatter_coalesced, tensor {number}"
                 raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", what, "reshape it")
         results: list[Tensor] = []
-        operations = coalesced.reduce_scatter_coalesced(copies.tensors, op, self.rank, self.world_size, results)
-        return self._call_all(operations, lambda: copies.copy_back(results), copies, async_op, timeout)
+        packs = coalesced.reduce_scatter_coalesced(copies.tensors, op, self.rank, self.world_size, results)
+        return self._call_all(packs, lambda: copies.copy_back(results), async_op, timeout)
 
     @overload
     def all_gather_coalesced(
@@ -120,8 +120,9 @@ class CoalescedCollectives(GroupBase):
             async_op, timeout: As in `all_reduce`.
         """
         copies = self._check_all(tensors, "all_gather_coalesced")
-        operation = coalesced.all_gather_coalesced(copies.tensors)
-        return self._call(copies.around(operation, copies.copy_back), async_op, timeout)
+        pack = coalesced.all_gather_coalesced(copies.tensors)
+        around = Around(nothing, lambda came: copies.copy_back(pack.unpack(came)))
+        return self._runner.call_packed(pack, async_op, timeout, (), around)
 
     @overload
     def gather_coalesced(
@@ -143,14 +144,16 @@ class CoalescedCollectives(GroupBase):
         self._check_rank(dst, "dst")
         copies = self._check_all(tensors, "gather_coalesced")
 
-        def finish(found: list[Tensor] | None) -> list[Tensor] | None:
-            return None if found is None else copies.copy_back(found)
+        pack = coalesced.gather_coalesced(copies.tensors, dst)
 
-        return self._call(copies.around(coalesced.gather_coalesced(copies.tensors, dst), finish), async_op, timeout)
+        def after(came: Tensor | None) -> list[Tensor] | None:
+            return None if came is None else copies.copy_back(pack.unpack(came))
+
+        return self._runner.call_packed(pack, async_op, timeout, (), Around(nothing, after))
 
     def _check_all(self, tensors: Sequence[Tensor], what: str, *, in_place: bool = False) -> Copies:
         """Checks all tensors of a call. Returns them, with host copies of tensors that the backend cannot move."""
-        self._check_open()
+        self._runner.check_open()
         if not isinstance(tensors, list | tuple):  # a generator would be empty after this check
             raise InvalidArgument(f"{what} takes a list of tensors, but they are {named(tensors)}: pass a list")
         away = []
@@ -160,52 +163,64 @@ class CoalescedCollectives(GroupBase):
                 away.append(number)
             if in_place:
                 check_writable(tensor, name)
-        if not away:
-            return Copies(tensors, {})
-        landings = {away[0]: self._land(tensors[away[0]], what)}  # logs the fallback, once for all tensors
-        for number in away[1:]:
-            if not self.backend.host_copies.handles(tensors[number]):
-                raise wrong_device(tensors[number], self.backend.devices, f"{what}, tensor {number}")
-            landings[number] = self.backend.host_copies.to_host(tensors[number])
-        return Copies(tensors, landings)
+        # The fallback is logged once for all tensors.
+        return Copies(
+            tensors,
+            {
+                number: to_host(self.backend, tensors[number], what, warns=number == away[0], number=number)
+                for number in away
+            },
+        )
 
     def _call_all(
         self,
-        operations: Sequence[Operation[None]],
+        packs: Sequence[Packed],
         result: Callable[[], T],
-        copies: Copies,
         async_op: bool,
         timeout: Seconds,
         changes: Sequence[Tensor] = (),
     ) -> T | Work[T]:
-        """Runs operations one after another. The last one returns the result, or raises the first error of any."""
-        errors: list[Exception] = []
+        """Runs collectives one after another. The last one returns the result, or raises the first error of any."""
         works: list[Work[T]] = []
 
         def before() -> None:
-            for work in works:
-                # Marks its error as seen: the caller has only the last work, which raises the error in its stead.
-                work.exception()
-            if errors:
-                raise errors[0]
+            # Also marks their errors as seen: the caller has only the last work, which raises them in their stead.
+            for error in [work.exception() for work in works]:
+                if error is not None:
+                    raise error
 
-        def noticing(run: Callable[P, None]) -> Callable[P, T]:
-            def notice(*args: P.args, **kwargs: P.kwargs) -> T:
-                before()
-                try:
-                    run(*args, **kwargs)
-                except Exception as error:
-                    errors.append(error)
-                    raise
+        for pack in packs:
+
+            def after(came: Tensor, pack: Packed = pack) -> T:
+                pack.unpack(came)
                 return result()
 
-            return notice
-
-        for operation in operations:
-            arrived = copies.around(operation, lambda _: None)
-            act, native = noticing(arrived.act), noticing(arrived.native)
-            whole = Operation(operation.note, act, native, operation.num_bytes)
-            outcome = self._call(whole, async_op, timeout, changes=changes)
+            outcome = self._runner.call_packed(pack, async_op, timeout, changes, Around(before, after))
             if isinstance(outcome, Work):
                 works.append(outcome)
-        return outcome
+        return cast("T | Work[T]", outcome)
+
+
+class Copies:
+    """Tensors of one call, with host copies of the tensors that the backend cannot move."""
+
+    def __init__(self, tensors: Sequence[Tensor], away: Mapping[int, HostCopy]) -> None:
+        """Waits for the host copies of some tensors, by their index."""
+        for copy in away.values():
+            copy.wait()
+        self._away = away
+        self.tensors = [away[number].tensor if number in away else tensor for number, tensor in enumerate(tensors)]
+        """The tensors, or their host copies."""
+
+    def copy_back(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the results on the devices of the original tensors, as new tensors where a copy is needed."""
+        return [
+            self._away[number].copy_back(result, None) if number in self._away else result
+            for number, result in enumerate(results)
+        ]
+
+    def copy_back_into(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies the values of the host copies back into the original tensors, and returns the tensors."""
+        for number, copy in self._away.items():
+            copy.copy_back(copy.tensor, tensors[number])
+        return list(tensors)

@@ -8,11 +8,10 @@ from typing import cast, overload
 import torch
 from torch import Tensor
 
+from echelon.backends.collective import Collective
 from echelon.backends.work import Work
-from echelon.collectives.calls import operations, rows
 from echelon.errors import InvalidArgument, SizeMismatch, UnsupportedOp
 from echelon.group.base import GroupBase, No, Seconds, Yes
-from echelon.group.staging import here, in_place, on_device
 
 
 class Collectives(GroupBase):
@@ -33,16 +32,7 @@ class Collectives(GroupBase):
             async_op: Return a Work at once. `tensor` must not be used until the Work is done.
             timeout: Seconds for the whole operation.
         """
-        # Fast path of a call like an earlier one; it skips all checks below.
-        if not async_op and self._reduced_as_before(tensor, op, timeout):
-            return tensor
-        away = self._check(tensor, "all_reduce", in_place=True)
-        operation = operations.all_reduce(here(tensor, away), op)
-        result = self._call(in_place(operation, tensor, away), async_op, timeout, changes=(tensor,))
-        # A call that needs a host copy needs it every time, so there is no fast path for it.
-        if away is None:
-            self._know_all_reduce(tensor, op, operation.note)
-        return result
+        return self._runner.call("all_reduce", tensor, op, async_op=async_op, timeout=timeout, writes=True)
 
     @overload
     def reduce(self, tensor: Tensor, dst: int, op: str = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -60,11 +50,8 @@ class Collectives(GroupBase):
             dst: Rank that gets the result.
         """
         self._check_rank(dst, "dst")
-        away = self._check(tensor, "reduce", in_place=self.rank == dst)
-        operation = operations.reduce(here(tensor, away), dst, op)
         is_dst = self.rank == dst
-        operation = in_place(operation, tensor, away, writes=is_dst)
-        return self._call(operation, async_op, timeout, changes=(tensor,) if is_dst else ())
+        return self._runner.call("reduce", tensor, op, dst, async_op=async_op, timeout=timeout, writes=is_dst)
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., async_op: No = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -81,14 +68,13 @@ class Collectives(GroupBase):
             async_op, timeout: As in `all_reduce`.
         """
         self._check_rank(src, "src")
-        away = self._check(tensor, "broadcast", in_place=self.rank != src)
-        operation = operations.broadcast(here(tensor, away), src)
         is_src = self.rank == src
-        operation = in_place(operation, tensor, away, writes=not is_src)
-        # Except for an inference tensor, which rank src only reads: outside of inference mode its change is an error.
         # Rank src announces a change as well, so that a program that must not overwrite the tensor fails on all ranks.
-        changes = () if is_src and tensor.is_inference() else (tensor,)
-        return self._call(operation, async_op, timeout, changes=changes)
+        # Except for an inference tensor, which rank src only reads: outside of inference mode its change is an error.
+        changes = not (is_src and isinstance(tensor, Tensor) and tensor.is_inference())
+        return self._runner.call(
+            "broadcast", tensor, "", src, async_op=async_op, timeout=timeout, writes=not is_src, changes=changes
+        )
 
     @overload
     def all_gather(
@@ -111,9 +97,7 @@ class Collectives(GroupBase):
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of the result.
         """
-        away = self._check(tensor, "all_gather")
-        self._check_place(out, "all_gather")
-        return self._call(on_device(rows.all_gather(here(tensor, away), out), away, out), async_op, timeout, out)
+        return self._runner.call("all_gather", tensor, out=out, async_op=async_op, timeout=timeout)
 
     @overload
     def gather(
@@ -142,12 +126,10 @@ class Collectives(GroupBase):
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of the result.
         """
-        away = self._check(tensor, "gather")
         self._check_rank(dst, "dst")
         # All ranks may pass `out`, as programs that are the same on every rank do.
         out = out if self.rank == dst else None
-        self._check_place(out, "gather")
-        return self._call(on_device(rows.gather(here(tensor, away), dst, out), away), async_op, timeout, out)
+        return self._runner.call("gather", tensor, "", dst, out=out, async_op=async_op, timeout=timeout)
 
     @overload
     def scatter(
@@ -177,10 +159,10 @@ class Collectives(GroupBase):
             SizeMismatch: rank `src` gave no tensor, or one without dims, or `out` does not have the shape and dtype of
                 the part.
         """
-        self._check_open()
         self._check_rank(src, "src")
-        self._check_place(out, "scatter")
-        if self.rank == src:
+        if self.rank != src:
+            tensor = None
+        else:
             if isinstance(tensor, list | tuple):  # torch's scatter takes one tensor for each rank
                 raise UnsupportedOp(
                     f"scatter takes one tensor, which it splits along dim 0, not a {type(tensor).__name__}: pass "
@@ -194,9 +176,7 @@ class Collectives(GroupBase):
                     f"scatter on its src, rank {src}",
                     "pass the tensor to split there",
                 )
-            away = self._check(tensor, "scatter")
-            return self._call(on_device(rows.scatter(here(tensor, away), src, out), away), async_op, timeout, out)
-        return self._call(rows.scatter(None, src, out), async_op, timeout, out)
+        return self._runner.call("scatter", tensor, "", src, out=out, async_op=async_op, timeout=timeout)
 
     @overload
     def reduce_scatter(
@@ -226,12 +206,9 @@ class Collectives(GroupBase):
         Raises:
             SizeMismatch: `out` does not have the shape and dtype of this rank's part, or `tensor` has no dims.
         """
-        away = self._check(tensor, "reduce_scatter")
-        self._check_place(out, "reduce_scatter")
-        if tensor.dim() == 0:
+        if isinstance(tensor, Tensor) and tensor.dim() == 0:
             raise SizeMismatch("a tensor with at least 1 dim", "a zero-dim tensor", "reduce_scatter", "reshape it")
-        operation = operations.reduce_scatter(here(tensor, away), op, out)
-        return self._call(on_device(operation, away, out), async_op, timeout, out)
+        return self._runner.call("reduce_scatter", tensor, op, out=out, async_op=async_op, timeout=timeout)
 
     @overload
     def all_to_all(
@@ -276,19 +253,16 @@ class Collectives(GroupBase):
             SizeMismatch: `in_splits` is not one number per rank that add up to dim 0, or `out` does not fit.
             CollectiveMismatch: the received numbers of rows differ from `out_splits`.
         """
-        away = self._check(tensor, "all_to_all")
-        self._check_place(out, "all_to_all")
-        num_rows = len(tensor) if tensor.dim() else 1
-        check_splits(in_splits, "in_splits")
-        check_splits(out_splits, "out_splits")
-        if in_splits is not None and (
-            len(in_splits) != self.world_size or sum(in_splits) != num_rows or min(in_splits) < 0
-        ):
-            raise SizeMismatch(
-                f"{self.world_size} numbers that add up to {num_rows}", list(in_splits), "all_to_all(in_splits=)"
-            )
-        operation = rows.all_to_all(here(tensor, away), in_splits, out_splits, out)
-        return self._call(on_device(operation, away, out), async_op, timeout, out)
+        sends, expected = check_splits(in_splits, "in_splits"), check_splits(out_splits, "out_splits")
+        if sends is not None and isinstance(tensor, Tensor):
+            num_rows = len(tensor) if tensor.dim() else 1
+            if len(sends) != self.world_size or sum(sends) != num_rows or min(sends) < 0:
+                raise SizeMismatch(
+                    f"{self.world_size} numbers that add up to {num_rows}", list(sends), "all_to_all(in_splits=)"
+                )
+        return self._runner.call(
+            "all_to_all", tensor, "", -1, sends, expected, out=out, async_op=async_op, timeout=timeout
+        )
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None, timeout: Seconds = None) -> Tensor:
         """Returns a new CPU tensor, in memory that the group's ranks share if they are on one host, else in ordinary.
@@ -308,14 +282,14 @@ class Collectives(GroupBase):
         Raises:
             UnsupportedOp: there is not enough memory.
         """
-        self._check_open()
+        self._runner.check_open()
         size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else (shape,)
         if not all(isinstance(length, int) and length >= 0 for length in size):
             raise InvalidArgument(f"empty: shape={shape!r}: give whole numbers of at least 0, such as (2, 3)")
         if not isinstance(dtype, torch.dtype | None):
             raise InvalidArgument(f"empty: dtype={dtype!r}: give a dtype of torch, such as torch.float32")
-        operation = operations.empty(size, torch.get_default_dtype() if dtype is None else dtype)
-        return cast("Tensor", self._call(operation, False, timeout))
+        collective = Collective("empty", torch.Size(size), torch.get_default_dtype() if dtype is None else dtype)
+        return cast("Tensor", self._runner.start(self._runner.prepare(collective), None, None, False, timeout))
 
     @overload
     def barrier(self, async_op: No = ..., timeout: Seconds = ...) -> None: ...
@@ -327,13 +301,13 @@ class Collectives(GroupBase):
         Args:
             async_op, timeout: As in `all_reduce`.
         """
-        self._check_open()
-        return self._call(operations.barrier(), async_op, timeout)
+        return self._runner.call("barrier", None, async_op=async_op, timeout=timeout)
 
 
-def check_splits(splits: object, what: str) -> None:
-    """Raises InvalidArgument unless `splits` is None or a list of whole numbers."""
+def check_splits(splits: object, what: str) -> tuple[int, ...] | None:
+    """Returns `splits` as a tuple, or None. Raises InvalidArgument unless they are a list of whole numbers."""
     if splits is None:
-        return
+        return None
     if not isinstance(splits, Sequence) or not all(isinstance(rows, int) for rows in splits):
         raise InvalidArgument(f"all_to_all: {what}={splits!r}: give a list with a number of rows for each rank")
+    return tuple(splits)

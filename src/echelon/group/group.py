@@ -10,33 +10,27 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, SupportsIndex, TypeVar
+from typing import NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon._torch_private import wraps_new_tensors
 from echelon.arguments import check_seconds, named
-from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend
-from echelon.backends.inherited import inherited_error
-from echelon.backends.work import Work
 from echelon.collectives.calls.objects import JsonLike
-from echelon.collectives.calls.operations import Operation
 from echelon.collectives.plans.algorithms import numbered
 from echelon.collectives.plans.select import STATIC, Selector, Table
 from echelon.errors import (
-    Closed,
     EchelonError,
     InvalidArgument,
     PeerFailed,
     Timeout,
     UnsupportedOp,
+    fails,
     failure_of,
+    reason_of,
 )
-from echelon.exits import fails, reason_of
 from echelon.group.base import Seconds
 from echelon.group.coalesced import CoalescedCollectives
 from echelon.group.collectives import Collectives
@@ -46,8 +40,6 @@ from echelon.group.runner import CollectiveRunner
 from echelon.operation_records import write_records
 
 __all__ = ["JsonLike", "ProcessGroup", "check_group"]
-
-T = TypeVar("T")
 
 _WORLD_CONTEXT = 1
 
@@ -92,25 +84,21 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self.backend = backend
         self.ranks = tuple(range(backend.world_size) if ranks is None else ranks)
         self.rank = self.ranks.index(backend.rank)
-        self.timeout = backend.timeout if timeout is None else check_seconds(timeout)
         self.name = name
         self.context = context
-        hosts = backend.hosts
+        hosts = backend.control.hosts
         self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
-        self._caller = CollectiveRunner(backend, self.ranks, context, name, self._selector)
+        seconds = backend.timeout if timeout is None else check_seconds(timeout)
+        self._runner = CollectiveRunner(backend, self.ranks, context, name, self._selector, seconds)
         self._num_subgroups = 0
         # Only the group of all ranks closes the backend; subgroups share it.
         self._owns_backend = ranks is None
-        self._known_sends = {}
-        self._known_receives = {}
-        self._closed = False
-        # Compared with the current process, to tell a forked child.
-        self._process = os.getpid()
+        self._sends, self._receives = {}, {}
         _groups.add(self)
         self._callbacks: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self._runner.is_closed else ""
         return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.world_size} over {self.backend.name}{state}>"
 
     @property
@@ -126,7 +114,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     @property
     def is_native(self) -> bool:
         """Whether the backend runs collectives itself, not by messages of a plan. The same on every rank."""
-        return self._caller.is_native
+        return self._runner.is_native
 
     @property
     def table(self) -> Table:
@@ -149,7 +137,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             InvalidArgument: `ranks` is no list, is empty, or names a rank twice.
             InvalidRank: a rank that is not in this group.
         """
-        self._check_open()
+        self._runner.check_open()
         if not isinstance(ranks, Iterable) or isinstance(ranks, str):
             raise InvalidArgument(f"ranks={ranks!r}: give a list of ranks, such as [0, 1]")
         members = list(ranks)
@@ -160,7 +148,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             raise InvalidArgument(f"ranks={members} {problem}: give at least one rank, and each once")
         # No messages: each rank derives the context from the count. The next collective detects ranks that disagree.
         self._num_subgroups += 1
-        self._caller.mark(f"subgroup({members})")
+        self._runner.mark(f"subgroup({members})")
         context = _context_of(self.context, self._num_subgroups)
         if self.rank not in members:
             return None
@@ -185,8 +173,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             CollectiveMismatch: a rank that closed before has called other collectives than this one, or more or fewer;
                 or a message between the two was not received.
         """
-        was_closed, self._closed = self._closed, True
-        if self._is_inherited:
+        was_closed, self._runner.is_closed = self._runner.is_closed, True
+        if self._runner.is_inherited:
             return
         try:
             if self._owns_backend:
@@ -195,8 +183,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
             self._call_back()
             raise
         self._call_back()
-        self._caller.check_seen()
-        if not was_closed and self._owns_backend and (difference := self.backend.difference()):
+        self._runner.check_seen()
+        if not was_closed and self._owns_backend and (difference := self.backend.control.difference()):
             raise difference
 
     def abort(self, reason: str, origin: int | None = None) -> None:
@@ -204,8 +192,8 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
         If ECHELON_FLIGHT_RECORDER names a folder, this rank's last operations are written to it.
         """
-        self._closed = True
-        if self._is_inherited:
+        self._runner.is_closed = True
+        if self._runner.is_inherited:
             return
         self.backend.abort(reason, origin)
         self._call_back()
@@ -245,43 +233,11 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
 
     # Inside
 
-    @property
-    def _is_inherited(self) -> bool:
-        return os.getpid() != self._process
-
     def _call_back(self) -> None:
         # Taken first, so that a callback that closes the group again does not run twice.
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
-
-    def _call(
-        self,
-        operation: Operation[T],
-        async_op: bool,
-        timeout: Seconds,
-        out: Tensor | None = None,
-        changes: Sequence[Tensor] = (),
-    ) -> T | Work[T]:
-        seconds = self.timeout if timeout is None else check_seconds(timeout)
-        return self._caller.call(operation, async_op, seconds, out, changes)
-
-    def _reduced_as_before(self, tensor: Tensor, op: str, timeout: Seconds) -> bool:
-        seconds = self.timeout if timeout is None else check_seconds(timeout)
-        return not self._closed and not wraps_new_tensors() and self._caller.all_reduce_known(tensor, op, seconds)
-
-    def _know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
-        self._caller.know_all_reduce(tensor, op, note)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            if self._is_inherited:
-                raise inherited_error(f"group {self.name!r} of rank {self.backend.rank}", self._process)
-            raise Closed(
-                f"group {self.name!r} of rank {self.backend.rank} is closed: make a new one with echelon.init()"
-            )
-        if wraps_new_tensors():
-            check_mode(f"group {self.name!r}")
 
 
 def check_group(group: object, what: str = "group") -> ProcessGroup:
@@ -317,7 +273,7 @@ def _close_all_in_child() -> None:
     """Closes every group in a forked child, so that its calls raise at once."""
     # Before any lock is taken: the thread that held it at the fork does not exist in the child.
     for group in list(_groups):
-        group._closed = True
+        group._runner.is_closed = True
 
 
 os.register_at_fork(after_in_child=_close_all_in_child)

@@ -80,12 +80,12 @@ def receive(
     try:
         return wait_for(backend, work, peers, members, context, timeout)
     except Timeout:
-        backend.cancel(work)
+        backend.messages.cancel(work)
         if isinstance(work.exception(), Timeout):
             raise
         return wait_for(backend, work, peers, members, context, 0.0)
     except (Exception, KeyboardInterrupt):  # such as one that a handler of a signal raises
-        backend.cancel(work)
+        backend.messages.cancel(work)
         raise
 
 
@@ -126,7 +126,7 @@ def describe_peers(
     """
     # Not only the peers: a peer may itself wait for a rank that is stopped. The silent ranks are the cause.
     others = [rank for rank in members if rank != backend.rank and rank not in peers]
-    statuses = backend.ask([*peers, *others], Question(context, 0, 0), seconds)
+    statuses = backend.control.ask([*peers, *others], Question(context, 0, 0), seconds)
     known = [f"rank {peer}, which is {statuses[peer].text}" for peer in peers if peer in statuses]
     silent = [rank for rank in (*peers, *others) if rank not in statuses]
     late = [f"rank {peer}, which {silence(backend, peer, seconds)}" for peer in peers if peer in silent]

@@ -33,8 +33,8 @@ class ObjectCollectives(GroupBase):
             value: JSON-like.
             async_op, timeout: as in `all_reduce`.
         """
-        self._check_open()
-        return self._call(objects.all_gather_object(value), async_op, timeout)
+        self._runner.check_open()
+        return self._runner.call_packed(objects.all_gather_object(value), async_op, timeout)
 
     @overload
     def gather_object(
@@ -54,9 +54,9 @@ class ObjectCollectives(GroupBase):
             dst: Rank that gets the result.
             async_op, timeout: as in `all_reduce`.
         """
-        self._check_open()
+        self._runner.check_open()
         self._check_rank(dst, "dst")
-        return self._call(objects.gather_object(value, dst), async_op, timeout)
+        return self._runner.call_packed(objects.gather_object(value, dst), async_op, timeout)
 
     @overload
     def broadcast_object(
@@ -76,9 +76,9 @@ class ObjectCollectives(GroupBase):
             src: Rank of the value.
             async_op, timeout: As in `all_reduce`.
         """
-        self._check_open()
+        self._runner.check_open()
         self._check_rank(src, "src")
-        return self._call(objects.broadcast_object(value, src, self.rank == src), async_op, timeout)
+        return self._runner.call_packed(objects.broadcast_object(value, src, self.rank == src), async_op, timeout)
 
     @overload
     def scatter_object(
@@ -102,7 +102,7 @@ class ObjectCollectives(GroupBase):
             InvalidArgument: on rank `src`, `values` is no list.
             SizeMismatch: the list does not have one value per rank.
         """
-        self._check_open()
+        self._runner.check_open()
         self._check_rank(src, "src")
         if self.rank != src:
             values = None
@@ -113,4 +113,4 @@ class ObjectCollectives(GroupBase):
             raise SizeMismatch(
                 f"{self.world_size} values", got, f"scatter_object on its src, rank {src}", "one for each"
             )
-        return self._call(objects.scatter_object(values, src), async_op, timeout)
+        return self._runner.call_packed(objects.scatter_object(values, src), async_op, timeout)

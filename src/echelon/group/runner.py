@@ -1,55 +1,68 @@
-"""Runner of a group's collectives on one rank: numbers them, runs them, and revokes the group if one fails.
+"""Runner of a group's collectives on one rank: prepares, numbers and runs them, and revokes the group if one fails.
 
-Strategy. A collective takes the next sequence number of its group in the caller's thread. So ranks that make the same
-calls in the same order meet, independent of asynchronous operations in flight. Blocking collectives run in the caller's
-thread, asynchronous ones in the group's own lane. If a collective fails on one rank, the group is revoked on all ranks,
-so no rank waits for a rank that has given up.
+Strategy. A collective is prepared once: its arguments are checked, and the executor turns it into a function, which is
+kept under the arguments. So a later call like it goes straight to its number and its record.
+
+A collective takes the next sequence number of its group in the caller's thread. So ranks that make the same calls in
+the same order meet, independent of asynchronous operations in flight. Blocking collectives run in the caller's thread,
+asynchronous ones in the group's own lane. If a collective fails on one rank, the group is revoked on all ranks, so no
+rank waits for a rank that has given up.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from echelon._torch_private import wraps_new_tensors
+from echelon.arguments import check_seconds
+from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend
-from echelon.backends.memory import is_ordinary
-from echelon.backends.modes import announce_changes
-from echelon.backends.native import Call
-from echelon.backends.operators import Operator, operator
+from echelon.backends.collective import Collective, Run
+from echelon.backends.inherited import inherited_error
+from echelon.backends.memory import describe, is_ordinary, is_plain
+from echelon.backends.modes import announce_changes, overwrite
+from echelon.backends.operators import check_op
 from echelon.backends.work import Work
+from echelon.collectives.calls.coalesced import Packed
 from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, HangDiagnosis
-from echelon.collectives.calls.operations import Operation, write_out
-from echelon.collectives.calls.run import Channel
+from echelon.collectives.calls.plan_executor import PlanExecutor
 from echelon.collectives.plans.select import Selector
 from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of, without_frames
+from echelon.group.staging import Around, admit, nothing
 from echelon.operation_records import OperationRecord
 
-T = TypeVar("T")
+Seconds: TypeAlias = float | None
 
-_MAX_KNOWN = 256
+_MAX_PREPARED = 256
 # A wait may end this much before the collective that it waits for, if both began with the same timeout.
 _SLACK_SECONDS = 1.0
 
 
-class Known(NamedTuple):
-    """Validated all-reduce, for the fast path."""
+class Prepared(NamedTuple):
+    """Collective that was checked, with the function that runs it."""
 
     note: str
-    operator: Operator
+    encoded: bytes
+    """The note, for the signature."""
     num_bytes: int
+    run: Run
 
 
 class CollectiveRunner:
     """Runner of one group's collectives on one rank."""
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], context: int, name: str, selector: Selector) -> None:
+    def __init__(
+        self, backend: Backend, ranks: Sequence[int], context: int, name: str, selector: Selector, timeout: float
+    ) -> None:
         """Starts at operation 1.
 
         Args:
@@ -58,15 +71,21 @@ class CollectiveRunner:
             context: Number that separates this group's messages from those of other groups.
             name: Name of the group in errors.
             selector: Selector of the algorithms.
+            timeout: Default timeout of a call, in seconds.
         """
+        self.timeout = timeout
         self._backend = backend
+        self._recorder = backend.flight_recorder
+        self._clock = backend.flight_recorder.clock
+        self._now = backend.now
         self._ranks = ranks
-        self._rank = ranks.index(backend.rank)
         self._context = context
         self._name = name
-        self._selector = selector
-        self._native = backend.native_collectives(context, ranks)
-        backend.join(context, ranks)
+        native = backend.executor(context, ranks)
+        self.is_native = native is not None
+        """Whether the backend runs collectives itself, not by messages of a plan."""
+        self._executor = native or PlanExecutor(backend, ranks, context, selector)
+        backend.control.join(context, ranks)
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()
         self._sequence = 0
@@ -75,98 +94,182 @@ class CollectiveRunner:
         self._marks: tuple[str, ...] = ()
         # Errors of asynchronous operations that nobody has waited for yet, by sequence number; `close` raises them.
         self._unseen: dict[int, Exception] = {}
-        self._known: dict[tuple[str, torch.Size, torch.dtype], Known] = {}
+        self._prepared: dict[tuple[object, ...], Prepared] = {}
+        # Refers to no group: records outlive theirs.
+        self._watched_by = partial(_diagnosis, backend, ranks)
+        self.is_closed = False
+        """Whether the group is closed, or a forked child's copy."""
+        # Compared with the current process, to tell a forked child.
+        self._process = os.getpid()
 
-    def all_reduce_known(self, tensor: Tensor, op: str, timeout: float) -> bool:
-        """Fast path: runs an all-reduce whose arguments an earlier call validated. False if there was none.
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the rank's."""
+        return os.getpid() != self._process
 
-        Args:
-            tensor: Combined in place. May be anything: a value that is no ordinary tensor gives False.
-            op: The reduction.
-            timeout: As in `call`.
+    def check_open(self) -> None:
+        """Raises Closed if the group is closed, UnsupportedOp inside of FakeTensorMode or a transform of torch.func."""
+        if self.is_closed:
+            if self.is_inherited:
+                raise inherited_error(f"group {self._name!r} of rank {self._backend.rank}", self._process)
+            raise Closed(
+                f"group {self._name!r} of rank {self._backend.rank} is closed: make a new one with echelon.init()"
+            )
+        if wraps_new_tensors():
+            check_mode(f"group {self._name!r}")
+
+    def prepare(self, collective: Collective) -> Prepared:
+        """Returns a collective that is ready to run.
 
         Raises:
-            CollectiveMismatch, PeerFailed, Timeout, Closed: As in `call`.
+            UnsupportedOp: its reduction has no meaning for its dtype.
         """
-        # Small all-reduces are called over and over, so this skips the checks and the `Operation` of `call`.
-        native = self._native
-        if native is None or not isinstance(op, str) or not is_ordinary(tensor):
-            return False
-        if torch.is_inference_mode_enabled() or tensor.is_inference():
-            return False
-        known = self._known.get((op, tensor.shape, tensor.dtype))
-        if known is None:
-            return False
-        increment_version(tensor)
-        flight = self._begin(known.note, known.num_bytes)
-        # It runs at once in the caller's thread, so one look at the clock is enough for both times.
-        flight.begun = flight.started
-        watch = HangDiagnosis(self._backend, self._ranks, flight, flight.started)
-        call = Call(flight.sequence, known.note, flight.signature, flight.started + timeout, watch)
-        try:
-            native.all_reduce(call, tensor, known.operator)
-        except (Exception, KeyboardInterrupt) as error:
-            self._fail(error, watch, flight)
-        flight.end()
-        return True
-
-    def know_all_reduce(self, tensor: Tensor, op: str, note: str) -> None:
-        """Remembers validated arguments, so later calls skip validation."""
-        if self._native is not None and is_ordinary(tensor):
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[op, tensor.shape, tensor.dtype] = Known(note, operator(op, tensor.dtype), tensor.nbytes)
+        prepared = self._prepared.get(collective)
+        if prepared is None:
+            note = collective.note
+            prepared = Prepared(note, note.encode(), collective.num_bytes, self._executor.prepare(collective))
+            # Bounded, since a program may use ever new shapes.
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[collective] = prepared
+        return prepared
 
     def call(
         self,
-        operation: Operation[T],
-        async_op: bool,
-        timeout: float,
+        kind: str,
+        tensor: Tensor | None,
+        op: str = "",
+        root: int = -1,
+        in_splits: tuple[int, ...] | None = None,
+        out_splits: tuple[int, ...] | None = None,
+        *,
         out: Tensor | None = None,
-        changes: Sequence[Tensor] = (),
-    ) -> T | Work[T]:
+        async_op: bool = False,
+        timeout: Seconds = None,
+        writes: bool = False,
+        changes: bool = False,
+    ) -> Any:
         """Runs a collective here, or with `async_op` in the group's lane. If it fails, it fails on all ranks.
 
         Args:
-            operation: The collective.
-            async_op: Return a Work at once.
-            timeout: Seconds for the whole operation, from its start.
+            kind, op, root, in_splits, out_splits: As in `Collective`. The group is open, and `root` was checked.
+            tensor: This rank's tensor. None if it has none.
             out: Overwritten with the result and returned. None: the result itself is returned.
-            changes: Other tensors of the user that the operation overwrites.
+            async_op: Return a Work at once.
+            timeout: Seconds for the whole operation, from its start. None: the group's.
+            writes: Whether the collective overwrites `tensor` on this rank.
+            changes: Whether autograd is told that `tensor` changes, which holds for all that it overwrites.
 
         Raises:
             RuntimeError: torch does not allow a tensor to be overwritten. Nothing was sent, and the group stays usable.
+            UnsupportedOp: the tensor cannot be moved. Nothing was sent.
             CollectiveMismatch, PeerFailed, Timeout, Closed: it could not be finished, and the group is revoked.
             SizeMismatch: `out` does not fit the result. The group stays usable.
         """
-        # Before the operation takes a number: an error of torch here must not leave the ranks out of step.
+        # Fast path: all that the checks below look at is in the key, or in what `is_ordinary` says.
+        if (
+            (not wraps_new_tensors() if tensor is None else is_ordinary(tensor))
+            and (out is None or is_ordinary(out))
+            and isinstance(op, str)
+            and not (async_op or self.is_closed)
+        ):
+            shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+            prepared = self._prepared.get((kind, shape, dtype, op, root, in_splits, out_splits, ""))
+            if prepared is not None:
+                # Before the operation takes a number: an error here must not leave the ranks out of step.
+                seconds = self.timeout if timeout is None else check_seconds(timeout)
+                if tensor is not None and (changes or writes):
+                    increment_version(tensor)
+                if out is not None:
+                    increment_version(out)
+                record = self._begin(prepared)
+                record.begun = record.started
+                return self._run(prepared, record, tensor, out, seconds, None)
+        prepared, values, around = self._check(kind, tensor, op, root, in_splits, out_splits, out, writes)
+        changed = [tensor] if tensor is not None and (changes or writes) else []
+        return self.start(prepared, values, out, async_op, timeout, changed, around)
+
+    def _check(
+        self,
+        kind: str,
+        tensor: Tensor | None,
+        op: str,
+        root: int,
+        in_splits: tuple[int, ...] | None,
+        out_splits: tuple[int, ...] | None,
+        out: Tensor | None,
+        writes: bool,
+    ) -> tuple[Prepared, Tensor | None, Around | None]:
+        """Checks the tensors of a call. Returns the prepared collective, the tensor for it, and the steps around it."""
+        self.check_open()
+        values, around = admit(self._backend, kind, tensor, out, writes=writes)
+        shape, dtype = (None, None) if values is None else (values.shape, values.dtype)
+        name = check_op(op) if op else op
+        collective = Collective(kind, shape, dtype, name, root, in_splits, out_splits)
+        prepared = self.prepare(collective)
+        if name is not op and isinstance(op, str):
+            # The same under torch's spelling of the reduction.
+            self._prepared[collective._replace(op=op)] = prepared
+        return prepared, values, around
+
+    def call_packed(
+        self,
+        packed: Packed,
+        async_op: bool,
+        timeout: Seconds,
+        changes: Sequence[Tensor] = (),
+        around: Around | None = None,
+    ) -> Any:
+        """Runs a collective that values were packed into; otherwise as `call`.
+
+        Args:
+            packed: The collective.
+            async_op, timeout: As in `call`.
+            changes: The user's tensors that it overwrites.
+            around: Steps in place of `unpack`.
+        """
+        prepared = self.prepare(packed.collective)
+        return self.start(
+            prepared, packed.tensor, None, async_op, timeout, changes, around or Around(nothing, packed.unpack)
+        )
+
+    def start(
+        self,
+        prepared: Prepared,
+        tensor: Tensor | None,
+        out: Tensor | None,
+        async_op: bool,
+        timeout: Seconds,
+        changes: Sequence[Tensor] = (),
+        around: Around | None = None,
+    ) -> Any:
+        """Runs a prepared collective on a tensor that was checked; otherwise as `call`.
+
+        `changes` are the user's tensors that it overwrites beside `out`.
+        """
+        timeout = self.timeout if timeout is None else check_seconds(timeout)
         if out is not None:
             changes = (*changes, out)
         if changes:
             announce_changes(changes)
-        flight = self._begin(operation.note, operation.num_bytes)
+        record = self._begin(prepared)
         if not async_op:
             if not torch.is_inference_mode_enabled():
-                return self._run(operation, flight, timeout, out)
+                return self._run(prepared, record, tensor, out, timeout, around)
             # Scratch tensors made in inference mode could not be used outside of it.
             with torch.inference_mode(False):
-                return self._run(operation, flight, timeout, out)
-        attempt: Callable[[], T] = partial(self._run, operation, flight, timeout, out)
+                return self._run(prepared, record, tensor, out, timeout, around)
+        attempt: Callable[[], Any] = partial(self._run, prepared, record, tensor, out, timeout, around)
         aside = self._backend.aside(self._context)
         if aside is not None:
             attempt = partial(aside.queued, attempt)
-        work = self._backend.start(partial(self._beside, attempt, flight), str(flight), self._context)
+        work: Work[Any] = self._backend.lanes.start(partial(self._beside, attempt, record), str(record), self._context)
         work.overwrites(changes)
         if aside is not None:
             work.when_taken(aside.join)
-        work.when_seen(lambda: self._unseen.pop(flight.sequence, None))
-        work.lateness = Lateness(self._backend, self._ranks, timeout, lambda: flight)
+        work.when_seen(lambda: self._unseen.pop(record.sequence, None))
+        work.lateness = Lateness(self._backend, self._ranks, timeout, lambda: record)
         return work
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the backend runs collectives itself, not by messages of a plan."""
-        return self._native is not None
 
     def mark(self, note: str) -> None:
         """Adds a call without messages, which all ranks must make as well, to the signature."""
@@ -180,65 +283,68 @@ class CollectiveRunner:
         for sequence in sorted(self._unseen):
             raise self._unseen.pop(sequence)
 
-    def _begin(self, note: str, num_bytes: int) -> OperationRecord:
+    def _begin(self, prepared: Prepared) -> OperationRecord:
         with self._numbering:
-            self._sequence += 1
+            self._sequence = sequence = self._sequence + 1
             # The signature is a checksum of all calls so far, so a difference shows in every later operation too.
-            self._signature = signature = zlib.crc32(note.encode(), self._signature)
+            self._signature = signature = zlib.crc32(prepared.encoded, self._signature)
             marks, self._marks = self._marks, ()
-            return self._backend.flight_recorder.begin(
-                self._name, self._context, self._sequence, signature, note, num_bytes, marks
+            return self._recorder.begin(
+                self._name,
+                self._context,
+                sequence,
+                signature,
+                prepared.note,
+                prepared.num_bytes,
+                marks,
+                self._watched_by,
             )
 
-    def _run(self, operation: Operation[T], flight: OperationRecord, timeout: float, out: Tensor | None) -> T:
-        backend = self._backend
-        flight.begun = begun = backend.now()
-        watch = HangDiagnosis(backend, self._ranks, flight, begun)
-        call = Call(flight.sequence, flight.operation, flight.signature, begun + timeout, watch)
+    def _run(
+        self,
+        prepared: Prepared,
+        record: OperationRecord,
+        tensor: Tensor | None,
+        out: Tensor | None,
+        timeout: float,
+        around: Around | None,
+    ) -> Any:
+        if record.begun is None:
+            record.begun = self._now()
+        record.deadline = record.begun + timeout
         try:
-            # Without no_grad, which costs 1.5 us to enter: native collectives get detached tensors only.
-            if self._native is not None:
-                result = operation.native(self._native, call)
+            if around is None:
+                result = prepared.run(record, tensor, out)
             else:
-                with torch.no_grad():
-                    result = operation.act(self._channel(call, watch))
+                around.before()
+                result = around.after(prepared.run(record, tensor, out))
         except (Exception, KeyboardInterrupt) as error:
-            self._fail(error, watch, flight)
+            self._fail(error, record)
         # Ended before the result is written: an `out` that does not fit is an error of this rank alone.
-        flight.end()
-        return result if out is None else cast("T", write_out(out, cast("Tensor", result), operation.note))
+        record.ended = self._clock()
+        record.watched_by = None
+        return result if out is None else _write_out(out, result, prepared.note)
 
-    def _fail(self, error: BaseException, watch: HangDiagnosis, flight: OperationRecord) -> NoReturn:
+    def _fail(self, error: BaseException, record: OperationRecord) -> NoReturn:
         """Ends an operation on all ranks and raises the reason."""
-        told = self._give_up(error, watch, f"rank {self._backend.rank} in {flight}")
-        flight.end(told)
+        watch = _diagnosis(self._backend, self._ranks, record)
+        told = self._give_up(error, watch, f"rank {self._backend.rank} in {record}")
+        record.end(told)
+        record.watched_by = None
         if told is error:
             raise error
         raise told from without_frames(error)
 
-    def _channel(self, call: Call, watch: HangDiagnosis) -> Channel:
-        return Channel(
-            self._backend,
-            self._ranks,
-            self._rank,
-            self._context,
-            call.sequence,
-            call.note,
-            call.deadline,
-            self._selector,
-            watch,
-        )
-
-    def _beside(self, attempt: Callable[[], T], flight: OperationRecord) -> T:
+    def _beside(self, attempt: Callable[[], Any], record: OperationRecord) -> Any:
         try:
             return attempt()
         except Closed as error:
             # The backend's error does not know which operation it ended.
-            closed = Closed(f"{flight} was still under way when rank {self._backend.rank} closed: wait for it before")
-            self._unseen[flight.sequence] = closed
+            closed = Closed(f"{record} was still under way when rank {self._backend.rank} closed: wait for it before")
+            self._unseen[record.sequence] = closed
             raise closed from error
         except Exception as error:
-            self._unseen[flight.sequence] = error
+            self._unseen[record.sequence] = error
             raise
 
     def _give_up(self, error: BaseException, watch: HangDiagnosis, operation: str) -> BaseException:
@@ -251,7 +357,7 @@ class CollectiveRunner:
         failure = told
         if not isinstance(failure, PeerFailed | CollectiveMismatch):
             failure = failure_of(told, self._backend.rank)
-        first = self._backend.revoke(self._context, self._ranks, failure)
+        first = self._backend.control.revoke(self._context, self._ranks, failure)
         # The first cause on any rank explains more than a PeerFailed here, which may be its consequence.
         if isinstance(first, CollectiveMismatch) or isinstance(told, PeerFailed):
             return first.noticed_by(operation)
@@ -285,8 +391,8 @@ class Lateness:
         0 if it has not begun, or if its timeout is more than 1 s away.
         """
         # Its own error says more than that of the wait: it has queried all ranks.
-        flight = self._find()
-        begun = None if flight is None else flight.begun
+        record = self._find()
+        begun = None if record is None else record.begun
         if begun is None:
             return 0.0
         left = begun + self._timeout - self._backend.now()
@@ -294,14 +400,18 @@ class Lateness:
 
     def describe_peers(self, seconds: float) -> Timeout:
         """Queries all ranks of the group and returns an error that describes them. Blocks for at most 2 s."""
-        flight = self._find()
-        if flight is None:
+        record = self._find()
+        if record is None:
             return Timeout("no collective of this work is under way")
-        begun = flight.started if flight.begun is None else flight.begun
+        begun = record.started if record.begun is None else record.begun
         try:
-            return HangDiagnosis(self._backend, self._ranks, flight, begun).timeout(min(seconds, ANSWER_SECONDS))
+            return HangDiagnosis(self._backend, self._ranks, record, begun).timeout(min(seconds, ANSWER_SECONDS))
         except CollectiveMismatch as mismatch:
             return Timeout(str(mismatch))
+
+
+def _diagnosis(backend: Backend, ranks: Sequence[int], record: OperationRecord) -> HangDiagnosis:
+    return HangDiagnosis(backend, ranks, record, record.started if record.begun is None else record.begun)
 
 
 def _explained(error: BaseException, watch: HangDiagnosis, operation: str) -> BaseException:
@@ -320,3 +430,18 @@ def _explained(error: BaseException, watch: HangDiagnosis, operation: str) -> Ba
     if isinstance(error, PeerFailed) and error.has_closed:
         return watch.departure(error)
     return error
+
+
+def _write_out(out: Tensor, result: Tensor, note: str) -> Tensor:
+    """Copies a result into the caller's `out`, unless it is there already, and returns `out`.
+
+    Raises:
+        SizeMismatch: `out` has another shape or dtype.
+    """
+    if result is out:
+        return out
+    if out.shape != result.shape or out.dtype != result.dtype:
+        raise SizeMismatch(describe(result.shape, result.dtype), describe(out.shape, out.dtype), f"{note}, out=")
+    if result.data_ptr() != out.data_ptr() or not is_plain(out):
+        overwrite(out, result)
+    return out

@@ -1,4 +1,4 @@
-"""Host staging of collectives on GPU tensors that the backend cannot move: copies to the host's memory and back.
+"""Admission of the tensors of a collective, and host staging of GPU tensors that the backend cannot move.
 
 By default such a tensor is an error. ECHELON_ENABLE_GPU_FALLBACK=1 allows the copies. Every such call logs a warning:
 staging is slow, and a benchmark must not use it by accident.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from echelon.arguments import named
+from echelon.backends.admission import check_values
+from echelon.backends.base import Backend
 from echelon.backends.host_copies import HostCopy
-from echelon.backends.native import Call, NativeCollectives
-from echelon.collectives.calls.operations import Operation
-from echelon.collectives.calls.run import Channel
-from echelon.errors import LaunchError, UnsupportedOp
+from echelon.backends.memory import check_dense, check_writable, plain, wrong_device
+from echelon.backends.modes import normal_mode, outside_autograd, overwrite
+from echelon.errors import InvalidArgument, LaunchError, UnsupportedOp
 
 logger = logging.getLogger("echelon")
 
@@ -41,7 +43,7 @@ def fallback_is_on(environ: Mapping[str, str]) -> bool:
     return text in ON
 
 
-def check_away(tensor: Tensor, what: str, backend: str, environ: Mapping[str, str] = os.environ) -> None:
+def check_fallback(tensor: Tensor, what: str, backend: str, environ: Mapping[str, str] = os.environ) -> None:
     """Logs a warning that a call stages its tensor on the host. Raises if that is not allowed.
 
     Args:
@@ -68,83 +70,115 @@ def check_away(tensor: Tensor, what: str, backend: str, environ: Mapping[str, st
     )
 
 
-S = TypeVar("S")
-T = TypeVar("T")
+class Around(NamedTuple):
+    """Steps around a collective, in the thread that runs it."""
+
+    before: Callable[[], object]
+    """Called first, such as to wait for a copy on the host."""
+    after: Callable[[Any], Any]
+    """Maps the result."""
 
 
-def here(tensor: Tensor, away: HostCopy | None) -> Tensor:
-    """Returns the tensor itself, or its host copy, whose values may still be in flight."""
-    return tensor if away is None else away.tensor
+_OF_ROWS = frozenset({"all_gather", "gather", "all_to_all"})
 
 
-def in_place(
-    operation: Operation[Tensor], tensor: Tensor, away: HostCopy | None, *, writes: bool = True
-) -> Operation[Tensor]:
-    """Wraps an operation on a host copy: waits for the copy, runs it, and copies the result back into `tensor`.
+def admit(
+    backend: Backend, kind: str, tensor: Tensor | None, out: Tensor | None, *, writes: bool
+) -> tuple[Tensor | None, Around | None]:
+    """Checks the tensors of a collective.
 
-    Without `writes` the rank gets no result, and `tensor` is returned unchanged.
+    Args:
+        backend: Backend of the group.
+        kind: The collective.
+        tensor: This rank's tensor.
+        out: The user's place for the result.
+        writes: Whether the collective overwrites `tensor`.
+
+    Returns:
+        The tensor for the executor: ordinary, and on a device that the backend can move. Steps around the collective,
+        if there are any.
+
+    Raises:
+        UnsupportedOp: a tensor cannot be moved, or not be written.
+        LaunchError: as `check_fallback`.
     """
-    if away is None:
-        return operation
-    return _around(operation, away.wait, lambda found: away.copy_back(found, tensor) if writes else tensor)
+    if tensor is None and kind in ("scatter", "barrier"):
+        if out is not None:
+            check_out(backend, out, kind)
+        return None, None
+    # Raises for None too.
+    is_here = check_dense(cast("Tensor", tensor), backend.devices, kind)
+    assert tensor is not None
+    if writes:
+        check_writable(tensor, kind)
+    if out is not None:
+        check_out(backend, out, kind)
+    if not is_here:
+        return _staged(to_host(backend, tensor, kind), kind, tensor, out, writes)
+    # The memory of a lazy conjugate or negative does not hold the values.
+    with normal_mode():
+        values = plain(tensor) if tensor.is_conj() or tensor.is_neg() else outside_autograd(tensor)
+    if kind in IN_PLACE and values is not tensor:
+        return values, Around(nothing, lambda result: _written_back(tensor, result, writes))
+    return values.reshape(1) if kind in _OF_ROWS and not values.dim() else values, None
 
 
-def on_device(operation: Operation[T], away: HostCopy | None, out: Tensor | None = None) -> Operation[T]:
-    """Wraps an operation on a host copy: waits for the copy, runs it, and copies the result to `out` or the device.
+IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast"})
+"""Collectives that return their tensor."""
 
-    A result for an `out` on the CPU stays on the host. A result that does not fit `out` goes to a new tensor.
-    """
-    if away is None:
-        return operation
 
-    def finish(found: T) -> T:
+def _written_back(tensor: Tensor, result: Tensor, writes: bool) -> Tensor:
+    if writes and (result.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg()):
+        overwrite(tensor, result)
+    return tensor
+
+
+def _staged(copy: HostCopy, kind: str, tensor: Tensor, out: Tensor | None, writes: bool) -> tuple[Tensor, Around]:
+    def after(found: Any) -> Any:
+        if kind in IN_PLACE:
+            return copy.copy_back(found, tensor) if writes else tensor
+        # A result for an `out` on the CPU stays on the host.
         if not isinstance(found, Tensor) or (out is not None and out.is_cpu):
             return found
-        # A result that does not fit raises SizeMismatch later, in `write_out`.
+        # A result that does not fit goes to a new tensor, and raises SizeMismatch later.
         fits = out is not None and (out.shape, out.dtype) == (found.shape, found.dtype)
-        return away.copy_back(found, out if fits else None)  # type: ignore[return-value]
+        return copy.copy_back(found, out if fits else None)
 
-    return _around(operation, away.wait, finish)
-
-
-class Copies:
-    """Tensors of one call, with host copies of the tensors that the backend cannot move."""
-
-    def __init__(self, tensors: Sequence[Tensor], away: Mapping[int, HostCopy]) -> None:
-        """Takes over the host copies of some tensors, by their index."""
-        self._away = away
-        self.tensors = [here(tensor, away.get(number)) for number, tensor in enumerate(tensors)]
-        """The tensors, or their host copies, whose values may still be in flight."""
-
-    def around(self, operation: Operation[S], finish: Callable[[S], T]) -> Operation[T]:
-        """Wraps an operation: waits for the host copies, runs it, and maps its result."""
-        return _around(operation, self._wait, finish)
-
-    def copy_back(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the results on the devices of the original tensors, as new tensors where a copy is needed."""
-        return [
-            self._away[number].copy_back(result, None) if number in self._away else result
-            for number, result in enumerate(results)
-        ]
-
-    def copy_back_into(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies the values of the host copies back into the original tensors, and returns the tensors."""
-        for number, landing in self._away.items():
-            landing.copy_back(landing.tensor, tensors[number])
-        return list(tensors)
-
-    def _wait(self) -> None:
-        for landing in self._away.values():
-            landing.wait()
+    values = copy.tensor
+    return values.reshape(1) if kind in _OF_ROWS and not values.dim() else values, Around(copy.wait, after)
 
 
-def _around(operation: Operation[S], before: Callable[[], object], after: Callable[[S], T]) -> Operation[T]:
-    def act(channel: Channel) -> T:
-        before()
-        return after(operation.act(channel))
+def to_host(backend: Backend, tensor: Tensor, what: str, *, number: int | None = None, warns: bool = True) -> HostCopy:
+    """Starts to copy a tensor of a device that the backend cannot move to the host.
 
-    def native(collectives: NativeCollectives, call: Call) -> T:
-        before()
-        return after(operation.native(collectives, call))
+    Args:
+        backend: Backend of the group.
+        tensor: The tensor.
+        what: The collective.
+        number: Which one of several it is.
+        warns: Whether to log a warning; once for a call is enough.
 
-    return Operation(operation.note, act, native, operation.num_bytes)
+    Raises:
+        UnsupportedOp: such a device has no copies, or they are not allowed.
+        LaunchError: as `check_fallback`.
+    """
+    if not backend.host_copies.handles(tensor):
+        raise wrong_device(tensor, backend.devices, what if number is None else f"{what}, tensor {number}")
+    if warns:
+        check_fallback(tensor, what, backend.name)
+    return backend.host_copies.to_host(tensor)
+
+
+def check_out(backend: Backend, out: object, what: str) -> None:
+    """Raises InvalidArgument or UnsupportedOp if no result can be written into `out`."""
+    # The shape of the result may be known only after the collective, so it is compared then.
+    if not isinstance(out, Tensor):
+        raise InvalidArgument(f"out is {named(out)}: pass one tensor for the whole result, or leave it out")
+    check_values(out, f"{what}(out=)", takes_meta=True)
+    if out.is_meta and not backend.host_copies.handles(out):
+        raise wrong_device(out, backend.devices, f"{what}(out=)")
+    check_writable(out, f"{what}(out=)")
+
+
+def nothing() -> None:
+    """Step before a collective that has nothing to wait for."""

@@ -1,42 +1,129 @@
 """Collectives of torch's process group interface, each mapped to one of Echelon's. Ranks are group ranks.
 
-Every method has the name and the arguments of torch's calls, from Python (`torch.distributed`) and from C++ (DDP,
-functional collectives). A name assigned below a method is its name in torch before 2.13.
+Each function has the arguments of torch's call, from Python (`torch.distributed`) and from C++ (DDP, functional
+collectives), after the runner of the group. `COLLECTIVES` has torch's names. All ranks call them in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] # public, by its __all__
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch.distributed import ReduceOp
+from torch.distributed import Work as TorchWork
 
+from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.interop.devices import by_device
-from echelon.interop.reductions import Reduction
-from echelon.interop.running import Running
-from echelon.interop.tensors import count_change, deal, flat, joined, only, put, writable
+from echelon.interop.tensors import Tensors, count_change, deal, deal_all, flat, joined, only, writable
+from echelon.interop.works import Options, Runner
+
+
+class RootOptions(Options, Protocol):
+    """Options of a collective with a root."""
+
+    rootRank: int  # noqa: N815
+
+
+class ReduceOptions(Options, Protocol):
+    """Options of a reduction."""
+
+    reduceOp: ReduceOp  # noqa: N815
+
+
+class RootReduceOptions(RootOptions, ReduceOptions, Protocol):
+    """Options of a reduction with a root."""
+
+
+# Reductions
+
+_NAMES = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+    ReduceOp.PREMUL_SUM: "sum",
+}
+# Arithmetic on torch.bool as bitwise operations: True + True is True.
+_OF_TRUTHS = {"sum": "bor", "product": "band", "max": "bor", "min": "band"}
+
+
+class Reduction(NamedTuple):
+    """Reduction in Echelon's terms, with a factor before and a divisor after it."""
+
+    op: str
+    """Name of Echelon's op."""
+    factor: float | Tensor | None = None
+    """Factor of this rank's tensor (PREMUL_SUM). None: no factor."""
+    divisor: int | None = None
+    """Number of ranks, for a mean of integers, which is rounded towards zero as NCCL's. None: no division."""
+
+    @classmethod
+    def of(cls, runner: Runner, opts: ReduceOptions | None, tensors: Tensors) -> Reduction:
+        """Returns Echelon's counterpart of torch's ReduceOp, for some tensors.
+
+        Raises:
+            UnsupportedOp: Echelon has no counterpart, or the dtypes need different ops.
+        """
+        reduce_op = ReduceOp(ReduceOp.SUM) if opts is None else opts.reduceOp
+        kind = reduce_op.op  # type: ignore[attr-defined] # missing in its stub
+        if kind not in _NAMES:
+            raise UnsupportedOp(f"{kind}: use one of {', '.join(op.name for op in _NAMES)}")
+        if kind == ReduceOp.PREMUL_SUM and release(torch.__version__) < (2, 13):
+            raise UnsupportedOp("PREMUL_SUM: torch before 2.13 hides its factor: multiply the tensor, and use SUM")
+        ops = {_op_for(_NAMES[kind], tensor.dtype) for tensor in tensors} or {"sum"}
+        if len(ops) > 1:
+            raise UnsupportedOp(f"{kind} of tensors of different dtypes at once: call it for each dtype")
+        (op,) = ops
+        factor = reduce_op.factor if kind == ReduceOp.PREMUL_SUM else None
+        return cls(op, factor, runner.group.world_size if kind == ReduceOp.AVG and op == "sum" else None)
+
+    def prepare(self, tensor: Tensor) -> Tensor:
+        """Returns this rank's flat input: the tensor's own memory if it is contiguous and has no factor."""
+        values = flat(tensor)
+        return values if self.factor is None else values * self.factor
+
+    def finish(self, total: Tensor, into: Tensor) -> list[Tensor]:
+        """Writes the reduced values into the user's tensor. Returns the tensor."""
+        if self.divisor is not None:
+            total.div_(self.divisor, rounding_mode="trunc")
+        return deal(total, [into], "reduce_scatter")
+
+    def finish_all(self, totals: Tensors, into: Tensors) -> list[Tensor]:
+        """Writes many reduced values into the user's tensors. Returns the tensors."""
+        return [tensor for pair in zip(totals, into, strict=True) for tensor in self.finish(*pair)]
+
+
+def _op_for(name: str, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        name = _OF_TRUTHS.get(name, name)
+    return "sum" if name == "mean" and not (dtype.is_floating_point or dtype.is_complex) else name
+
+
+def allreduce(runner: Runner, tensors: Tensors, opts: ReduceOptions | None = None) -> TorchWork:
+    """Reduces one tensor over all ranks, in place."""
+    tensor = only(tensors, "all_reduce")
+    reduction = Reduction.of(runner, opts, tensors)
+    if tensor.layout != torch.strided:
+        entries = partial(runner.group.all_gather_coalesced, _entries(tensor, reduction))
+        return runner.run(entries, partial(_put_sum, tensor, reduction, runner.group.world_size), opts)
+    writable(tensors, "all_reduce")
+    call = partial(runner.group.all_reduce, reduction.prepare(tensor), reduction.op)
+    return runner.run(call, partial(reduction.finish, into=tensor), opts)
+
 
 # All-reduce of sparse tensors, which Echelon's collectives do not support: every rank gathers the entries of all.
 # Ranks may have entries at different indices, and any number of them. Only sums work this way: a missing entry is zero,
 # which a sum can skip and a minimum cannot.
 
 
-def entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
+def _entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
     """Returns the indices (one a row) and the values of a sparse COO tensor, to be gathered.
 
     Raises:
@@ -51,268 +138,211 @@ def entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
     return [own.indices().t().contiguous(), own.values()]
 
 
-def put_sum(gathered: Sequence[Tensor], tensor: Tensor, reduction: Reduction, num_ranks: int) -> Tensor:
-    """Writes the sum (or mean) of all ranks' entries into a sparse tensor and returns it."""
+def _put_sum(tensor: Tensor, reduction: Reduction, num_ranks: int, gathered: Tensors) -> list[Tensor]:
+    """Writes the sum (or mean) of all ranks' entries into a sparse tensor. Returns the tensor."""
     places, values = gathered
     total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=True).coalesce()
     with torch.no_grad():  # detach() would make another sparse tensor
-        return tensor.copy_(total / num_ranks if reduction.op == "mean" else total)
+        return [tensor.copy_(total / num_ranks if reduction.op == "mean" else total)]
 
 
-class Collectives(Running):
-    """Collectives of a torch group: all ranks call them in the same order. Each returns its `dist.Work`."""
-
-    # Reductions
-
-    @partial(by_device, takes_sparse=True)
-    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> dist.Work:
-        """Reduces one tensor over all ranks, in place."""
-        tensor, opts = only(tensors, "all_reduce"), opts or AllreduceOptions()
-        reduction = Reduction.of(opts.reduceOp, tensor.dtype)
-        if tensor.layout != torch.strided:
-            gather = partial(self.group.all_gather_coalesced, entries(tensor, reduction))
-            return self._run(gather, lambda came: [put_sum(came, tensor, reduction, self.group.world_size)], opts)
-        writable([tensor], "all_reduce")
-        call = partial(self.group.all_reduce, reduction.prepare(tensor), reduction.op)
-        return self._run(call, lambda total: [self._finish(reduction, total, tensor)], opts)
-
-    @by_device
-    def allreduce_coalesced(
-        self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None
-    ) -> dist.Work:
-        """Reduces many tensors over all ranks, in place."""
-        opts = opts or AllreduceCoalescedOptions()
-        reductions = Reduction.of_all(opts.reduceOp, tensors)
-        writable(tensors, "all_reduce_coalesced")
-        values = [reduction.prepare(tensor) for reduction, tensor in zip(reductions, tensors, strict=True)]
-        call = partial(self.group.all_reduce_coalesced, values, reductions[0].op if reductions else "sum")
-        return self._run(call, lambda totals: self._finish_all(reductions, totals, tensors), opts)
-
-    @by_device
-    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions | None = None) -> dist.Work:
-        """Reduces one tensor over all ranks, in place on the root."""
-        tensor, opts = only(tensors, "reduce"), opts or ReduceOptions()
-        reduction = Reduction.of(opts.reduceOp, tensor.dtype)
-        call = partial(self.group.reduce, reduction.prepare(tensor), opts.rootRank, reduction.op)
-        is_root = self.group.rank == opts.rootRank
-        if is_root:
-            writable([tensor], "reduce")
-        return self._run(call, lambda total: [self._finish(reduction, total, tensor) if is_root else tensor], opts)
-
-    @by_device
-    def reduce_scatter(
-        self,
-        output_tensors: Sequence[Tensor],
-        input_tensors: Sequence[Sequence[Tensor]],
-        opts: ReduceScatterOptions | None = None,
-    ) -> dist.Work:
-        """Reduces a list of tensors, one per rank, over all ranks. Each rank gets its own."""
-        output, opts = (
-            only(writable(output_tensors, "reduce_scatter"), "reduce_scatter"),
-            opts or ReduceScatterOptions(),
-        )
-        (inputs,) = input_tensors
-        sizes = [tensor.numel() for tensor in inputs]
-        # Echelon's reduce_scatter takes equal parts only. Others are all reduced, and this rank keeps its own.
-        if len(set(sizes)) <= 1:
-            return self._reduce_scatter(output, joined(inputs), opts)
-        reduction = Reduction.of(opts.reduceOp, output.dtype)
-        values = reduction.prepare(joined(inputs))
-        mine = slice(sum(sizes[: self.group.rank]), sum(sizes[: self.group.rank + 1]))
-        call = partial(self.group.all_reduce, values, reduction.op)
-        return self._run(call, lambda total: [self._finish(reduction, total[mine], output)], opts)
-
-    @by_device
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
-    ) -> dist.Work:
-        """Reduces a tensor over all ranks. Each rank gets its part."""
-        opts = opts or ReduceScatterOptions()
-        writable([output], "reduce_scatter")
-        return self._reduce_scatter(output, flat(input), opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def _reduce_scatter(self, output: Tensor, values: Tensor, opts: ReduceScatterOptions) -> dist.Work:
-        if values.numel() != output.numel() * self.group.world_size:
-            expected = f"{self.group.world_size} times the {output.numel()} elements of the output"
-            raise SizeMismatch(expected, values.numel(), "reduce_scatter", "give one part for each rank")
-        reduction = Reduction.of(opts.reduceOp, output.dtype)
-        call = partial(self.group.reduce_scatter, reduction.prepare(values), reduction.op, flat(output))
-        return self._run(call, lambda total: [self._finish(reduction, total, output)], opts)
-
-    @by_device
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions | None = None
-    ) -> dist.Work:
-        """Reduces many tensors over all ranks. Each rank gets its part of each."""
-        opts = opts or ReduceScatterOptions()
-        reductions = Reduction.of_all(opts.reduceOp, inputs)
-        writable(outputs, "reduce_scatter_coalesced")
-        values = [reduction.prepare(tensor) for reduction, tensor in zip(reductions, inputs, strict=True)]
-        call = partial(self.group.reduce_scatter_coalesced, values, reductions[0].op if reductions else "sum")
-        return self._run(call, lambda totals: self._finish_all(reductions, totals, outputs), opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _finish(self, reduction: Reduction, total: Tensor, into: Tensor) -> Tensor:
-        """Writes the result of a reduction into the user's tensor and returns the tensor."""
-        if total.numel() != into.numel():
-            raise SizeMismatch(f"{total.numel()} elements of output", into.numel(), "reduce_scatter")
-        return put(reduction.finish(total, self.group.world_size), into)
-
-    def _finish_all(
-        self, reductions: Sequence[Reduction], totals: Sequence[Tensor], into: Sequence[Tensor]
-    ) -> list[Tensor]:
-        return [self._finish(*each) for each in zip(reductions, totals, into, strict=True)]
-
-    # Moving tensors
-
-    @by_device
-    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions | None = None) -> dist.Work:
-        """Overwrites one tensor on every rank with the root's."""
-        tensor, opts = only(tensors, "broadcast"), opts or BroadcastOptions()
-        if self.group.rank != opts.rootRank:
-            writable([tensor], "broadcast")
-        else:
-            count_change([tensor])  # the tensor stays, but the program then fails on this rank as on the others
-        call = partial(self.group.broadcast, flat(tensor), opts.rootRank)
-        return self._run(call, lambda values: [put(values, tensor)], opts)
-
-    @by_device
-    def allgather(
-        self,
-        output_tensors: Sequence[Sequence[Tensor]],
-        input_tensors: Sequence[Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> dist.Work:
-        """Gathers the tensors of all ranks into a list, on every rank. Their numbers of elements may differ."""
-        tensor, opts = only(input_tensors, "all_gather"), opts or AllgatherOptions()
-        (outputs,) = output_tensors
-        writable(outputs, "all_gather")
-        call = partial(self.group.all_gather, flat(tensor))
-        return self._run(call, lambda rows: deal(rows, outputs, "all_gather"), opts)
-
-    @by_device
-    def allgather_coalesced(
-        self,
-        output_lists: Sequence[Sequence[Tensor]],
-        input_list: Sequence[Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> dist.Work:
-        """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
-        opts = opts or AllgatherOptions()
-        places = [writable(each, "all_gather_coalesced") for each in zip(*output_lists, strict=True)]
-        call = partial(self.group.all_gather_coalesced, [flat(tensor) for tensor in input_list])
-        return self._run(call, lambda rows: _deal_all(rows, places), opts)
-
-    @by_device
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
-        """Gathers the tensors of all ranks into one, on every rank."""
-        opts = opts or AllgatherOptions()
-        writable([output], "all_gather")
-        call = partial(self.group.all_gather, flat(input), flat(output))
-        return self._run(call, lambda rows: [put(rows, output)], opts)
-
-    _allgather_base = all_gather_single
-
-    @by_device
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
-    ) -> dist.Work:
-        """Gathers many tensors of all ranks, each into one, on every rank."""
-        opts = opts or AllgatherOptions()
-        writable(outputs, "all_gather_coalesced")
-        call = partial(self.group.all_gather_coalesced, [flat(tensor) for tensor in inputs])
-        return self._run(call, lambda rows: _deal_all(rows, [[output] for output in outputs]), opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    @by_device
-    def gather(
-        self,
-        output_tensors: Sequence[Sequence[Tensor]],
-        input_tensors: Sequence[Tensor],
-        opts: GatherOptions | None = None,
-    ) -> dist.Work:
-        """Gathers the tensors of all ranks into a list, on the root."""
-        tensor, opts = only(input_tensors, "gather"), opts or GatherOptions()
-        outputs = writable(output_tensors[0], "gather") if output_tensors else []
-        call = partial(self.group.gather, flat(tensor), opts.rootRank)
-        return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
-
-    @by_device
-    def gather_single(self, output: Tensor, input: Tensor, opts: GatherOptions | None = None) -> dist.Work:
-        """Gathers the tensors of all ranks into one, on the root. torch calls it since 2.14."""
-        opts = opts or GatherOptions()
-        outputs = [output] if self.group.rank == opts.rootRank else []
-        call = partial(self.group.gather, flat(input), opts.rootRank)
-        return self._run(call, lambda rows: [] if rows is None else deal(rows, outputs, "gather"), opts)
-
-    @by_device
-    def scatter(
-        self,
-        output_tensors: Sequence[Tensor],
-        input_tensors: Sequence[Sequence[Tensor]],
-        opts: ScatterOptions | None = None,
-    ) -> dist.Work:
-        """Sends each rank its tensor of the root's list."""
-        output, opts = only(writable(output_tensors, "scatter"), "scatter"), opts or ScatterOptions()
-        values = joined(input_tensors[0]) if self.group.rank == opts.rootRank else None
-        call = partial(self.group.scatter, values, opts.rootRank)
-        return self._run(call, lambda part: deal(part, [output], "scatter"), opts)
-
-    @by_device
-    def alltoall(
-        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: AllToAllOptions | None = None
-    ) -> dist.Work:
-        """Sends each rank a tensor of a list and receives one from each."""
-        opts = opts or AllToAllOptions()
-        writable(output_tensors, "all_to_all")
-        call = partial(
-            self.group.all_to_all,
-            joined(input_tensors),
-            None,
-            [tensor.numel() for tensor in input_tensors],
-            [tensor.numel() for tensor in output_tensors],
-        )
-        return self._run(call, lambda came: deal(came, output_tensors, "all_to_all"), opts)
-
-    @by_device
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: AllToAllOptions | None = None,
-    ) -> dist.Work:
-        """Sends each rank a part of a tensor, split along dim 0, and receives one from each. No sizes: equal parts."""
-        opts = opts or AllToAllOptions()
-        writable([output], "all_to_all")
-        call = partial(
-            self.group.all_to_all,
-            flat(input),
-            flat(output),
-            self._splits(input, input_split_sizes),
-            self._splits(output, output_split_sizes),
-        )
-        return self._run(call, lambda came: [put(came, output)], opts)
-
-    alltoall_base = all_to_all_single
-
-    def _splits(self, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Returns the number of elements for each rank."""
-        if not sizes:
-            return [tensor.numel() // self.group.world_size] * self.group.world_size
-        row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-        return [size * row for size in sizes]
-
-    def barrier(self, opts: BarrierOptions | None = None) -> dist.Work:
-        """Completes when every rank has called it."""
-        return self._run(self.group.barrier, lambda _: [], opts or BarrierOptions())
+def allreduce_coalesced(runner: Runner, tensors: Tensors, opts: ReduceOptions | None = None) -> TorchWork:
+    """Reduces many tensors over all ranks, in place."""
+    reduction = Reduction.of(runner, opts, tensors)
+    writable(tensors, "all_reduce_coalesced")
+    call = partial(runner.group.all_reduce_coalesced, [reduction.prepare(tensor) for tensor in tensors], reduction.op)
+    return runner.run(call, partial(reduction.finish_all, into=tensors), opts)
 
 
-def _deal_all(values: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    pairs = zip(values, into, strict=True)
-    return [tensor for rows, places in pairs for tensor in deal(rows, places, "all_gather")]
+def reduce(runner: Runner, tensors: Tensors, opts: RootReduceOptions | None = None) -> TorchWork:
+    """Reduces one tensor over all ranks, in place on the root."""
+    tensor, root = only(tensors, "reduce"), _root(opts)
+    reduction = Reduction.of(runner, opts, tensors)
+    call = partial(runner.group.reduce, reduction.prepare(tensor), root, reduction.op)
+    # Other ranks keep their tensors, which need not be writable.
+    if runner.group.rank != root:
+        return runner.run(call, lambda _: tensors, opts)
+    writable(tensors, "reduce")
+    return runner.run(call, partial(reduction.finish, into=tensor), opts)
+
+
+def reduce_scatter(
+    runner: Runner, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: ReduceOptions | None = None
+) -> TorchWork:
+    """Reduces a list of tensors, one per rank, over all ranks. Each rank gets its own."""
+    output, (inputs,), rank = only(output_tensors, "reduce_scatter"), input_tensors, runner.group.rank
+    sizes = [tensor.numel() for tensor in inputs]
+    # Echelon's reduce_scatter takes equal parts only. Others are all reduced, and this rank keeps its own.
+    if len(set(sizes)) <= 1:
+        return reduce_scatter_single(runner, output, joined(inputs), opts)
+    writable([output], "reduce_scatter")
+    reduction = Reduction.of(runner, opts, [output])
+    mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    call = partial(runner.group.all_reduce, reduction.prepare(joined(inputs)), reduction.op)
+    return runner.run(call, lambda total: reduction.finish(total[mine], output), opts)
+
+
+def reduce_scatter_single(
+    runner: Runner, output: Tensor, input: Tensor, opts: ReduceOptions | None = None
+) -> TorchWork:
+    """Reduces a tensor over all ranks. Each rank gets its part."""
+    writable([output], "reduce_scatter")
+    if input.numel() != output.numel() * runner.group.world_size:
+        expected = f"{runner.group.world_size} times the {output.numel()} elements of the output"
+        raise SizeMismatch(expected, input.numel(), "reduce_scatter", "give one part for each rank")
+    reduction = Reduction.of(runner, opts, [output])
+    call = partial(runner.group.reduce_scatter, reduction.prepare(input), reduction.op, flat(output))
+    return runner.run(call, partial(reduction.finish, into=output), opts)
+
+
+def reduce_scatter_single_coalesced(
+    runner: Runner, outputs: Tensors, inputs: Tensors, opts: ReduceOptions | None = None
+) -> TorchWork:
+    """Reduces many tensors over all ranks. Each rank gets its part of each."""
+    reduction = Reduction.of(runner, opts, inputs)
+    writable(outputs, "reduce_scatter_coalesced")
+    values = [reduction.prepare(tensor) for tensor in inputs]
+    call = partial(runner.group.reduce_scatter_coalesced, values, reduction.op)
+    return runner.run(call, partial(reduction.finish_all, into=outputs), opts)
+
+
+# Moving tensors
+
+
+def broadcast(runner: Runner, tensors: Tensors, opts: RootOptions | None = None) -> TorchWork:
+    """Overwrites one tensor on every rank with the root's."""
+    tensor, root = only(tensors, "broadcast"), _root(opts)
+    if runner.group.rank != root:
+        writable(tensors, "broadcast")
+    else:
+        count_change(tensors)  # the tensor stays, but the program then fails on this rank as on the others
+    call = partial(runner.group.broadcast, flat(tensor), root)
+    return runner.run(call, partial(deal, into=tensors, operation="broadcast"), opts)
+
+
+def allgather(
+    runner: Runner, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Options | None = None
+) -> TorchWork:
+    """Gathers the tensors of all ranks into a list, on every rank. Their numbers of elements may differ."""
+    tensor, (outputs,) = only(input_tensors, "all_gather"), output_tensors
+    writable(outputs, "all_gather")
+    call = partial(runner.group.all_gather, flat(tensor))
+    return runner.run(call, partial(deal, into=outputs, operation="all_gather"), opts)
+
+
+def allgather_coalesced(
+    runner: Runner, output_lists: Sequence[Tensors], input_list: Tensors, opts: Options | None = None
+) -> TorchWork:
+    """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
+    places = [writable(each, "all_gather_coalesced") for each in zip(*output_lists, strict=True)]
+    call = partial(runner.group.all_gather_coalesced, [flat(tensor) for tensor in input_list])
+    return runner.run(call, partial(deal_all, into=places, operation="all_gather"), opts)
+
+
+def all_gather_single(runner: Runner, output: Tensor, input: Tensor, opts: Options | None = None) -> TorchWork:
+    """Gathers the tensors of all ranks into one, on every rank."""
+    writable([output], "all_gather")
+    call = partial(runner.group.all_gather, flat(input), flat(output))
+    return runner.run(call, partial(deal, into=[output], operation="all_gather"), opts)
+
+
+def all_gather_single_coalesced(
+    runner: Runner, outputs: Tensors, inputs: Tensors, opts: Options | None = None
+) -> TorchWork:
+    """Gathers many tensors of all ranks, each into one, on every rank."""
+    return allgather_coalesced(runner, [outputs], inputs, opts)
+
+
+def gather(
+    runner: Runner, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: RootOptions | None = None
+) -> TorchWork:
+    """Gathers the tensors of all ranks into a list, on the root."""
+    tensor = only(input_tensors, "gather")
+    outputs = writable(output_tensors[0], "gather") if output_tensors else []
+    call = partial(runner.group.gather, flat(tensor), _root(opts))
+    return runner.run(call, partial(deal, into=outputs, operation="gather"), opts)
+
+
+def gather_single(runner: Runner, output: Tensor, input: Tensor, opts: RootOptions | None = None) -> TorchWork:
+    """Gathers the tensors of all ranks into one, on the root. torch calls it since 2.14."""
+    return gather(runner, [[output]] if runner.group.rank == _root(opts) else [], [input], opts)
+
+
+def scatter(
+    runner: Runner, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: RootOptions | None = None
+) -> TorchWork:
+    """Sends each rank its tensor of the root's list."""
+    only(writable(output_tensors, "scatter"), "scatter")
+    values = joined(input_tensors[0]) if runner.group.rank == _root(opts) else None
+    call = partial(runner.group.scatter, values, _root(opts))
+    return runner.run(call, partial(deal, into=output_tensors, operation="scatter"), opts)
+
+
+def alltoall(runner: Runner, output_tensors: Tensors, input_tensors: Tensors, opts: Options | None = None) -> TorchWork:
+    """Sends each rank a tensor of a list and receives one from each."""
+    writable(output_tensors, "all_to_all")
+    splits, counts = ([tensor.numel() for tensor in each] for each in (input_tensors, output_tensors))
+    call = partial(runner.group.all_to_all, joined(input_tensors), None, splits, counts)
+    return runner.run(call, partial(deal, into=output_tensors, operation="all_to_all"), opts)
+
+
+def all_to_all_single(
+    runner: Runner,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    opts: Options | None = None,
+) -> TorchWork:
+    """Sends each rank a part of a tensor, split along dim 0, and receives one from each. No sizes: equal parts."""
+    writable([output], "all_to_all")
+    splits = _splits(input, input_split_sizes, runner.group.world_size)
+    counts = _splits(output, output_split_sizes, runner.group.world_size)
+    call = partial(runner.group.all_to_all, flat(input), flat(output), splits, counts)
+    return runner.run(call, partial(deal, into=[output], operation="all_to_all"), opts)
+
+
+def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Returns the number of elements for each rank."""
+    # torch counts rows, Echelon the elements of a flat tensor.
+    if not sizes:
+        return [tensor.numel() // num_ranks] * num_ranks
+    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    return [size * row for size in sizes]
+
+
+def barrier(runner: Runner, opts: Options | None = None) -> TorchWork:
+    """Completes when every rank has called it."""
+    return runner.run(runner.group.barrier, lambda _: [], opts)
+
+
+def _root(opts: RootOptions | None) -> int:
+    return 0 if opts is None else opts.rootRank
+
+
+COLLECTIVES: Mapping[str, Callable[..., TorchWork]] = {
+    "allreduce": allreduce,
+    "allreduce_coalesced": allreduce_coalesced,
+    "reduce": reduce,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_single": reduce_scatter_single,
+    "reduce_scatter_single_coalesced": reduce_scatter_single_coalesced,
+    "broadcast": broadcast,
+    "allgather": allgather,
+    "allgather_coalesced": allgather_coalesced,
+    "all_gather_single": all_gather_single,
+    "all_gather_single_coalesced": all_gather_single_coalesced,
+    "gather": gather,
+    "gather_single": gather_single,
+    "scatter": scatter,
+    "alltoall": alltoall,
+    "all_to_all_single": all_to_all_single,
+    "barrier": barrier,
+    # Names before torch 2.13.
+    "_reduce_scatter_base": reduce_scatter_single,
+    "reduce_scatter_tensor_coalesced": reduce_scatter_single_coalesced,
+    "_allgather_base": all_gather_single,
+    "allgather_into_tensor_coalesced": all_gather_single_coalesced,
+    "alltoall_base": all_to_all_single,
+}
+"""By torch's name."""

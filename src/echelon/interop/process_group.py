@@ -1,51 +1,208 @@
-"""Process group of torch.distributed over one of Echelon: collectives and point-to-point messages."""
+"""Process group of torch.distributed over one of Echelon.
+
+Tensors on the CPU go by Echelon. "cpu:echelon,cuda:nccl" asks torch for a group with a backend per device type, but a
+group written in Python has no further backends. So calls with tensors of another device are forwarded to a second torch
+group with the same ranks, which the first such call makes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
-from echelon.backends.memory import is_plain
-from echelon.backends.work import Received, Work
-from echelon.interop.collectives import Collectives
-from echelon.interop.devices import by_device
-from echelon.interop.messages import Message
-from echelon.interop.tensors import deal, flat, only, writable
+from echelon._torch_private import backend_config
+from echelon.backends.admission import check_values
+from echelon.errors import UnsupportedOp
+from echelon.group.group import ProcessGroup
+from echelon.interop.collectives import COLLECTIVES
+from echelon.interop.messages import MESSAGES
+from echelon.interop.works import Coalesced, Runner
+
+_TorchGroup: Any = dist.ProcessGroup
+"""Untyped: its stubs overload every method with forms that torch.distributed never calls."""
 
 
-class EchelonProcessGroup(Collectives):
-    """`torch.distributed.ProcessGroup` over a group of Echelon, `group`. Made by torch, see `torch_distributed`."""
+class DeviceBackend:
+    """Backend of one device type, as torch queries it for its features."""
 
-    @by_device
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        """Starts a send of one tensor to a group rank."""
-        tensor = only(tensors, "send")
-        work = self.group.isend(flat(tensor), dst, tag)
-        return self._counted(Message(self.group, work, [dst], lambda _: tensor, receives=False))
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_time_estimate = False
+    _supports_time_estimate = False  # its name since torch 2.15
 
-    @by_device
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
-        """Starts a receive of one tensor from a group rank."""
-        tensor = only(writable(tensors, "recv"), "recv")
-        # Other tensors, such as strided ones, get a copy of the message at the end.
-        in_place = is_plain(tensor)
-        work = self.group.irecv(src, tag, flat(tensor) if in_place else None)
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
 
-        def settle(values: Tensor) -> Tensor:
-            return tensor if in_place else deal(values, [tensor], "recv")[0]
+    def name(self) -> str:  # noqa: D102
+        return "echelon"
 
-        return self._counted(Message(self.group, work, [src], settle, receives=True))
+    def rank(self) -> int:  # noqa: D102
+        return self._group.rank
 
-    @by_device
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        """Starts a receive of one tensor from any rank. `source_rank()` of the Work returns the sender."""
-        tensor = only(writable(tensors, "recv"), "recv")
-        work: Work[Received] = self.group.irecv_any(tag)
-        others = [rank for rank in range(self.group.world_size) if rank != self.group.rank]
+    def size(self) -> int:  # noqa: D102
+        return self._group.world_size
 
-        def settle(came: Received) -> Tensor:
-            return deal(came.tensor, [tensor], "recv")[0]
+    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
+        """False: all ranks allocate shared memory together, but torch's interface asks a single rank."""
+        return False
 
-        return self._counted(Message(self.group, work, others, settle, receives=True))
+
+class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
+    """`torch.distributed.ProcessGroup` over a group of Echelon, `group`. Made by torch, see `torch_distributed`.
+
+    Its calls are those of `COLLECTIVES` and `MESSAGES`, added below.
+    """
+
+    def __init__(self, group: ProcessGroup, store: Store) -> None:
+        """Wraps `group`; `store` is torch's store for it."""
+        super().__init__(group.rank, group.world_size)
+        self.group = group
+        """Echelon's group, which carries the CPU tensors."""
+        self.runner = Runner(group)
+        self._store = store
+        # torch's C++ keeps names only for groups that have C++ backends.
+        self._name = self._description = ""
+        self.elsewhere: dict[str, Any] = {}
+        """By device type: torch's group for its tensors, with the same ranks."""
+        self._coalesced: list[dist.Work] | None = None
+
+    def __repr__(self) -> str:
+        return f"<EchelonProcessGroup {self._name!r} over {self.group!r}>"
+
+    # Called from C++
+
+    def getBackendName(self) -> str:  # noqa: D102, N802
+        return "echelon"
+
+    def setGroupName(self, name: str) -> None:  # noqa: D102, N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: D102, N802
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: D102, N802
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: D102, N802
+        return self._description
+
+    # Called from Python
+
+    def get_group_store(self) -> Store:  # noqa: D102
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the default timeout of later calls."""
+        self.group.timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Closes the group: finishes pending sends, then frees connections that only this group uses."""
+        self.group.close()
+
+    def abort(self) -> None:
+        """Aborts the group: every rank that waits for this one raises PeerFailed."""
+        self.group.abort("it has aborted its torch.distributed group")
+
+    # Devices
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in _backends(self)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return DeviceBackend(self.group)
+        if device.type not in _backends(self):
+            raise RuntimeError(f"no backend for tensors on {device.type} in this group")  # torch looks for this type
+        return group_for(self, device)._get_backend(device)
+
+    # Several operations at once
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._coalesced = []
+        else:
+            group_for(self, device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            elsewhere: dist.Work = group_for(self, device)._end_coalescing(device)
+            return elsewhere
+        works, self._coalesced = self._coalesced or [], None
+        return Coalesced(works)
+
+
+def group_for(group: EchelonProcessGroup, device: torch.device) -> Any:
+    """Returns torch's group for another device type. The first call makes it; every rank of the group must call.
+
+    Raises:
+        UnsupportedOp: the user named no backend for the device type.
+    """
+    # Made on first use, since a group written in Python has only one backend when torch makes it.
+    if device.type not in group.elsewhere:
+        name = _backends(group).get(device.type, "echelon")
+        if name == "echelon":
+            raise UnsupportedOp(
+                f"a tensor on {device}, but this group carries tensors on the CPU: name a backend for the others, "
+                f'as in init_process_group("cpu:echelon,{device.type}:nccl")'
+            )
+        group.elsewhere[device.type] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timedelta(seconds=group.group.timeout),
+            name,
+            use_local_synchronization=True,  # only members of this group call
+        )
+    return group.elsewhere[device.type]
+
+
+def _backends(group: EchelonProcessGroup) -> dict[str, str]:
+    """Returns the user's backend name for each device type. Empty while torch is still making the group.
+
+    torch 2.15 asks for the devices at that time. If there were any, it would attach its flight recorder, which a group
+    in Python cannot have.
+    """
+    config = backend_config(group)
+    return dict(pair.split(":") for pair in config.split(",")) if config else {}
+
+
+def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """Makes a method of torch's interface: runs `function`, or forwards tensors of another device to their group.
+
+    The method raises UnsupportedOp, before anything is sent, for a tensor without memory of its own.
+    """
+
+    def call(self: EchelonProcessGroup, /, *arguments: Any, **options: Any) -> dist.Work:
+        device = None
+        for tensor in _tensors_of(arguments):
+            check_values(tensor, name, takes_sparse=name == "allreduce", takes_meta=True)
+            device = tensor.device if device is None else device
+        if device is not None and device.type != "cpu":
+            elsewhere: dist.Work = getattr(group_for(self, device), name)(*arguments, **options)
+            return elsewhere
+        work = function(self.runner, *arguments, **options)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    call.__name__, call.__doc__ = name, function.__doc__
+    return call
+
+
+def _tensors_of(arguments: Iterable[object]) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists of arguments."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_of(argument)
+
+
+for _name, _function in {**COLLECTIVES, **MESSAGES}.items():
+    setattr(EchelonProcessGroup, _name, _call(_name, _function))

@@ -7,6 +7,7 @@ shapes and strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch.autograd.graph import increment_version
 from echelon.backends.memory import check_writable, plain
 from echelon.backends.modes import overwrite
 from echelon.errors import SizeMismatch
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -25,12 +28,12 @@ def flat(tensor: Tensor) -> Tensor:
     return plain(tensor.data).view(-1)
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def joined(tensors: Tensors) -> Tensor:
     """Returns several tensors of one dtype, flattened and concatenated."""
     return flat(tensors[0]) if len(tensors) == 1 else torch.cat([flat(tensor) for tensor in tensors])
 
 
-def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
+def only(tensors: Tensors, operation: str) -> Tensor:
     """Returns the only tensor of a list. torch's interface has lists for several devices of one process.
 
     Raises:
@@ -41,7 +44,7 @@ def only(tensors: Sequence[Tensor], operation: str) -> Tensor:
     return tensors[0]
 
 
-def writable(tensors: Sequence[Tensor], operation: str) -> Sequence[Tensor]:
+def writable(tensors: Tensors, operation: str) -> Tensors:
     """Checks output tensors before anything is sent, counts their change for autograd, and returns them.
 
     Raises:
@@ -53,7 +56,7 @@ def writable(tensors: Sequence[Tensor], operation: str) -> Sequence[Tensor]:
     return tensors
 
 
-def count_change(tensors: Sequence[Tensor]) -> None:
+def count_change(tensors: Tensors) -> None:
     """Increments autograd's version of tensors that are overwritten: a backward that needs the old values fails.
 
     Called at the start of an operation, because autograd may save the tensor while it runs (see `flat`).
@@ -62,21 +65,26 @@ def count_change(tensors: Sequence[Tensor]) -> None:
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def put(values: Tensor, into: Tensor) -> Tensor:
-    """Writes flat values into a tensor of any shape and returns the tensor."""
-    # Equal pointers: the collective has written in place.
-    if values.data_ptr() != into.data_ptr():
-        overwrite(into.data, values.view(into.shape))  # as in `flat`
-    return into
+def deal(values: Tensor | None, into: Tensors, operation: str) -> list[Tensor]:
+    """Writes flat values into tensors of any shapes, in order. Returns the tensors.
 
-
-def deal(values: Tensor, into: Sequence[Tensor], operation: str) -> list[Tensor]:
-    """Splits flat values over several tensors, in order, and returns the tensors.
+    None for the values, on a rank that gets none: returns an empty list.
 
     Raises:
         SizeMismatch: the number of values is not the number of elements of all tensors.
     """
+    if values is None:
+        return []
     sizes = [tensor.numel() for tensor in into]
     if sum(sizes) != values.numel():
         raise SizeMismatch(f"{values.numel()} elements of output", sum(sizes), operation, "give as many as come")
-    return [put(part, tensor) for part, tensor in zip(torch.split(values, sizes), into, strict=True)]
+    for part, tensor in zip([values] if len(into) == 1 else torch.split(values, sizes), into, strict=True):
+        # Equal pointers: the collective has written in place.
+        if part.data_ptr() != tensor.data_ptr():
+            overwrite(tensor.data, part.view(tensor.shape))  # `.data` as in `flat`
+    return list(into)
+
+
+def deal_all(values: Tensors, into: Sequence[Tensors], operation: str) -> list[Tensor]:
+    """Writes each of many flat tensors into a list of tensors. Returns all tensors."""
+    return [tensor for part, places in zip(values, into, strict=True) for tensor in deal(part, places, operation)]

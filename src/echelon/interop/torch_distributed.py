@@ -2,63 +2,40 @@
 
 Programs on torch.distributed then run on Echelon's own backends unchanged: shared memory between the ranks of one host,
 TCP between hosts; `ECHELON_BACKEND` chooses. "cpu:echelon,cuda:nccl" leaves CUDA tensors to NCCL. See docs/interop.md.
+
+torch's first group connects its ranks. They exchange addresses and a secret over torch's store, which neither
+authenticates nor encrypts. `ECHELON_SECRET`, if set on all ranks, is used instead. Later groups of ranks of torch's
+default group use its connections, each in a context of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
 from echelon._torch_private import DistributedBackendOptions, all_gather_into, register_work, resolve_process_group
+from echelon.errors import LaunchError
+from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup
-from echelon.interop.world import connect, subgroup
-
-# Functional collectives (`torch.ops._c10d_functional`, used by DTensor and torch.compile) are C++ that calls methods of
-# the group. These calls reach a group written in Python, except from two operators. So the two get kernels in Python,
-# which work for groups of any backend.
-
-_library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call] # its kernels are gone when it is
-
-
-def carry_functional_collectives() -> None:
-    """Registers Python kernels for the two operators. Called once, at the import."""
-    _library.impl("batch_p2p_ops", _batch, "CPU")  # type: ignore[no-untyped-call]
-    for device in ("CPU", "CUDA"):
-        _library.impl("all_gather_into_tensor_out", _all_gather_out, device)  # type: ignore[no-untyped-call]
-
-
-def _all_gather_out(
-    input: Tensor,
-    group_size: int,  # noqa: ARG001
-    group_name: str | dist.ProcessGroup,
-    *,
-    out: Tensor,
-) -> Tensor:
-    register_work(out, all_gather_into(resolve_process_group(group_name), out, input))
-    return out
-
-
-def _batch(
-    op_list: Sequence[str],
-    peer_list: Sequence[int],
-    tag_list: Sequence[int],
-    tensors: Sequence[Tensor],
-    group_name: str,
-) -> list[Tensor]:
-    """Starts sends and receives one by one. The kernel is for CPU tensors only: NCCL must start a batch at once."""
-    operators = torch.ops._c10d_functional
-    starts = {"isend": operators.isend, "irecv": operators.irecv}
-    messages = zip(op_list, tensors, peer_list, tag_list, strict=True)
-    return [starts[kind](tensor, peer, tag, group_name) for kind, tensor, peer, tag in messages]
-
+from echelon.launch import environment
+from echelon.launch.backends import OWN_NAMES
+from echelon.launch.init import carry, end_with_program
+from echelon.launch.torch_store import connect_ranks
+from echelon.launch.tuned import agreed_table
 
 __all__ = ["NAME", "EchelonProcessGroup"]
 
 NAME = "echelon"
 """Name of the backend in `torch.distributed.init_process_group` and `new_group`."""
+
+# Most seconds to connect, since torch's store has already brought the ranks together.
+_CONNECT_SECONDS = 300.0
 
 
 def _make(options: DistributedBackendOptions, _: object) -> EchelonProcessGroup:
@@ -67,11 +44,64 @@ def _make(options: DistributedBackendOptions, _: object) -> EchelonProcessGroup:
     ranks, world = options.global_ranks_in_group, dist.group.WORLD
     # A later group of an Echelon world needs no connections of its own.
     if ranks and isinstance(world, EchelonProcessGroup):
-        group = subgroup(world.group, ranks, timeout, name=options.group_id)
+        group = _subgroup(world.group, ranks, timeout, options.group_id)
     else:
-        group = connect(options.store, options.group_rank, options.group_size, timeout)
+        group = _connect(options.store, options.group_rank, options.group_size, timeout)
     return EchelonProcessGroup(group, options.store)
 
 
+def _subgroup(world: ProcessGroup, ranks: Sequence[int], timeout: float, name: str) -> ProcessGroup:
+    """Returns the group of some ranks of the world, without communication. Only its members call it."""
+    # A hash, since only the members call: ranks with different numbers of groups could not agree on a counter. torch's
+    # name of a group is equal on its members, and unique in the world.
+    digest = hashlib.blake2b(f"torch group {name}".encode(), digest_size=8).digest()
+    context = int.from_bytes(digest, "little") | 1 << 63
+    return ProcessGroup(world.backend, ranks, context=context, timeout=timeout, name=name, table=world.table)
+
+
+def _connect(store: Store, rank: int, world_size: int, timeout: float) -> ProcessGroup:
+    """Connects all ranks of a store and returns their group. Blocks until all are connected.
+
+    Raises:
+        ConnectError, AuthenticationError: the ranks did not all find each other.
+        LaunchError: ECHELON_BACKEND, ECHELON_SECRET or ECHELON_TUNED has an invalid value.
+    """
+    name = environment.read_backend(os.environ, "auto")
+    if name not in OWN_NAMES:
+        raise LaunchError(
+            f"ECHELON_BACKEND={name} under torch.distributed: use one of {', '.join(OWN_NAMES)}, or unset it"
+        )
+    seconds = min(timeout, _CONNECT_SECONDS)
+    tcp = connect_ranks(store, rank, world_size, timeout, seconds)
+    table = agreed_table(tcp, seconds)
+    tcp.control.keep_silent()  # torch allows ranks to end with different calls
+    group = ProcessGroup(carry(tcp, name, seconds), table=table)
+    end_with_program(group)
+    return group
+
+
+# Functional collectives (`torch.ops._c10d_functional`, used by DTensor and torch.compile) are C++ that calls methods of
+# the group. These calls reach a group written in Python, except from two operators. So the two get kernels in Python,
+# which work for groups of any backend.
+
+_library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call] # its kernels are gone when it is
+
+
+def _all_gather_out(input: Tensor, _: int, group: str | dist.ProcessGroup, *, out: Tensor) -> Tensor:
+    register_work(out, all_gather_into(resolve_process_group(group), out, input))
+    return out
+
+
+def _batch(
+    ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensors: Sequence[Tensor], group: str
+) -> list[Tensor]:
+    """Starts sends and receives one by one. The kernel is for CPU tensors only: NCCL must start a batch at once."""
+    starts = {"isend": torch.ops._c10d_functional.isend, "irecv": torch.ops._c10d_functional.irecv}
+    messages = zip(ops, tensors, peers, tags, strict=True)
+    return [starts[kind](tensor, peer, tag, group) for kind, tensor, peer, tag in messages]
+
+
+_library.impl("batch_p2p_ops", _batch, "CPU")  # type: ignore[no-untyped-call]
+for _device in ("CPU", "CUDA"):
+    _library.impl("all_gather_into_tensor_out", _all_gather_out, _device)  # type: ignore[no-untyped-call]
 dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
-carry_functional_collectives()

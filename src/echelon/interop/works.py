@@ -1,12 +1,10 @@
-"""torch's Work and Future for Echelon's collectives.
+"""torch's Work and Future for Echelon's collectives, and the runner that makes them.
 
-Strategy. torch waits for a future in C++, which drives nothing, so a thread has to complete it: the thread of the lane
-in which its operation ran, right after the operation and with no lock held. The future's callbacks run there too. They
-may start operations and wait for them, or for their futures, which are queued in the lane behind the callback. So
-waiting for an `Outcome` means waiting for the lane, whose thread then runs the queued jobs.
-
-A failed future has to fail for torch's C++ as well, which takes an exception set from Python for a value like any
-other. C++ finds the tensors of a value by pickling it, so the value of a failed future raises its error when pickled.
+Strategy. A synchronous collective runs in the calling thread. An asynchronous one runs in the group's lane, a thread
+with a queue. torch waits for a future in C++, which drives nothing, so a thread has to complete it: the lane's, right
+after the operation and with no lock held. The future's callbacks run there too. They may start operations and wait for
+them, or for their futures, which are queued in the lane behind the callback. So waiting for an `Outcome` means waiting
+for the lane, whose thread then runs the queued jobs.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import Work as TorchWork
@@ -24,6 +22,7 @@ from torch.futures import Future, collect_all
 from echelon._torch_private import fail_when_unwrapped
 from echelon.backends.work import Work
 from echelon.errors import UnsupportedOp
+from echelon.group.group import ProcessGroup
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -63,6 +62,8 @@ class Outcome(Future[T], Generic[T]):
         try:
             value = function()
         except Exception as error:
+            # torch's C++ takes an exception that Python sets for a value like any other. It finds a value's tensors by
+            # pickling it, so this value raises the error when pickled.
             fail_when_unwrapped(self, error)
             self.set_result(_Failure(error))  # type: ignore[arg-type]
         else:
@@ -79,13 +80,7 @@ class _Failure:
         raise self._error
 
 
-def finished(value: T) -> Future[T]:
-    """Returns a completed future."""
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
+# Results up to this size stay with an orphaned Work. DDP's `join` waits for one number.
 _SMALL_BYTES = 4096
 UNSET = timedelta(0)
 """torch's value for "no timeout"."""
@@ -96,7 +91,17 @@ def seconds(timeout: timedelta) -> float | None:
     return timeout.total_seconds() if timeout > UNSET else None
 
 
-class Done(TorchWork):
+class EchelonWork(TorchWork):
+    """Base of Works: methods of torch's interface that follow from its others."""
+
+    def is_success(self) -> bool:  # noqa: D102
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:  # noqa: D102
+        self.wait()
+
+
+class Done(EchelonWork):
     """Work of an operation that has succeeded."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
@@ -109,21 +114,17 @@ class Done(TorchWork):
     def is_completed(self) -> bool:  # noqa: D102
         return True
 
-    def is_success(self) -> bool:  # noqa: D102
-        return True
-
     def exception(self) -> BaseException | None:  # noqa: D102
         return None
 
     def result(self) -> list[Tensor]:  # noqa: D102
         return self._results
 
-    def synchronize(self) -> None:  # noqa: D102
-        return
-
     def get_future(self) -> Future[list[Tensor]]:
         """Returns a completed future of the tensors."""
-        return finished(self._results)
+        future: Future[Any] = Future()
+        future.set_result(self._results)
+        return future
 
 
 class Orphans:
@@ -144,7 +145,7 @@ class Orphans:
         self._under_way = [each for each in (*self._under_way, work) if not each.let_go()]
 
 
-class Pending(TorchWork):
+class Pending(EchelonWork):
     """Work of an operation in flight."""
 
     def __init__(self, work: Work[list[Tensor]], outcome: Outcome[list[Tensor]], orphans: Orphans) -> None:
@@ -158,6 +159,7 @@ class Pending(TorchWork):
 
     def __del__(self) -> None:
         """Moves to the orphans if no wait for the operation has returned."""
+        # C++ may hold the other half and wait for it later: see `Orphans`.
         if self._is_wanted:
             self._orphans.keep(self)
 
@@ -187,17 +189,11 @@ class Pending(TorchWork):
     def is_completed(self) -> bool:  # noqa: D102
         return self._work.is_completed()
 
-    def is_success(self) -> bool:  # noqa: D102
-        return self._work.is_completed() and self._work.exception() is None
-
     def exception(self) -> BaseException | None:  # noqa: D102
         return self._work.exception()
 
     def result(self) -> list[Tensor]:  # noqa: D102
         return self._work.result()
-
-    def synchronize(self) -> None:  # noqa: D102
-        self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
         """Returns a future of the tensors.
@@ -206,12 +202,12 @@ class Pending(TorchWork):
             UnsupportedOp: Python had dropped the operation before it ended, and its tensors were large.
         """
         if self._has_let_go:
-            raise UnsupportedOp("the tensors of an operation that was dropped are gone: keep the Work, or its future")
+            raise UnsupportedOp("the tensors of a dropped operation were freed: keep the Work, or its future")
         self._is_wanted = False
         return self._outcome
 
 
-class Coalesced(TorchWork):
+class Coalesced(EchelonWork):
     """Work of several coalesced operations."""
 
     def __init__(self, works: Sequence[TorchWork]) -> None:
@@ -227,19 +223,74 @@ class Coalesced(TorchWork):
     def is_completed(self) -> bool:  # noqa: D102
         return all(work.is_completed() for work in self._works)
 
-    def is_success(self) -> bool:  # noqa: D102
-        return all(work.is_success() for work in self._works)
-
     def exception(self) -> BaseException | None:  # noqa: D102
         return next((work.exception() for work in self._works if work.exception() is not None), None)
 
     def result(self) -> list[Tensor]:  # noqa: D102
         return [tensor for work in self._works for tensor in work.result()]
 
-    def synchronize(self) -> None:  # noqa: D102
-        self.wait()
-
     def get_future(self) -> Future[list[Tensor]]:
         """Returns a future of the tensors of all operations."""
         futures = collect_all([work.get_future() for work in self._works])
         return futures.then(lambda all: [tensor for future in all.value() for tensor in future.value()])
+
+
+class Options(Protocol):
+    """Options common to all of torch's collectives."""
+
+    timeout: timedelta
+    asyncOp: bool  # noqa: N815
+
+
+class Runner:
+    """Runner of the collectives of one group for torch."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Wraps Echelon's group."""
+        self.group = group
+        self._thread = threading.local()
+        self._orphans = Orphans()
+
+    def run(
+        self, call: Callable[..., T | Work[T]], settle: Callable[[T], Sequence[Tensor]], options: Options | None
+    ) -> TorchWork:
+        """Runs a collective. Blocks until it has ended, unless `options.asyncOp` is set.
+
+        Args:
+            call: starts it, given `async_op` and `timeout`.
+            settle: writes its result into the user's tensors and returns them; called once.
+            options: torch's options. None: their defaults.
+        """
+        # torch's options are asynchronous by default.
+        timeout, is_async = (None, True) if options is None else (seconds(options.timeout), options.asyncOp)
+        # Fast path of a synchronous call. A callback in the lane queues instead, which keeps the order of the group.
+        if not is_async and not self._is_settling():
+            return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
+        running = cast("Work[T]", call(async_op=True, timeout=timeout))
+        # Two jobs, since the Work must be complete before the future's callbacks run.
+        settled = self._queue(lambda: list(settle(running.result())))
+        outcome: Outcome[list[Tensor]] = Outcome()
+        outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))
+        work = Pending(settled, outcome, self._orphans)
+        if not is_async:
+            work.wait()
+        return work
+
+    def _queue(self, function: Callable[[], T]) -> Work[T]:
+        return self.group.backend.lanes.start(
+            function, f"the end of a collective of {self.group.name}", self.group.context
+        )
+
+    def _complete(self, outcome: Outcome[list[Tensor]], work: Work[list[Tensor]]) -> None:
+        """Completes a future in the lane's thread, which then runs its callbacks."""
+        # Nested: a callback may wait for an Outcome, and the lane's thread then runs queued jobs.
+        was_settling = self._is_settling()
+        self._thread.settles = True
+        try:
+            outcome.settle(work.result)
+        finally:
+            self._thread.settles = was_settling
+
+    def _is_settling(self) -> bool:
+        """Whether a callback in the lane's thread is running. Jobs queued before it come before its own operations."""
+        return getattr(self._thread, "settles", False)

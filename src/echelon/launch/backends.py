@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from echelon.backends.torch_distributed.engine_names import ENGINES
+from echelon.backends.torch_distributed.engines import ENGINES
 
 if TYPE_CHECKING:
     from echelon.backends.base import Backend

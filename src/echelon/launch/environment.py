@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from echelon.arguments import MAX_LOCAL_WORLD_SIZE, choices
 from echelon.backends.connect.members import join_address
@@ -155,7 +156,7 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     missing = [name for name in REQUIRED if name not in present]
     raise LaunchError(
         f"{' and '.join(present)} set without {' and '.join(missing)}: "
-        "set all four (a launcher such as `echelon run` does), or none for a world of one"
+        "set all four (a launcher such as `echelon run` does), or none for a world size of 1"
     )
 
 
@@ -221,22 +222,33 @@ def _check_agreement(ours: Variables, theirs: Variables, names: tuple[str, ...])
             )
 
 
+class _Ranks(NamedTuple):
+    """First fields of an Environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def _ranks(variables: Variables) -> _Ranks:
+    world_size = variables.world_size("WORLD_SIZE")
+    most = min(world_size, MAX_LOCAL_WORLD_SIZE)
+    local_world_size = variables.world_size("LOCAL_WORLD_SIZE", default=world_size, maximum=most)
+    rank = variables.rank("RANK", world_size)
+    local_rank = variables.rank("LOCAL_RANK", local_world_size, default=rank % local_world_size)
+    return _Ranks(rank, world_size, local_rank, local_world_size)
+
+
 def _read_common(environ: Mapping[str, str]) -> Environment:
     variables = Variables(environ)
-    world_size = variables.world_size("WORLD_SIZE")
-    local_world_size = variables.world_size(
-        "LOCAL_WORLD_SIZE", default=world_size, maximum=min(world_size, MAX_LOCAL_WORLD_SIZE)
-    )
-    rank = variables.rank("RANK", world_size)
+    ranks = _ranks(variables)
     host = variables.text("MASTER_ADDR").strip("[]")
     port = variables.number("MASTER_PORT", "a port, 1 to 65535", minimum=1, maximum=65535)
     run_id = variables.text("ECHELON_RUN_ID") or variables.text("TORCHELASTIC_RUN_ID")
     restart = variables.number("TORCHELASTIC_RESTART_COUNT", "a number of restarts", default=0)
     return Environment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=variables.rank("LOCAL_RANK", local_world_size, default=rank % local_world_size),
-        local_world_size=local_world_size,
+        *ranks,
         master_addr=host,
         master_port=port,
         secret=read_secret(environ),
@@ -245,18 +257,15 @@ def _read_common(environ: Mapping[str, str]) -> Environment:
         elastic="TORCHELASTIC_RUN_ID" in environ,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         # Only then may ranks share a secret in a file. LOCAL_WORLD_SIZE has a default, so it must really be set.
-        is_one_host=_is_loopback(host) or (bool(variables.text("LOCAL_WORLD_SIZE")) and local_world_size == world_size),
+        is_one_host=_is_loopback(host)
+        or (bool(variables.text("LOCAL_WORLD_SIZE")) and ranks.local_world_size == ranks.world_size),
         job=f"{join_address(host, port)}-{run_id}-{restart}",
     )
 
 
 def _read_translated(environ: Mapping[str, str], launched: Translation) -> Environment:
     said = launched.variables
-    world_size = said.world_size("WORLD_SIZE")
-    local_world_size = said.world_size(
-        "LOCAL_WORLD_SIZE", default=world_size, maximum=min(world_size, MAX_LOCAL_WORLD_SIZE)
-    )
-    rank = said.rank("RANK", world_size)
+    ranks = _ranks(said)
     overruling = Variables(environ)  # MASTER_ADDR and MASTER_PORT, set by the user beside mpirun, mpiexec or srun
     host = overruling.text("MASTER_ADDR").strip("[]") or (
         loopback() if launched.is_one_host else said.text("MASTER_ADDR")
@@ -271,10 +280,7 @@ def _read_translated(environ: Mapping[str, str], launched: Translation) -> Envir
             "0's host on every rank"
         )
     return Environment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=said.rank("LOCAL_RANK", local_world_size, default=rank % local_world_size),
-        local_world_size=local_world_size,
+        *ranks,
         master_addr=host,
         master_port=overruling.number(
             "MASTER_PORT", "a port, 1 to 65535", default=launched.port, minimum=1, maximum=65535

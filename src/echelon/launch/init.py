@@ -14,30 +14,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.arguments import check_default_timeout
 from echelon.backends.base import Backend
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.torch_distributed.engine_names import ENGINES
-from echelon.backends.torch_distributed.engines import check_available
+from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
-from echelon.errors import ConnectError, LaunchError
-from echelon.exits import describe_exit_of, status_of
+from echelon.errors import LaunchError, describe_exit_of, status_of
 from echelon.group.group import ProcessGroup, check_group
 from echelon.launch import environment
 from echelon.launch.backends import OPENERS
 from echelon.launch.environment import Environment
-from echelon.launch.exit_watch import ExitWatch, watch_exit
 from echelon.launch.interface import with_local_address
-from echelon.launch.report import report_uncaught, reported_start
+from echelon.launch.report import ExitWatch, report_uncaught, reported_start, watch_exit
 from echelon.launch.secret_file import SecretFile
-from echelon.launch.torch_store import connect_default_group, shared_secret
+from echelon.launch.torch_store import connect_default_group, connect_elastic
 from echelon.launch.tuned import agreed_table
 from echelon.operation_records import FlightRecord, FlightRecorder
 
@@ -107,8 +102,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
 
     The ranks prove to each other that they know the job's secret, ECHELON_SECRET. `echelon run` makes one. If it is not
     set, ranks of one host share one through a file that only their user can read. Under torchrun on several hosts, rank
-    0 makes one and shares it through torch's store, which authenticates nobody. That keeps out strangers who only find
-    the port of a rank, but not those who can reach the store. Set ECHELON_SECRET yourself if that matters.
+    0 makes one and shares it through torch's store, which authenticates nobody. That keeps out a stranger who finds
+    the port of a rank, but not one who can reach the store. Set ECHELON_SECRET yourself if that matters.
 
     Args:
         backend: "shm" (shared memory between ranks of one host, TCP between hosts), "tcp", or "auto": shared memory
@@ -129,7 +124,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         timeout = check_default_timeout(timeout, LaunchError)
         provided = _provided.get()
         if provided is not None:
-            return _accept(provided, backend)
+            return _accept(provided, backend)  # its owner closes it, not the end of the program
         group, tells = _open(backend, timeout, device)
     if tells:
         end_with_program(group)
@@ -210,7 +205,7 @@ def carry(tcp: TcpBackend, name: str, timeout: float, device: torch.device | Non
 
 def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
     if launched is None or (launched.world_size == 1 and not launched.elastic):
-        return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
+        return TcpBackend(0, 1, "", timeout=timeout, secret=b"")  # connects to nobody, so it needs no secret
     connect_timeout = min(timeout, CONNECT_TIMEOUT)
     # A file is for one host only: others could not read it.
     if launched.secret is not None or not launched.is_one_host:
@@ -220,7 +215,7 @@ def _connect(launched: Environment | None, timeout: float) -> TcpBackend:
         if launched.rank == 0:
             file.remove()
         # No rank returns before rank 0 has removed the file: a second `init` of the job would read the old secret.
-        backend.barrier(connect_timeout)
+        backend.messages.barrier(connect_timeout)
         return backend
 
 
@@ -228,7 +223,7 @@ def _connect_ranks(launched: Environment, timeout: float, connect_timeout: float
     launched.check_secret()
     launched = with_local_address(launched, os.environ)
     if launched.elastic:
-        return _connect_through_store(launched, timeout, connect_timeout)
+        return connect_elastic(launched, timeout, connect_timeout)
     return TcpBackend(
         launched.rank,
         launched.world_size,
@@ -240,49 +235,6 @@ def _connect_ranks(launched: Environment, timeout: float, connect_timeout: float
         local_address=launched.local_address,
         connect_timeout=connect_timeout,
     )
-
-
-def _connect_through_store(launched: Environment, timeout: float, connect_timeout: float) -> TcpBackend:
-    store = _elastic_store(launched, connect_timeout)
-    backend = TcpBackend.from_store(
-        launched.rank,
-        launched.world_size,
-        store,
-        launched.master_addr,
-        timeout=timeout,
-        secret=launched.secret or shared_secret(launched.rank, store),
-        run_id=launched.run_id,
-        restart=launched.restart,
-        local_address=launched.local_address,
-        connect_timeout=connect_timeout,
-    )
-    # Without the agent's store, rank 0 serves the store, which ends with this function: all must have read it before.
-    if not launched.agent_store:
-        backend.barrier(connect_timeout)
-    return backend
-
-
-def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
-    """Opens torchrun's store: the agent's, or, with a static rendezvous, one that rank 0 serves on the master port."""
-    try:
-        server = TCPStore(
-            launched.master_addr,
-            launched.master_port,
-            world_size=launched.world_size,
-            is_master=launched.rank == 0 and not launched.agent_store,
-            timeout=timedelta(seconds=connect_timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        # A program may call init again, and torchrun may restart it: each call and restart needs keys of its own.
-        store = PrefixStore(f"echelon/{launched.restart}", server)
-        call = store.add(f"calls of rank {launched.rank}", 1)
-    except RuntimeError as error:
-        raise ConnectError(
-            f"rank {launched.rank} cannot reach torchrun's store at {launched.address} within {connect_timeout:g} s: "
-            "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
-        ) from error
-    return PrefixStore(f"call {call}", store)
 
 
 def _close(group: ProcessGroup, watch: ExitWatch) -> None:

@@ -1,32 +1,49 @@
-"""Failure records of ranks, the choice of the first cause, and the excepthook that reports a rank's failure.
+"""Failures of ranks: records, the choice of the first cause, and the hooks by which a process reports its own end.
 
 `echelon run` gives each rank a file name in ECHELON_ERROR_FILE. A rank that ends with an uncaught exception writes it
 there instead of printing it, so that the launcher can print the first cause first and the consequences after it.
 
 When one rank fails, the others soon fail too, because they waited for it. A survivor's PeerFailed can be reported long
 before the end of the rank that it blames is noticed, so the order of reports alone does not show the cause.
+
+Python forgets a SystemExit before the functions of `atexit` run, and `sys.excepthook` never sees it. So a wrapper of
+`sys.exit` keeps the argument of its last call. `raise SystemExit(3)` without `sys.exit` is not detected. Such a rank
+leaves like one that closes its group.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import dis
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from types import TracebackType
-from typing import Protocol
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, NoReturn
 
 from echelon.call_site import is_foreign, is_own
-from echelon.errors import CollectiveMismatch, EchelonError, PeerFailed, Timeout, failure_of
-from echelon.exits import describe_exit_of, status_of, summarize
+from echelon.errors import (
+    CollectiveMismatch,
+    EchelonError,
+    PeerFailed,
+    Timeout,
+    describe_exit_of,
+    failure_of,
+    status_of,
+    summarize,
+)
 from echelon.wording import counted
+
+if TYPE_CHECKING:
+    from echelon.group.group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,8 @@ class RankFailure:
         return f"rank {self.rank} {self.summary}"
 
 
+GRACE = 3.0
+"""Seconds that the other ranks get to report after the first failure."""
 _NOTICED_LATE = 1.0
 """Seconds by which a kill may be noticed late: survivors on a busy host report before the launcher sees the process."""
 
@@ -100,19 +119,6 @@ def blamed_rank(error: BaseException) -> int | None:
 
 
 ERROR_FILE = "ECHELON_ERROR_FILE"
-
-
-class Abortable(Protocol):
-    """Part of ProcessGroup that this module uses."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        ...
-
-    def abort(self, reason: str, origin: int | None = None) -> None:
-        """Makes every peer fail with `reason`. `origin` is the rank that failed first, None this one."""
-        ...
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
@@ -200,7 +206,7 @@ def reported_start() -> Iterator[None]:
         raise
 
 
-def report_uncaught(group: Abortable) -> Callable[[], None]:
+def report_uncaught(group: ProcessGroup) -> Callable[[], None]:
     """Makes an uncaught exception of this process abort `group` and reach the launcher.
 
     The peers then fail with the reason, instead of a lost connection. The reason names the rank that failed first,
@@ -242,7 +248,7 @@ class _Hook:
         self.pid = os.getpid()
         self.rank = 0
         """Rank in the latest group, or of the failed start."""
-        self.groups: list[Abortable] = []
+        self.groups: list[ProcessGroup] = []
         """Open groups."""
         self._previous = previous
 
@@ -261,3 +267,49 @@ class _Hook:
         # The launcher prints the report. The default hook would print it a second time; a user's hook does more.
         if not written or self._previous is not sys.__excepthook__:
             self._previous(kind, error, trace)
+
+
+class ExitWatch:
+    """Replacement of `sys.exit`. One per process, and for good: other code may hold a reference to it."""
+
+    def __init__(self) -> None:
+        self._exit = sys.exit
+        self._frame = _outermost_frame()
+        self._code: object = None
+
+    def __call__(self, status: object = None, /) -> NoReturn:
+        """Raises SystemExit, as `sys.exit` does."""
+        if threading.current_thread() is threading.main_thread():  # in another thread it ends that thread only
+            self._code = status
+        self._exit(status)  # type: ignore[arg-type]
+
+    def code(self) -> object:
+        """Returns the argument of the `sys.exit` that ends the program. None if the program ends in another way."""
+        return self._code if _was_unwound(self._frame) else None
+
+
+def watch_exit() -> ExitWatch:
+    """Installs the wrapper of `sys.exit` if there is none yet. Returns the installed one."""
+    current: object = sys.exit
+    if isinstance(current, ExitWatch):
+        return current
+    watch = ExitWatch()
+    sys.exit = watch
+    return watch
+
+
+def _outermost_frame() -> FrameType | None:
+    """Returns the main thread's outermost frame. None if there is no such frame."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+# A program may catch the SystemExit and go on. The outermost frame distinguishes the two cases: its last instruction is
+# a return unless an exception has ended it.
+def _was_unwound(frame: FrameType | None) -> bool:
+    if frame is None:
+        return False
+    # By prefix: CPython 3.12 added RETURN_CONST beside RETURN_VALUE.
+    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

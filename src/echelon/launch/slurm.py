@@ -82,6 +82,7 @@ def from_slurm(environ: Mapping[str, str]) -> Translation | None:
     # The step's variables before the job's: srun may start fewer ranks than the job has tasks.
     size_name, _ = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     hosts = _hosts(environ)
+    # Without a list of nodes, their number still tells whether all ranks are on this host.
     num_hosts = len(hosts) or parse(_first(environ, *_NUM_NODES)[1])
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": size_name, "LOCAL_RANK": "SLURM_LOCALID"}
     names["RESTART"] = "SLURM_RESTART_COUNT"
@@ -90,6 +91,7 @@ def from_slurm(environ: Mapping[str, str]) -> Translation | None:
     if num_hosts != 1:
         values["MASTER_ADDR"] = _master(environ, hosts)
     names["LOCAL_WORLD_SIZE"] = _first(environ, *_TASKS_PER_NODE)[0]
+    # With the step's number: a job may run several steps, and each is a world of its own.
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
     return Translation(
         "srun",

@@ -1,22 +1,36 @@
-"""`echelon.spawn`: runs a function on several local processes."""
+"""`echelon.spawn`, and pools of local processes that run one function after another as ranks.
+
+Strategy. The parent waits for all workers at once. After the first failure the others get 3 s (`GRACE`) to report,
+because the first failure that is noticed need not be the cause. Then the exception of the first cause is raised.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import pickle
+import secrets
+import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
 
 from echelon.arguments import MAX_LOCAL_WORLD_SIZE, check_default_timeout, check_world_size
-from echelon.backends.torch_distributed.engine_names import ENGINES
-from echelon.backends.torch_distributed.engines import check_available
+from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
-from echelon.errors import LaunchError
+from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch import environment
-from echelon.launch.job import pickle_call, run_job
-from echelon.launch.worker import Worker, leave_if_imported
+from echelon.launch.report import GRACE, first_cause
+from echelon.launch.variables import ReservedPort, threads_per_rank
+from echelon.launch.worker import Job, Outcome, Worker, leave_if_imported
+from echelon.wording import listed
+
+_STARTUP = 60.0
+"""Additional seconds for new workers, which import torch first."""
 
 _PATIENCE = 2.0
-"""Seconds that a worker gets to exit by itself after a job that succeeded. After a failure workers are killed."""
+"""Seconds for a worker to exit by itself when its pool closes."""
 
 
 def spawn(
@@ -45,25 +59,228 @@ def spawn(
             to end.
     """
     leave_if_imported()
-    check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
-    timeout = check_default_timeout(timeout, LaunchError)
-    name = environment.read_backend(os.environ, backend)
-    if name in ENGINES:
-        check_available(name)
-    if name == "simulated":
-        raise LaunchError("backend='simulated' has no processes: call echelon.simulate(fn, world_size)")
-    call = pickle_call(fn, args)
-    workers: list[Worker] = []
-    patience = 0.0
-    try:
-        for _ in range(world_size):
-            workers.append(Worker())
-        results = run_job(workers, call, backend=name, timeout=timeout)
-        patience = _PATIENCE
-        return results
-    finally:
-        # All are asked before the first is waited for, so that they exit at the same time.
-        for worker in workers:
+    with RankPool() as pool:
+        return pool.run_job(fn, world_size, args, backend, timeout, is_limited=False)
+
+
+class RankPool:
+    """Pool of worker processes that run functions one after another, each as the ranks of a new group.
+
+    Workers are started on first use. A worker that has died, or was still busy at the end of its job, is replaced at
+    the next call. Use the pool from one thread; make it a fixture of the whole session:
+
+        @pytest.fixture(scope="session")
+        def pool():
+            with RankPool() as pool:
+                yield pool
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._closed = False
+        self._process = os.getpid()
+        atexit.register(self.close)
+
+    def run(
+        self, fn: Callable[..., object], world_size: int, *args: object, backend: str = "auto", timeout: float = 30.0
+    ) -> list[Any]:
+        """Runs `fn(group, *args)` on `world_size` processes and returns the results in rank order. Blocks meanwhile.
+
+        Args:
+            fn: a function at the top level of a module that the workers can import.
+            world_size: the number of ranks; rank r is the same process each time, while it lives.
+            args: further arguments of `fn`; pickled.
+            backend: as for `spawn`.
+            timeout: seconds, for every blocking call of the group and for the whole of `fn`.
+
+        Raises:
+            InvalidWorldSize, LaunchError: a wrong argument, or a closed pool.
+            Timeout: some ranks did not return in time; the message names them.
+            PeerFailed: a process died; the message names it.
+            Exception: the exception of the first failing rank, with a note that names the rank.
+        """
+        return self.run_job(fn, world_size, args, backend, timeout, is_limited=True)
+
+    def run_job(
+        self,
+        fn: Callable[..., object],
+        world_size: int,
+        args: Sequence[object],
+        backend: str,
+        timeout: float,
+        *,
+        is_limited: bool,
+    ) -> list[Any]:
+        """Runs a function as `run` does. `is_limited`: whether `timeout` is for the whole of `fn`, too."""
+        check_world_size(world_size, maximum=MAX_LOCAL_WORLD_SIZE)
+        timeout = check_default_timeout(timeout, LaunchError)
+        name = environment.read_backend(os.environ, backend)
+        if name in ENGINES:
+            check_available(name)
+        if name == "simulated":
+            raise LaunchError("backend='simulated' has no processes: call echelon.simulate(fn, world_size)")
+        call = pickle_call(fn, args)
+        workers = self._take(world_size)
+        fresh = any(worker.is_fresh for worker in workers)  # the import of torch does not count as time of `fn`
+        deadline = timeout + fresh * _STARTUP if is_limited else None
+        try:
+            return run_job(workers, call, backend=name, timeout=timeout, deadline=deadline)
+        finally:
+            self._give_back(workers)
+
+    def close(self) -> None:
+        """Ends all workers. Idempotent; called at the end of the program too.
+
+        Does nothing in a forked child, since the workers belong to the parent.
+        """
+        self._closed = True
+        atexit.unregister(self.close)
+        if os.getpid() != self._process:  # a forked child
+            return
+        workers, self._workers = self._workers, []
+        for worker in workers:  # all first, so that they exit at the same time
             worker.dismiss()
         for worker in workers:
-            worker.end(patience)
+            worker.end(_PATIENCE)
+
+    def _take(self, count: int) -> list[Worker]:
+        """Removes `count` workers from the pool, starting new ones if there are too few."""
+        if self._closed:
+            raise LaunchError("this RankPool is closed: make a new one")
+        idle, self._workers = self._workers, []
+        self._give_back(idle)  # ends the ones that have died since
+        while len(self._workers) < count:
+            self._workers.append(Worker())
+        taken = self._workers[:count]
+        del self._workers[:count]
+        return taken
+
+    def _give_back(self, workers: list[Worker]) -> None:
+        """Returns usable workers to the front of the pool and ends the others."""
+        usable = [worker for worker in workers if not worker.is_busy and not worker.is_dead()]
+        for worker in workers:
+            if worker not in usable:
+                worker.end()
+        self._workers[:0] = usable
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RankPool: {'closed' if self._closed else f'{len(self._workers)} idle workers'}>"
+
+
+def check_call(function: object, args: object) -> None:
+    """Raises LaunchError unless `function` is callable and `args` is a sequence of its arguments after the group."""
+    if not callable(function):
+        raise LaunchError(f"fn={function!r}: give the function that each rank runs; its first argument is the group")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")
+
+
+def pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:
+    """Returns (function, args) as bytes that another process can load.
+
+    Raises:
+        LaunchError: the other process could not find the function by its name, or an argument cannot be pickled.
+    """
+    # Refused here: every worker would fail while it imports the program, with a message about a file named <stdin>
+    # for instance.
+    check_call(function, args)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if "<" in name:
+        raise LaunchError(f"fn={name} cannot be found by name in another process: def it at the top level of a module")
+    main = sys.modules["__main__"]
+    path = None if main.__spec__ else getattr(main, "__file__", None)
+    if path is None and main.__spec__ is None and getattr(function, "__module__", None) == "__main__":
+        raise LaunchError(f"fn={name} was typed in, so no other process can import it: put it in a file")
+    if path is not None and not os.path.exists(path):
+        raise LaunchError(f"this program was read from {path}, so no other process can import it: put it in a file")
+    try:
+        return pickle.dumps((function, tuple(args)))
+    except Exception as error:  # an argument's class may raise anything here
+        raise LaunchError(
+            f"fn={name} and its arguments cannot be pickled ({error}): pass functions of a module and plain values"
+        ) from error
+
+
+def run_job(
+    workers: Sequence[Worker], call: bytes, *, backend: str, timeout: float, deadline: float | None = None
+) -> list[Any]:
+    """Runs `call` on `workers`, as ranks 0, 1, ..., and returns their results in rank order. Blocks.
+
+    Args:
+        workers: one idle worker per rank.
+        call: from `pickle_call`; the function gets the group, then the arguments.
+        backend: name of the group's backend.
+        timeout: the group's default timeout, seconds.
+        deadline: seconds after which the job is given up. None: never.
+
+    Raises:
+        Exception: the exception of the first failing rank, with a note that names the rank; PeerFailed if it died.
+        Timeout: the deadline passed. Workers that have not reported are still running.
+    """
+    world_size = len(workers)
+    with ReservedPort() as port:
+        job = Job(
+            call=call,
+            rank=0,
+            world_size=world_size,
+            address=port.address,
+            secret=secrets.token_hex(32).encode(),
+            run_id=secrets.token_hex(4),
+            backend=backend,
+            timeout=timeout,
+            # A value that the user has set counts; torch reads it when a worker starts.
+            num_threads=None if "OMP_NUM_THREADS" in os.environ else threads_per_rank(world_size),
+        )
+        for rank, worker in enumerate(workers):
+            worker.submit(job._replace(rank=rank))
+        outcomes = _gather(workers, deadline)
+    if any(outcome.failure for outcome in outcomes.values()):
+        _raise_first(outcomes)
+    missing = [rank for rank in range(world_size) if rank not in outcomes]
+    if missing:
+        raise Timeout(
+            f"{listed(missing)} of {world_size} did not return within {deadline:g} s: "
+            "see where it waits, or give it more time"
+        )
+    return [pickle.loads(outcomes[rank].result or b"") for rank in range(world_size)]
+
+
+def _gather(workers: Sequence[Worker], deadline: float | None) -> dict[int, Outcome]:
+    """Collects outcomes until all have come, the grace after a failure is over, or the deadline has passed."""
+    until = None if deadline is None else time.monotonic() + deadline
+    failed = False
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(workers):
+        open_ranks = [rank for rank in range(len(workers)) if rank not in outcomes]
+        # The pidfd too: a worker's death need not end its connection, which a child of the worker may keep open.
+        sources = [source for rank in open_ranks for source in (workers[rank].connection, workers[rank].pidfd)]
+        ready = wait(sources, None if until is None else max(0.0, until - time.monotonic()))
+        for rank in open_ranks:
+            outcome = workers[rank].outcome(rank)
+            if outcome is not None:
+                outcomes[rank] = outcome
+                if outcome.failure and not failed:
+                    failed, until = True, min(until or float("inf"), time.monotonic() + GRACE)
+        if not ready:
+            break
+    return outcomes
+
+
+def _raise_first(outcomes: dict[int, Outcome]) -> NoReturn:
+    failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
+    cause = first_cause(failures)
+    pickled = outcomes[cause.rank].error
+    error: BaseException = pickle.loads(pickled) if pickled else PeerFailed(cause.rank, f"it {cause.summary}")
+    # Pickling loses an exception's traceback, so the rank's comes along as a note.
+    there = f":\n{cause.traceback.rstrip()}" if cause.traceback else ""
+    error.add_note(f"rank {cause.rank} failed first{there}")
+    for failure in failures:
+        if failure is not cause:
+            error.add_note(f"then {failure}")
+    raise error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
@@ -35,21 +36,12 @@ def connect_ranks(store: Store, rank: int, world_size: int, timeout: float, conn
         LaunchError: ECHELON_SECRET or ECHELON_INTERFACE has an invalid value.
     """
     if world_size == 1:
-        return TcpBackend(0, 1, "", timeout=timeout, secret=b"")
+        return TcpBackend(0, 1, "", timeout=timeout, secret=b"")  # connects to nobody, so it needs no secret
     place = with_local_address(_environment(store, rank, world_size), os.environ)
     # A program may connect more than once, so each call needs keys of its own. Ranks count alike without agreement.
     call = store.add(f"echelon/calls of rank {rank}", 1)
     keys = PrefixStore(f"echelon/call {call}", store)
-    return TcpBackend.from_store(
-        rank,
-        world_size,
-        keys,
-        place.master_addr,
-        timeout=timeout,
-        secret=place.secret or shared_secret(rank, keys),
-        local_address=place.local_address,
-        connect_timeout=connect_timeout,
-    )
+    return _connect(place, keys, timeout, connect_timeout)
 
 
 def connect_default_group(timeout: float, connect_timeout: float) -> TcpBackend:
@@ -60,7 +52,35 @@ def connect_default_group(timeout: float, connect_timeout: float) -> TcpBackend:
     return connect_ranks(store, dist.get_rank(), dist.get_world_size(), timeout, connect_timeout)
 
 
-def shared_secret(rank: int, store: Store) -> bytes:
+def connect_elastic(launched: Environment, timeout: float, connect_timeout: float) -> TcpBackend:
+    """Connects the ranks that torchrun started, through its store. Blocks until they are connected.
+
+    Raises:
+        ConnectError, AuthenticationError: the ranks did not all find each other.
+    """
+    backend = _connect(launched, _elastic_store(launched, connect_timeout), timeout, connect_timeout)
+    # Without the agent's store, rank 0 serves the store, which ends with this function: all must have read it before.
+    if not launched.agent_store:
+        backend.messages.barrier(connect_timeout)
+    return backend
+
+
+def _connect(launched: Environment, store: Store, timeout: float, connect_timeout: float) -> TcpBackend:
+    return TcpBackend.from_store(
+        launched.rank,
+        launched.world_size,
+        store,
+        launched.master_addr,
+        timeout=timeout,
+        secret=launched.secret or _shared_secret(launched.rank, store),
+        run_id=launched.run_id,
+        restart=launched.restart,
+        local_address=launched.local_address,
+        connect_timeout=connect_timeout,
+    )
+
+
+def _shared_secret(rank: int, store: Store) -> bytes:
     """Returns a secret that rank 0 makes and shares through a store. Blocks on the other ranks until it is there.
 
     Raises:
@@ -87,10 +107,33 @@ def _environment(store: Store, rank: int, world_size: int) -> Environment:
     return Environment(
         rank,
         world_size,
-        local_rank=0,
+        local_rank=0,  # a store does not say which ranks share a host; the ranks find out when they connect
         local_world_size=1,
         master_addr=host,
         master_port=port,
         secret=environment.read_secret(os.environ),
         is_one_host=host in _HERE or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size),
     )
+
+
+def _elastic_store(launched: Environment, connect_timeout: float) -> Store:
+    """Opens torchrun's store: the agent's, or, with a static rendezvous, one that rank 0 serves on the master port."""
+    try:
+        server = TCPStore(
+            launched.master_addr,
+            launched.master_port,
+            world_size=launched.world_size,
+            is_master=launched.rank == 0 and not launched.agent_store,
+            timeout=timedelta(seconds=connect_timeout),
+            wait_for_workers=False,  # the rendezvous waits, and names the ranks that are missing
+            multi_tenant=True,  # a second `init` of this process uses the server of the first
+        )
+        # A program may call init again, and torchrun may restart it: each call and restart needs keys of its own.
+        store = PrefixStore(f"echelon/{launched.restart}", server)
+        call = store.add(f"calls of rank {launched.rank}", 1)
+    except RuntimeError as error:
+        raise ConnectError(
+            f"rank {launched.rank} cannot reach torchrun's store at {launched.address} within {connect_timeout:g} s: "
+            "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
+        ) from error
+    return PrefixStore(f"call {call}", store)

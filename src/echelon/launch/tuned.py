@@ -20,6 +20,7 @@ from echelon.operation_records import TUNED_TABLE
 VARIABLE = "ECHELON_TUNED"
 """Environment variable with the path of the file, or "off". Not set: `default_path`, if it exists."""
 _OFF = ("off", "0", "false", "no")
+# The file comes from outside, and all ranks receive it.
 _MOST_BYTES = 1 << 20
 _CONTEXT = 2
 """Context of the messages that carry the table. The world's group has 1."""
@@ -66,6 +67,7 @@ def find(environ: Mapping[str, str]) -> tuple[str, str]:
         LaunchError: the file that `VARIABLE` names cannot be read.
     """
     given = environ.get(VARIABLE, "")
+    # `echelon tune` writes to the default path, so every later job would use it: this turns it off for one.
     if given.lower() in _OFF:
         return "", ""
     path = Path(given) if given else default_path(environ)

@@ -125,6 +125,7 @@ class Variables:
             return default
         value = parse(text)
         if value is None or value < 1 or (value > maximum and value <= MAX_WORLD_SIZE):
+            # An environment variable may be long, so the error shows only its start.
             upper = "or more" if maximum == MAX_WORLD_SIZE else f"to {maximum}"
             raise InvalidWorldSize(f"{self.alias(name)}={text[:40]!r}: set it to a number of ranks, 1 {upper}")
         check_world_size(value, self.alias(name))

@@ -1,9 +1,9 @@
 """Worker: a local process that runs jobs of its parent, each as one rank of a group.
 
 Strategy. The main thread of a worker runs jobs, one after another. A second thread only reads the connection to the
-parent. If the connection ends without a farewell, the parent is gone, and the thread ends the process at once, in the
-middle of a job too. The parent detects the death of a worker by its pidfd, not by the end of the connection, which a
-child of the worker (such as a DataLoader's) may keep open.
+parent. If the connection ends without a last word, the parent is gone, and the thread ends the process at once, in the
+middle of a job too. The parent detects the death of a worker by its pidfd. A child of the worker, such as a
+DataLoader's, may keep the connection open.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.errors import LaunchError
-from echelon.exits import fails
+from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch import report
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide

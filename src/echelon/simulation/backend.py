@@ -8,20 +8,26 @@ its lanes are both tasks of the scheduler.
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from threading import get_ident
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from echelon.backends.base import Backend
+from echelon.backends.base import Backend, check_rank
+from echelon.backends.control import ControlPlane
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats.wire import Tag, readable
+from echelon.backends.inherited import inherited_error
+from echelon.backends.lanes import Lanes
+from echelon.backends.messages import Messages
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
-from echelon.backends.work import Driver, Received, Work
+from echelon.backends.work import Received, Work
 from echelon.call_site import calling_place, source_of
 from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
 from echelon.operation_records import FlightRecorder
@@ -29,20 +35,6 @@ from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
 
 T = TypeVar("T")
-
-
-class Rank(Driver, Protocol):
-    """Backend as its operations see it: the part that makes them progress."""
-
-    timeout: float
-
-    def poll(self, work: Work[object]) -> bool:
-        """Runs all events of this instant, then returns whether `work` is completed."""
-        ...
-
-    def took(self, src: int, tag: Tag) -> None:
-        """Records that the program has received a message."""
-        ...
 
 
 # A tuple instead of text: it is made for each message, and only errors need the words.
@@ -62,11 +54,13 @@ class Passage(NamedTuple):
 class VirtualWork(Work[T]):
     """Operation of a simulated rank. `is_completed` runs the other ranks first."""
 
-    __slots__ = ("backend", "operation", "peer", "tag")
+    __slots__ = ("boundary", "operation", "peer", "tag")
 
-    def __init__(self, backend: Rank, description: object, peer: int, operation: str, tag: Tag | None) -> None:
-        super().__init__(backend, description, backend.timeout)
-        self.backend = backend
+    def __init__(
+        self, boundary: Boundary, description: object, timeout: float, peer: int, operation: str, tag: Tag | None
+    ) -> None:
+        super().__init__(boundary, description, timeout)
+        self.boundary = boundary
         self.peer = peer
         """Rank that this operation waits for, or ANY."""
         self.operation = operation
@@ -76,13 +70,13 @@ class VirtualWork(Work[T]):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, after all events of this instant have run."""
-        return self._completed or self.backend.poll(self)  # type: ignore[arg-type]
+        return self.has_ended or self.boundary.poll(self)  # type: ignore[arg-type]
 
     def wait(self, timeout: float | None = None) -> T:
         """Blocks until the operation ends and returns its result; see `Work.wait`."""
         result = super().wait(timeout)
         if self.tag is not None:
-            self.backend.took(self.source_of(result), self.tag)
+            self.boundary.took(self.source_of(result), self.tag)
             self.tag = None
         return result
 
@@ -96,15 +90,19 @@ class FromAny(VirtualWork[Received]):
 
     __slots__ = ("_sources",)
 
-    def __init__(self, backend: Rank, operation: str, tag: Tag, sources: Mapping[int, int]) -> None:
+    def __init__(
+        self, boundary: Boundary, timeout: float, operation: str, tag: Tag, sources: Mapping[int, int]
+    ) -> None:
         plain = tag if is_plain(tag) else None
-        super().__init__(backend, Passage("receive from", ANY, tag), ANY, operation, plain)
+        super().__init__(boundary, Passage("receive from", ANY, tag), timeout, ANY, operation, plain)
         self._sources = sources
 
     def source_of(self, result: Received) -> int:  # noqa: D102
         return next(src for src, number in self._sources.items() if number == result.src)
 
 
+_NEARLY = 1 - 1e-9
+"""Factor below which a time limit counts as shorter than the default; rounding alone must not make it so."""
 _LOOKS = 1_000_000
 """Most reads of the clock in a row, if no virtual time can pass between them."""
 
@@ -117,10 +115,13 @@ class Boundary:
     the program.
     """
 
-    def __init__(self, rank: int, world: World) -> None:
+    def __init__(self, rank: int, world: World, timeout: float) -> None:
         self._rank = rank
         self._world = world
+        self._timeout = timeout
+        self._process = os.getpid()
         self._scheduler = world.scheduler
+        self._clock = world.scheduler.clock
         self._meter = world.meter
         self._random_states = world.random_states
         self._is_computing = False
@@ -134,7 +135,7 @@ class Boundary:
             UnsupportedOp: the calling thread is none of the simulation's.
         """
         task = self._scheduler.current()
-        if task.is_doomed:
+        if task.is_cancelled:
             raise Ended
         self._num_looks = 0
         if self._meter is not None:
@@ -150,6 +151,45 @@ class Boundary:
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is the running task."""
+        running = self._scheduler.running
+        return running is not None and running.ident == get_ident()
+
+    def drive(self, work: Work[object], timeout: float | None) -> bool:
+        """Blocks, in virtual time, until `work` is completed. False if the time is up before."""
+        if self._is_inherited:  # the other ranks are threads, which a forked child does not have
+            raise inherited_error(f"the backend of rank {self._rank}", self._process)
+        task = self.enter()
+        # The limit of a nested wait is compared from the start of the outermost call, which has the group's timeout. A
+        # shorter limit is the program's own: then a timeout is a legal end, not a deadlock.
+        began = task.entered_at if task.depth else self._clock.now
+        deadline = math.inf if timeout is None else self._clock.now + timeout
+        done = self._scheduler.wait(work, deadline, deadline - began < self._timeout * _NEARLY)
+        self.leave(task)
+        return done
+
+    def poll(self, work: Work[object]) -> bool:
+        """Runs all events of this instant, then returns whether `work` is completed."""
+        if not self.is_running_here() or self._is_inherited:
+            return False
+        task = self.enter()
+        done = self._scheduler.poll(work)
+        self.leave(task)
+        return done
+
+    def took(self, src: int, tag: Tag) -> None:
+        """Records the dependency of the next step on this message."""
+        self._world.recorder.took(self._rank, src, tag)
+
+    @property
+    def _is_inherited(self) -> bool:
+        return os.getpid() != self._process
+
+    def begin(self) -> None:
+        """Starts the program of the rank: installs its random states and starts its stopwatch."""
+        self.leave(self._scheduler.current())
+
     def will_wait(self) -> NestedCall:
         """Returns a context manager for a call that makes nested calls of the library."""
         return NestedCall(self, self._scheduler.current())
@@ -158,7 +198,7 @@ class Boundary:
         """Begins a call that may be nested in another."""
         if task.depth == 0:
             self.enter()
-            task.entered_at = self._scheduler.now
+            task.entered_at = self._clock.now
             task.operation = ""
         task.depth += 1
         self.leave(task)
@@ -173,7 +213,7 @@ class Boundary:
         finally:
             task.depth = 0
         if task.operation:
-            recorder, began, now = self._world.recorder, task.entered_at, self._scheduler.now
+            recorder, began, now = self._world.recorder, task.entered_at, self._clock.now
             operation = readable(task.operation)
             if task.number:
                 recorder.span_beside(self._rank, task.number, operation, began, now)
@@ -190,15 +230,15 @@ class Boundary:
         # A loop that only reads the clock would never end: without measured costs no time passes between two reads.
         if self._meter is None:
             self._num_looks += 1
-            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
+            if self._num_looks > _LOOKS and self.is_running_here():
                 raise DeadlockError(
-                    f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._scheduler.now:g} s, and "
+                    f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._clock.now:g} s, and "
                     "no virtual time passes between two reads: wait for a message with a timeout, or use "
                     'costs="measured"'
                 )
-        elif self._scheduler.is_running_here():
+        elif self.is_running_here():
             self.leave(self.enter())
-        return self._scheduler.now
+        return self._clock.now
 
     @contextmanager
     def compute(self, step: object) -> Iterator[None]:
@@ -222,7 +262,7 @@ class Boundary:
 
     def _spend(self, seconds: float) -> None:
         if self._world.faults.faults:
-            seconds = self._world.faults.duration(self._rank, self._scheduler.now, seconds)
+            seconds = self._world.faults.duration(self._rank, self._clock.now, seconds)
         self._world.traffic.compute(self._rank, seconds)
 
 
@@ -242,57 +282,78 @@ class NestedCall:
         self._boundary.leave_library(self._task)
 
 
-_NEARLY = 1 - 1e-9
-"""Factor below which a time limit counts as shorter than the default; rounding alone must not make it so."""
+class VirtualControl(ControlPlane):
+    """Control plane of a simulated rank: news are events of the world, and arrive after the messages sent before."""
 
-
-class _Lane:
-    """Queue of a rank's asynchronous operations, which run in order in one task."""
-
-    def __init__(self) -> None:
-        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
-        self.last: VirtualWork[object] | None = None
-        self.task: Task | None = None
-
-
-class VirtualBackend(Backend):
-    """Backend of one rank of a simulated world."""
-
-    query_peers_after = math.inf  # never: the scheduler detects at once that no rank can go on
-
-    def __init__(self, rank: int, world_size: int, world: World, timeout: float) -> None:
-        super().__init__(rank, world_size, timeout)
-        self.world = world
-        self._scheduler = world.scheduler
-        self.flight_recorder = FlightRecorder(lambda: world.scheduler.now)
-        world.flight_recorders[rank] = self.flight_recorder
-        self._boundary = Boundary(rank, world)
+    def __init__(self, rank: int, world_size: int, world: World) -> None:
+        super().__init__(rank, world_size, FlightRecorder(lambda: world.scheduler.clock.now), world.hosts)
+        self.is_closed = False
+        self._world = world
         self._mailbox = world.mailboxes[rank]
-        self._closed = False
-        self._lanes: dict[int, _Lane] = {}
+        world.flight_recorders[rank] = self.recorder
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank has closed, was killed, or the simulation ends."""
+        return self.is_closed or self._world.scheduler.is_ending or self.rank in self._world.killed
+
+    def close(self, timeout: float) -> None:  # noqa: ARG002, D102
+        if not self.has_left:
+            self._part(self.close_reason())
+
+    def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
+        if not self.has_left:
+            failure = PeerFailed(self.rank if origin is None else origin, reason)
+            self._part(failure.told_by(self.rank))
+
+    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002, D102
+        return self._world.answers(set(ranks) - {self.rank}, question)
+
+    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
+        first = self._mailbox.fail_context(context, failure)
+        told = first.told_by(self.rank)
+        if not self.has_left:
+            for rank in sorted(set(ranks) - {self.rank}):
+                self._world.tell(self.rank, rank, lambda mailbox: mailbox.fail_context(context, told))
+        return first
+
+    def forget(self) -> None:
+        """Drops all receives, after the end of the simulation."""
+        self._mailbox.fail_all(self.closed_error())
+
+    def _part(self, failure: PeerFailed) -> None:
+        """Leaves the world: fails this rank's receives, and sends `failure` to all peers after its messages."""
+        self.is_closed = True
+        self._world.note(self.rank, f"leaves: {failure}")
+        self._mailbox.fail_all(self.closed_error())
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self._world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure))
+
+
+class VirtualMessages(Messages):
+    """Sends and receives of a simulated rank."""
+
+    def __init__(self, control: VirtualControl, world: World, boundary: Boundary, timeout: float) -> None:
+        super().__init__(control.rank, control.world_size, timeout)
+        self._control = control
+        self._world = world
+        self._boundary = boundary
+        self._mailbox = world.mailboxes[self.rank]
         self._num_messages = 0
-        self._dies_at = world.deaths_by_op.get(rank, math.inf)
-
-    @property
-    def name(self) -> str:  # noqa: D102
-        return "simulated"
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """Number of each rank's host, from the network."""
-        return self.world.hosts
-
-    # Messages
+        self._dies_at = world.deaths_by_op.get(self.rank, math.inf)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
-        tag = self.checked_send(tensor, dst, tag)
-        task = self._begin_message("" if is_plain(tag) else note)
-        work: VirtualWork[None] = VirtualWork(self, Passage("send to", dst, tag), dst, note, None)
+        self.check_send(tensor, dst)
+        tag = Tag.of(tag)
+        task = self._begin("" if is_plain(tag) else note)
+        passage = Passage("send to", dst, tag)
+        work: VirtualWork[None] = VirtualWork(self._boundary, passage, self.timeout, dst, note, None)
         # The peer is gone, or the group revoked, as far as this rank knows by now.
-        if error := self._mailbox.failure(dst, tag):
+        if error := self._mailbox.failures.of(dst, tag):
             work.complete(error=error)
         else:
-            self.world.send_tensor(self.rank, dst, tensor, tag, note, work.complete)
+            self._world.send_tensor(self.rank, dst, tensor, tag, note, work.complete)
         self._boundary.leave(task)
         return work
 
@@ -306,10 +367,12 @@ class VirtualBackend(Backend):
         must_fit: bool = True,
         combine: Combine | None = None,
     ) -> Work[torch.Tensor]:
-        tag = self.checked_receive(src, tag, out)
+        self.check_receive((src,), out)
+        tag = Tag.of(tag)
         plain = tag if is_plain(tag) else None
-        task = self._begin_message("" if plain else note or "")
-        work: VirtualWork[torch.Tensor] = VirtualWork(self, Passage("receive from", src, tag), src, note or "", plain)
+        task = self._begin("" if plain else note or "")
+        passage = Passage("receive from", src, tag)
+        work: VirtualWork[torch.Tensor] = VirtualWork(self._boundary, passage, self.timeout, src, note or "", plain)
         self._mailbox.post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
         self._boundary.leave(task)
         return work
@@ -317,46 +380,128 @@ class VirtualBackend(Backend):
     def irecv_any(  # noqa: D102
         self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
     ) -> Work[Received]:
-        tag = self.checked_receive_any(sources, tag)
-        task = self._begin_message("" if is_plain(tag) else note or "")
-        work = FromAny(self, note or "", tag, sources)
+        self.check_receive(sources)
+        tag = Tag.of(tag)
+        task = self._begin("" if is_plain(tag) else note or "")
+        work = FromAny(self._boundary, self.timeout, note or "", tag, sources)
         self._mailbox.post(Receive(work, ANY, tag, None, note, sources))
         self._boundary.leave(task)
         return work
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
-        self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its time was up"))
-
-    def took(self, src: int, tag: Tag) -> None:
-        """Records the dependency of the next step on this message."""
-        self.world.recorder.took(self.rank, src, tag)
-
-    # Waiting
-
-    def drive(self, work: Work[object], timeout: float | None) -> bool:
-        """Blocks, in virtual time, until `work` is completed. False if the time is up before."""
-        if self.is_inherited:  # the other ranks are threads, which a forked child does not have
-            raise self.closed_error()
-        task = self._boundary.enter()
-        # The limit of a nested wait is compared from the start of the outermost call, which has the group's timeout. A
-        # shorter limit is the program's own: then a timeout is a legal end, not a deadlock.
-        began = task.entered_at if task.depth else self._scheduler.now
-        deadline = math.inf if timeout is None else self._scheduler.now + timeout
-        done = self._scheduler.wait(work, deadline, deadline - began < self.timeout * _NEARLY)
-        self._boundary.leave(task)
-        return done
-
-    def poll(self, work: Work[object]) -> bool:
-        """Runs all events of this instant, then returns whether `work` is completed."""
-        if not self._scheduler.is_running_here() or self.is_inherited:
-            return False
-        task = self._boundary.enter()
-        done = self._scheduler.poll(work)
-        self._boundary.leave(task)
-        return done
+        self._mailbox.withdraw(work, Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102
         return self._boundary.will_wait()
+
+    def _begin(self, operation: str) -> Task:
+        """Begins a call that sends or receives. `operation`: the collective that it is part of; empty for none.
+
+        Raises:
+            Closed: the backend is closed.
+            Ended: the rank was killed, now if this is the message of `Kill(at_op=)`.
+        """
+        task = self._boundary.enter()
+        if self._control.is_closed:
+            raise self._control.closed_error()
+        self._num_messages += 1
+        # Counted at the start of the call: the rank dies before its n-th message leaves.
+        if self._num_messages >= self._dies_at:
+            self._world.kill(self.rank)
+            raise Ended
+        if operation:
+            task.operation = operation
+        return task
+
+
+class _Lane:
+    """Queue of a rank's asynchronous operations, which run in order in one task."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
+        self.last: VirtualWork[object] | None = None
+        self.task: Task | None = None
+
+
+class VirtualLanes(Lanes):
+    """Lanes of a simulated rank, each a task of the scheduler."""
+
+    def __init__(self, control: VirtualControl, world: World, boundary: Boundary, timeout: float) -> None:
+        self._control = control
+        self._world = world
+        self._boundary = boundary
+        self._scheduler = world.scheduler
+        self._timeout = timeout
+        self._lanes: dict[int, _Lane] = {}
+
+    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
+        task, rank = self._boundary.enter(), self._control.rank
+        if self._control.is_closed:
+            raise self._control.closed_error()
+        work: VirtualWork[T] = VirtualWork(self._boundary, description, self._timeout, rank, description, None)
+        # A task per lane: a lane's operations run in order, and lanes overlap.
+        queue = self._lanes.setdefault(lane, _Lane())
+        queue.jobs.append((function, work))  # type: ignore[arg-type]
+        queue.last = work  # type: ignore[assignment]
+        place = source_of(calling_place())
+        if queue.task is None:
+            queue.task = self._scheduler.add(rank, partial(self._work_off, queue), len(self._lanes), place)
+        elif queue.task.is_idle:
+            self._scheduler.clock.wake(queue.task, queue.task.turn)
+        self._boundary.leave(task)
+        return work
+
+    def _work_off(self, queue: _Lane) -> None:
+        """Body of a lane's task. Ends when its rank is killed, or with the simulation."""
+        task = self._scheduler.current()
+        while True:
+            while not queue.jobs:
+                self._scheduler.park()
+            function, work = queue.jobs.popleft()
+            self._boundary.leave(task)
+            result, error = None, None
+            try:
+                with self._world.memory_meter(self._control.rank):
+                    result = function()
+            except Ended:
+                raise
+            except BaseException as raised:
+                error = raised
+            self._boundary.enter()
+            work.complete(result, error)
+            self._scheduler.clock.wake_pollers()
+            # Locals of a loop live until they are assigned again: the tensors would live until the next job.
+            del function, work, result, error
+
+    def close(self, timeout: float) -> None:
+        """Waits for the end of all asynchronous operations. Does not raise their errors."""
+        for lane in list(self._lanes.values()):
+            if lane.last is not None and not lane.last.has_ended:
+                self._boundary.drive(lane.last, timeout)
+
+    def forget(self) -> None:
+        """Drops all operations, after the end of the simulation."""
+        self._lanes.clear()
+
+
+class VirtualBackend(Backend):
+    """Backend of one rank of a simulated world."""
+
+    query_peers_after = math.inf  # never: the scheduler detects at once that no rank can go on
+    control: VirtualControl
+    lanes: VirtualLanes
+
+    def __init__(self, rank: int, world_size: int, world: World, timeout: float) -> None:
+        check_rank(rank, world_size)
+        self.world = world
+        self._boundary = boundary = Boundary(rank, world, timeout)
+        control = VirtualControl(rank, world_size, world)
+        messages = VirtualMessages(control, world, boundary, timeout)
+        super().__init__(messages, control, VirtualLanes(control, world, boundary, timeout))
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return "simulated"
 
     def now(self) -> float:
         """Returns the virtual time; see `Boundary.now`."""
@@ -366,119 +511,23 @@ class VirtualBackend(Backend):
         """Marks the computation of `step`; see `Boundary.compute`."""
         return self._boundary.compute(step)
 
-    def memory_meter(self) -> AbstractContextManager[object]:
-        """Inside, the memory of new tensors is counted, if the simulation has `memory=True`."""
-        meters = self.world.memory_meters
-        return meters[self.rank] if meters else nullcontext()
-
-    # Beside
-
-    def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
-        task = self._boundary.enter()
-        if self._closed:
-            raise self.closed_error()
-        work: VirtualWork[T] = VirtualWork(self, description, self.rank, description, None)
-        # A task per lane: a lane's operations run in order, and lanes overlap.
-        line = self._lanes.setdefault(lane, _Lane())
-        line.jobs.append((function, work))  # type: ignore[arg-type]
-        line.last = work  # type: ignore[assignment]
-        place = source_of(calling_place())
-        if line.task is None:
-            line.task = self._scheduler.add(self.rank, partial(self._work_off, line), len(self._lanes), place)
-        else:
-            self._scheduler.rouse(line.task)
-        self._boundary.leave(task)
-        return work
-
-    def _work_off(self, line: _Lane) -> None:
-        """Body of a lane's task. Ends when its rank is killed, or with the simulation."""
-        task = self._scheduler.current()
-        while True:
-            while not line.jobs:
-                self._scheduler.rest()
-            function, work = line.jobs.popleft()
-            self._boundary.leave(task)
-            result, error = None, None
-            try:
-                with self.memory_meter():
-                    result = function()
-            except Ended:
-                raise
-            except BaseException as raised:
-                error = raised
-            self._boundary.enter()
-            work.complete(result, error)
-            self._scheduler.stir()
-            # Locals of a loop live until they are assigned again: the tensors would live until the next job.
-            del function, work, result, error
-
-    # Ending
-
-    def close(self, timeout: float | None = None) -> None:  # noqa: D102
-        if not self._closed and not self._has_ended():
-            self.drain(timeout)
-            self._part(self.close_reason())
-
-    def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
-        if not self._closed and not self._has_ended():
-            failure = PeerFailed(self.rank if origin is None else origin, reason)
-            self._part(failure.told_by(self.rank))
-
-    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002, D102
-        return self.world.answers(set(ranks) - {self.rank}, question)
-
-    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:  # noqa: D102
-        first = self._mailbox.fail_context(context, failure)
-        told = first.told_by(self.rank)
-        if not self._closed and not self._has_ended():
-            for rank in sorted(set(ranks) - {self.rank}):
-                self.world.tell(self.rank, rank, lambda mailbox: mailbox.fail_context(context, told))
-        return first
-
     def drain(self, timeout: float | None = None) -> None:
         """Waits for the end of all asynchronous operations. Does not raise their errors."""
-        for lane in list(self._lanes.values()):
-            if lane.last is not None and not lane.last.has_ended:
-                self.drive(lane.last, self.timeout if timeout is None else timeout)
+        self.lanes.close(self.timeout if timeout is None else timeout)
 
-    def _part(self, failure: PeerFailed) -> None:
-        """Leaves the world: fails this rank's receives, and sends `failure` to all peers after its messages."""
-        self._closed = True
-        self.world.note(self.rank, f"leaves: {failure}")
-        self._mailbox.fail_all(self.closed_error())
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                self.world.tell(self.rank, peer, lambda mailbox: mailbox.fail_peer(self.rank, failure))
+    def close(self, timeout: float | None = None) -> None:  # noqa: D102
+        if not self.control.has_left:
+            self.drain(timeout)  # first: what they send arrives before the news that this rank has left
+            self.control.close(0.0)
+
+    def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
+        self.control.abort(reason, origin)
 
     def forget(self) -> None:
         """Drops all references, after the end of the simulation."""
-        self._mailbox.fail_all(self.closed_error())
-        self._lanes.clear()
-
-    # Every call
-
-    def _has_ended(self) -> bool:
-        return self._scheduler.is_ending or self.rank in self.world.killed
-
-    def _begin_message(self, operation: str) -> Task:
-        """Begins a call that sends or receives. `operation`: the collective that it is part of; empty for none.
-
-        Raises:
-            Closed: the backend is closed.
-            Ended: the rank was killed, now if this is the message of `Kill(at_op=)`.
-        """
-        task = self._boundary.enter()
-        if self._closed:
-            raise self.closed_error()
-        self._num_messages += 1
-        # Counted at the start of the call: the rank dies before its n-th message leaves.
-        if self._num_messages >= self._dies_at:
-            self.world.kill(self.rank)
-            raise Ended
-        if operation:
-            task.operation = operation
-        return task
+        self.control.forget()
+        self.lanes.forget()
 
     def begin(self) -> None:
         """Starts the program of this rank: installs its random states and starts its stopwatch."""
-        self._boundary.leave(self._scheduler.current())
+        self._boundary.begin()

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from echelon.arguments import is_amount, is_factor
 from echelon.errors import LaunchError
-from echelon.pipeline.plan.action import Action, Overlapped, actions_of
+from echelon.pipeline.plan.action import Action, Handover, Overlapped, actions_of
 from echelon.pipeline.plan.cost import Costs
-from echelon.pipeline.plan.simulate import Need, play
+from echelon.pipeline.plan.simulate import play
 
 StepCost: TypeAlias = Callable[[int, object], float]
 """Function of rank and step that returns the step's seconds."""
@@ -153,7 +153,7 @@ def _of_actions(costs: Costs) -> StepCost:
         stages = [action.stage for action in actions_of(step)]
         placement = [0] * (_num_stages(costs) or max(stages) + 1)
         # All inputs are there at time 0, so that nothing but the action itself is priced.
-        arrived = [Need(kind, stage, 0) for kind in "FB" for stage in stages]
+        arrived = [Handover(stage, 0, backward) for backward in (False, True) for stage in stages]
         (ends,) = play([[step]], placement, 1, costs.per_stage(placement), arrived).ends
         return float(ends[0])
 

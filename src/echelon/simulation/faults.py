@@ -114,7 +114,7 @@ Faults: TypeAlias = Sequence[Fault] | Callable[[random.Random, int], Sequence[Fa
 
 
 class FaultPlan:
-    """Faults of one simulation, sorted by kind, and their effect on messages and ranks."""
+    """Faults of one simulation by kind, and their effect on messages and ranks."""
 
     def __init__(self, faults: Sequence[Fault], world_size: int, has_costs: bool) -> None:
         """Checks and sorts the faults.
@@ -125,42 +125,22 @@ class FaultPlan:
         """
         if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
             raise LaunchError(f"faults={faults!r}: give a list of Kill, Slow, NetworkPartition, Delay, Pause")
-        self.faults = tuple(faults)
-        self.kills: list[Kill] = []
-        self._partitions: list[NetworkPartition] = []
-        self._delays: list[Delay] = []
-        self._pauses: dict[int, list[Pause]] = {}
-        self._factors: dict[int, float] = {}
-        for fault in self.faults:
+        for fault in faults:
             for rank in _ranks_of(fault):
                 if not is_count(rank) or rank >= world_size:
                     raise InvalidRank(rank, world_size, f"rank of {type(fault).__name__}")
-            self._sort(fault, has_costs)
-
-    def _sort(self, fault: Fault, has_costs: bool) -> None:
-        match fault:
-            case Kill():
-                self.kills.append(fault)
-            case NetworkPartition():
-                self._partitions.append(fault)
-            case Delay():
-                self._delays.append(fault)
-            case Pause():
-                self._pauses.setdefault(fault.rank, []).append(fault)
-            case Slow():
-                # Refused rather than ignored: the user would take the result for one with a slow rank.
-                if not has_costs:
-                    raise LaunchError(f"{fault} changes nothing, because computing costs nothing here: give costs=")
-                self._factors[fault.rank] = self._factors.get(fault.rank, 1.0) * fault.factor
-
-    @property
-    def pauses(self) -> bool:
-        """Whether any rank is ever stopped."""
-        return bool(self._pauses)
-
-    def factor(self, rank: int) -> float:
-        """Returns the factor by which a rank's computing takes longer."""
-        return self._factors.get(rank, 1.0)
+            # Refused rather than ignored: the user would take the result for one with a slow rank.
+            if isinstance(fault, Slow) and not has_costs:
+                raise LaunchError(f"{fault} changes nothing, because computing costs nothing here: give costs=")
+        self.faults = tuple(faults)
+        self.kills = [fault for fault in faults if isinstance(fault, Kill)]
+        self._delays = [fault for fault in faults if isinstance(fault, Delay)]
+        self._slow = [fault for fault in faults if isinstance(fault, Slow)]
+        # In order of time: a message that one partition holds back may run into the next, and so may a paused rank.
+        pauses = [fault for fault in faults if isinstance(fault, Pause)]
+        self.pauses = sorted(pauses, key=lambda pause: pause.start)
+        partitions = [fault for fault in faults if isinstance(fault, NetworkPartition)]
+        self._partitions = sorted(partitions, key=lambda partition: partition.start)
 
     def arrival(self, src: int, dst: int, left: float, arrives: float) -> float:
         """Returns the arrival time of a message that left at `left` and arrives at `arrives` without faults.
@@ -171,24 +151,23 @@ class FaultPlan:
             delay.seconds for delay in self._delays if delay.start <= left < delay.end and delay.concerns(src, dst)
         )
         travel = arrives - left
-        # In order of time: a message that one partition holds back may run into the next.
-        for partition in sorted(self._partitions, key=lambda partition: partition.start):
+        for partition in self._partitions:
             if partition.concerns(src, dst) and left < partition.end and arrives >= partition.start:
                 left, arrives = partition.end, partition.end + travel
         return arrives
 
     def available_at(self, rank: int, time: float) -> float:
         """Returns the time at which a rank with a turn at `time` can take it: later while it is paused."""
-        for pause in sorted(self._pauses.get(rank, ()), key=lambda pause: pause.start):
-            if pause.start <= time < pause.end:
+        for pause in self.pauses:
+            if pause.rank == rank and pause.start <= time < pause.end:
                 time = pause.end
         return time
 
     def duration(self, rank: int, began: float, seconds: float) -> float:
         """Returns the duration of `seconds` of computing that begin at `began`, with slowness and pauses."""
-        seconds *= self.factor(rank)
-        for pause in sorted(self._pauses.get(rank, ()), key=lambda pause: pause.start):
-            if began < pause.end and began + seconds > pause.start:
+        seconds *= math.prod(slow.factor for slow in self._slow if slow.rank == rank)
+        for pause in self.pauses:
+            if pause.rank == rank and began < pause.end and began + seconds > pause.start:
                 seconds += pause.end - max(pause.start, began)
         return seconds
 

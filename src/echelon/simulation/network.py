@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -36,6 +36,7 @@ class Traffic:
         self, scheduler: Scheduler, world_size: int, link: Callable[[int, int], Network], faults: FaultPlan
     ) -> None:
         self._scheduler = scheduler
+        self._clock = scheduler.clock
         self._faults = faults
         self._link = link
         self._links: dict[tuple[int, int], Network] = {}
@@ -52,7 +53,7 @@ class Traffic:
         """Sends a message: reserves its sender's link and returns its times. Never blocks."""
         link = self._links.get((src, dst)) or self._find_link(src, dst)
         # The sender is the bottleneck: its messages leave one after another, whichever ranks they are for.
-        left = max(self._scheduler.now, self._free_at[src]) + num_bytes / link.bandwidth
+        left = max(self._clock.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
         passage = self._pass(src, dst, left, left + link.latency)
         if link.overhead and num_bytes:
@@ -82,10 +83,10 @@ class Traffic:
             self._num_computing[rank] -= 1
 
     def _hold_up_at(self, time: float, rank: int, seconds: float) -> None:
-        if time <= self._scheduler.now:
+        if time <= self._clock.now:
             self._hold_up(rank, seconds)
         elif time < math.inf:
-            self._scheduler.at(time, partial(self._hold_up, rank, seconds))
+            self._clock.at(time, partial(self._hold_up, rank, seconds))
 
     def _hold_up(self, rank: int, seconds: float) -> None:
         """Delays a rank's computing by a message's overhead. No effect on a rank that only waits."""
@@ -93,12 +94,12 @@ class Traffic:
             self._owed[rank] += seconds
 
     def _pass(self, src: int, dst: int, left: float, arrives: float) -> Passage:
-        done, draw = arrives, self._scheduler.draw()
+        done, draw = arrives, self._clock.draw()
         if self._faults.faults:
             arrives = self._faults.arrival(src, dst, left, arrives)
             # From now on a rank may wait until its timeout without a mistake in the program.
             if arrives == math.inf:
-                self._scheduler.awaits_nothing_lost = False
+                self._clock.has_lost_events = True
         # No message overtakes another of its pair, as in a TCP connection: neither by faults nor by its draw.
         last = self._last.get((src, dst))
         if last is not None and last > (arrives, draw):
@@ -161,18 +162,15 @@ class Network:
 
     def between(self, src: int, dst: int) -> Network:
         """Returns the network from `src` to `dst`: this one, or the local one if they share a host."""
-        if self.hosts is None or self._host(src) != self._host(dst):
+        hosts = self._host_of
+        if not hosts or hosts[src] != hosts[dst]:
             return self
         return Network(self.local_latency, self.local_bandwidth)
 
-    def _host(self, rank: int) -> int:
-        assert self.hosts is not None
-        first = 0
-        for host, count in enumerate(self.hosts):
-            first += count
-            if rank < first:
-                return host
-        return -1
+    @cached_property
+    def _host_of(self) -> tuple[int, ...]:
+        """Number of each rank's host. Empty if each has its own."""
+        return tuple(host for host, count in enumerate(self.hosts or ()) for _ in range(count))
 
 
 PRESETS: Mapping[str, Network] = MappingProxyType(
@@ -227,6 +225,4 @@ def _checked(network: Callable[[int, int], Network]) -> Callable[[int, int], Net
 
 def host_numbers(network: NetworkLike, world_size: int) -> tuple[int, ...]:
     """Returns the number of each rank's host. Each rank has its own host if the network does not name hosts."""
-    if not isinstance(network, Network) or network.hosts is None:
-        return tuple(range(world_size))
-    return tuple(host for host, count in enumerate(network.hosts) for _ in range(count))
+    return (network._host_of if isinstance(network, Network) else ()) or tuple(range(world_size))

@@ -11,70 +11,14 @@ import functools
 import hashlib
 import os
 import random
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
-
-_LAYOUT = struct.Struct("i624I")
-"""Fields of CPython's generator object: index of the next word, and the words of the Mersenne Twister."""
-
-
-class PythonState(NamedTuple):
-    """State of a Python generator, as `take` returns it and `put` expects it."""
-
-    words: bytes | tuple[object, ...]
-    gauss_next: float | None
-    """Second number of the pair that `random.gauss` has drawn already. None if there is none."""
-
-
-def take(generator: random.Random) -> PythonState:
-    """Returns the state of a generator."""
-    # Fast path: `getstate` makes a Python integer of each of the 625 words, 22 kB per rank. With `setstate` that takes
-    # 17 us, a quarter of the cost of a message. Copying the words out of CPython's object takes 3 us.
-    if not _lies_open():
-        return PythonState(generator.getstate(), None)
-    return PythonState(ctypes.string_at(_address(generator), _LAYOUT.size), generator.gauss_next)  # type: ignore[attr-defined]
-
-
-def put(generator: random.Random, state: PythonState) -> None:
-    """Sets the state of a generator."""
-    if isinstance(state.words, bytes):
-        ctypes.memmove(_address(generator), state.words, _LAYOUT.size)
-        generator.gauss_next = state.gauss_next  # type: ignore[attr-defined]
-    else:
-        generator.setstate(state.words)
-
-
-def shared() -> random.Random:
-    """Returns the generator behind the module functions of `random`."""
-    generator = random.random.__self__  # type: ignore[attr-defined]
-    assert isinstance(generator, random.Random)
-    return generator
-
-
-@functools.cache
-def _lies_open() -> bool:
-    """Whether a generator's words lie at `_address` in the order of `_LAYOUT`. Checked once, on a new generator."""
-    # Checked first, so that no byte behind the object is read.
-    if random.Random.__basicsize__ < object.__basicsize__ + _LAYOUT.size:
-        return False
-    own = random.Random(1)
-    own.random()
-    words: object = own.getstate()[1]
-    # `getstate` has the index last, CPython's object has it first.
-    index, *lying = _LAYOUT.unpack(ctypes.string_at(_address(own), _LAYOUT.size))
-    return (*lying, index) == words
-
-
-# CPython's `id` is the address of the object, whose fields follow the object header.
-def _address(generator: random.Random) -> int:
-    return id(generator) + object.__basicsize__
 
 
 @contextmanager
@@ -125,7 +69,7 @@ def _c_library() -> ctypes.CDLL:
 
 @dataclass(slots=True)
 class _State:
-    python: PythonState
+    python: tuple[Any, ...]
     numpy: np.random.BitGenerator
     torch: torch.Tensor
 
@@ -158,11 +102,11 @@ class RandomStates:
 
     def _take(self) -> _State:
         numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        return _State(take(shared()), numpy, torch.default_generator.get_state())
+        return _State(random.getstate(), numpy, torch.default_generator.get_state())
 
 
 def _put(state: _State) -> None:
-    put(shared(), state.python)
+    random.setstate(state.python)
     np.random.set_bit_generator(state.numpy)  # type: ignore[attr-defined]
     torch.default_generator.set_state(state.torch)
 
@@ -173,7 +117,7 @@ def _first(seed: int, rank: int) -> _State:
     number = int.from_bytes(digest, "little")
     generator = torch.Generator().manual_seed(number >> 1)
     numpy = np.random.MT19937(_Seed(digest))  # type: ignore[arg-type]
-    return _State(take(random.Random(number)), numpy, generator.get_state())
+    return _State(random.Random(number).getstate(), numpy, generator.get_state())
 
 
 class _Seed(ISeedSequence):

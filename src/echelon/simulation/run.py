@@ -1,184 +1,36 @@
-"""`echelon.simulate`: runs a program on simulated ranks, one at a time, in virtual time, and explains deadlocks."""
+"""`echelon.simulate` and `explore`: run a program on simulated ranks, one at a time, in virtual time."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from echelon.arguments import check_default_timeout, check_world_size, is_count
-from echelon.backends.delivery import ANY
-from echelon.backends.formats.wire import Tag, readable
 from echelon.backends.work import DEFAULT_TIMEOUT
-from echelon.call_site import place_of_thread, source_of
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
-from echelon.errors import DeadlockError, LaunchError, PeerFailed
-from echelon.exits import fails
+from echelon.errors import DeadlockError, LaunchError, PeerFailed, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.init import provide
-from echelon.launch.job import check_call
 from echelon.launch.report import RankFailure, describe, first_cause
-from echelon.operation_records import FlightRecorder
-from echelon.pipeline.run.transfer import what_passes
-from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork
+from echelon.launch.spawn import check_call
+from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
+from echelon.simulation.deadlock import explain
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import NetworkLike, host_numbers, link_function
 from echelon.simulation.random_state import on_one_core
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
-from echelon.simulation.world import World, is_plain
+from echelon.simulation.world import World
 from echelon.timeline.timeline import Timeline
-
-_MOST_UNCLAIMED = 8
-"""Most unclaimed messages that a DeadlockError lists."""
-
-
-class Waiting(NamedTuple):
-    """Waiting task, as a DeadlockError lists it."""
-
-    rank: int
-    peer: int
-    """Rank that it waits for. Its own if it waits for an asynchronous operation, ANY if any rank will do."""
-    doing: str
-    place: str
-    """Line of the program. Empty if the rank's function has returned."""
-    is_beside: bool
-    """Whether the task is a lane. `place` is then the line that started the operation."""
-
-    def __str__(self) -> str:
-        whom = "any rank" if self.peer == ANY else f"rank {self.peer}"
-        if self.is_beside:
-            return f"rank {self.rank}, in {self.doing}, waits for {whom}; begun at {self.place}"
-        whom = whom if self.peer != self.rank else "its own asynchronous operation"
-        where = f", at {self.place}" if self.place else ", at the end of its function"
-        return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
-
-
-def deadlock(
-    waiting: Iterable[Waiting],
-    returned: Mapping[int, str],
-    killed: Collection[int],
-    unclaimed: Sequence[str],
-    now: float,
-) -> DeadlockError:
-    """Returns the error for ranks that wait for ever.
-
-    Args:
-        waiting: all waiting tasks.
-        returned: ranks whose function has returned, with the last call of each and its line; empty without a call.
-        killed: ranks that a fault ended.
-        unclaimed: messages that were sent but not received, in words.
-        now: virtual seconds.
-    """
-    tasks = sorted(waiting)
-    lines = [str(task) for task in tasks]
-    lines += [f"rank {rank} has returned, after {last or 'no call'}" for rank, last in sorted(returned.items())]
-    lines += [f"rank {rank} was killed" for rank in sorted(killed)]
-    lines += unclaimed[:_MOST_UNCLAIMED]
-    if len(unclaimed) > _MOST_UNCLAIMED:
-        lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
-    return DeadlockError("\n  ".join([f"no rank can go on at {now:g} s: {_reason(tasks, returned)}", *lines]))
-
-
-def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
-    # Before any cycle: a rank that has returned can send nothing more.
-    for task in tasks:
-        if task.peer in returned:
-            return (
-                f"rank {task.rank} waits for rank {task.peer}, which has returned: make both call the same operations"
-            )
-    edges: dict[int, list[int]] = {}
-    for task in tasks:
-        if task.peer not in (task.rank, ANY):
-            edges.setdefault(task.rank, []).append(task.peer)
-    cycle = find_cycle(edges)
-    if not cycle:
-        return "the messages that they wait for were never sent: match every receive with a send"
-    path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
-    return f"they wait for each other, {path}: let one of them send before it waits"
-
-
-def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Returns the nodes of one cycle in order, from its smallest. Empty if there is none."""
-    # A node is left out once no cycle goes through it, so this ends after one visit of each.
-    done: set[int] = set()
-    for start in sorted(edges):
-        path: list[int] = []
-        rank: int | None = start
-        while rank is not None and rank not in done and rank not in path:
-            path.append(rank)
-            rank = next((peer for peer in edges.get(rank, ()) if peer not in done), None)
-        if rank in path:
-            cycle = path[path.index(rank) :]
-            first = cycle.index(min(cycle))
-            return cycle[first:] + cycle[:first]
-        done.update(path)
-    return []
-
-
-def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
-    """Returns the error for tasks of a world that wait for ever."""
-    # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
-    idle = world.returned - {task.rank for task in tasks if task.number == 0}
-    return deadlock(
-        waiting=[_waiting(world, task) for task in tasks],
-        returned={rank: _last_call(world.flight_recorders[rank]) for rank in idle},
-        killed=world.killed,
-        unclaimed=sorted(_unclaimed(world)),
-        now=world.scheduler.now,
-    )
-
-
-def _waiting(world: World, task: Task) -> Waiting:
-    work = task.awaits
-    assert isinstance(work, VirtualWork)
-    return Waiting(
-        rank=task.rank,
-        peer=work.peer,
-        doing=_doing(work, world.flight_recorders[task.rank]),
-        place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
-        is_beside=task.number > 0,
-    )
-
-
-def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
-    passage = work.description
-    if not isinstance(passage, Passage):
-        return str(passage)
-    if value := what_passes(passage.tag):
-        return f"{passage.doing} rank {passage.peer}, {value}"
-    flight = work.flight or recorder.find(passage.tag.context, passage.tag.sequence)
-    group = "" if flight is None or flight.group == "world" else f", of group {flight.group!r}"
-    return (readable(work.operation) or str(passage)) + group
-
-
-def _last_call(recorder: FlightRecorder) -> str:
-    """Returns a rank's last call and its line. Empty if it made no call."""
-    records = recorder.records()
-    if not records:
-        return ""
-    last = records[-1]
-    number = f", #{last.sequence}" if last.sequence else ""
-    return f"{last.operation}{number} at {last.place}"
-
-
-def _unclaimed(world: World) -> Iterator[str]:
-    for rank, mailbox in enumerate(world.mailboxes):
-        for src, tag in mailbox.unclaimed():
-            if is_plain(tag):
-                yield f"rank {rank} has not received a message of rank {src}, {_name_of(tag)}"
-
-
-def _name_of(tag: Tag) -> str:
-    return what_passes(tag) or f"tag {tag.step}"
-
 
 _ALLOCATIONS = 100_000
 """Number of new objects between two runs of the garbage collector. Python's default is 700."""
@@ -221,6 +73,7 @@ def simulate(
     *,
     timeout: float = DEFAULT_TIMEOUT,
     memory: bool = False,
+    late_sends: bool = False,
 ) -> Simulation:
     """Runs `fn(group, *args)` on every rank of a simulated world. Blocks until all ranks have ended.
 
@@ -243,14 +96,18 @@ def simulate(
         faults: faults, or a function of a seeded `random.Random` and the number of ranks that draws them.
         timeout: default timeout of blocking calls, virtual seconds.
         memory: whether to count the memory of each rank's tensors, which slows down every operation of torch.
+        late_sends: whether a send is done as late as it can be without virtual time: once no rank can go on otherwise
+            at the time at which its message arrives. A rank that overwrites a tensor before its send is done is then
+            found whenever it does so at that time. Most strict without `network` and `costs`, where all is one time.
 
     Raises:
         InvalidWorldSize: `world_size` is below 1 or above 65,536.
-        LaunchError, InvalidRank: an argument is invalid, or a fault names a rank that is not in the world.
+        LaunchError, InvalidRank: an argument is invalid, `late_sends` is given with `memory`, or a fault names a rank
+            that is not in the world.
         DeadlockError: no rank can go on. It lists which rank waits for which, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
-        UnsupportedOp: a rank changed a tensor before its send was done. Checked if messages take time and there are
-            neither faults nor `memory`.
+        UnsupportedOp: a rank changed a tensor before its send was done. It names the line of the send. Checked with
+            `late_sends`, and if messages take time, but not with `memory`.
         PeerFailed: a rank called `sys.exit` with an error status. It names the rank.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
@@ -260,8 +117,11 @@ def simulate(
     if callable(faults):
         faults = faults(random.Random(f"faults of {seed}"), world_size)
     plan = FaultPlan(faults, world_size, has_costs=cost is not None or meter is not None)
+    if late_sends and memory:
+        # The check keeps sent tensors alive, so they would count for longer.
+        raise LaunchError("late_sends=True and memory=True: leave one out, because no send is checked with memory=True")
     link, hosts = link_function(network, world_size), host_numbers(network, world_size)
-    world = World(world_size, seed, link, plan, cost, meter, memory, hosts)
+    world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends)
     run = _Run(world, world_size, fn, args, timeout)
     num_threads = torch.get_num_threads()
     try:
@@ -350,7 +210,7 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            with provide(group), backend.memory_meter():
+            with provide(group), self._world.memory_meter(backend.rank):
                 self.results[rank] = self._fn(group, *self._args)
             self._world.returned.add(rank)
             backend.drain()
@@ -360,7 +220,8 @@ class _Run:
             raise
         except BaseException as error:
             if not self._scheduler.is_ending:
-                if fails(error):
+                # A tensor that was sent wrong may be the cause. Once this rank has left, the others may give sends up.
+                if fails(error) and self._world.check_sends() is None:
                     self._errors[rank] = error
                     self._failures.append(describe(rank, error))
                 group.__exit__(type(error), error, error.__traceback__)
@@ -368,7 +229,7 @@ class _Run:
             self._end()
 
     def _end(self) -> None:
-        self.elapsed = max(self.elapsed, self._scheduler.now)
+        self.elapsed = max(self.elapsed, self._world.clock.now)
         self._num_left -= 1
         if self._num_left == 0:
             self._scheduler.is_ending = True
@@ -390,7 +251,7 @@ class _Run:
         for backend in self._backends:
             for flight in backend.flight_recorder.under_way():
                 if flight.sequence and flight.context not in self._disputed:
-                    watch = HangDiagnosis(backend, range(backend.world_size), flight, self._scheduler.now)
+                    watch = HangDiagnosis(backend, range(backend.world_size), flight, self._world.clock.now)
                     if mismatch := watch.mismatch():
                         self._disputed.add(flight.context)
                         for mailbox in self._world.mailboxes:
@@ -410,3 +271,64 @@ def _rarer_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def explore(
+    fn: Callable[..., Any],
+    world_size: int,
+    seeds: Iterable[int] = range(1000),
+    args: Sequence[object] = (),
+    network: NetworkLike = None,
+    costs: CostsLike = None,
+    faults: Faults = (),
+    *,
+    late_sends: bool = False,
+    check: Callable[[Simulation], object] | None = None,
+) -> int:
+    """Simulates `fn` with one seed after another. Returns the number of seeds tried.
+
+    Stops at the first failing seed and raises its exception. A line on stderr and a note of the exception tell how to
+    replay it.
+
+    Args:
+        fn, world_size, args, network, costs, faults, late_sends: as for `simulate`.
+        seeds: the seeds to try.
+        check: function called with the simulation of each seed. An exception of it is a failure, too. It can check
+            conditions that no single rank sees, such as equal results.
+
+    Raises:
+        LaunchError: there are no seeds, or `check` is no function.
+        Exception: the exception of the first failing seed.
+    """
+    if not isinstance(seeds, Iterable):
+        raise LaunchError(f"seeds={seeds!r}: give an iterable of seeds, such as range(1000)")
+    if check is not None and not callable(check):
+        raise LaunchError(f"check={check!r}: give a function of a Simulation")
+    count = 0
+    for seed in seeds:
+        try:
+            simulation = simulate(fn, world_size, args, seed, network, costs, faults, late_sends=late_sends)
+            if check is not None:
+                check(simulation)
+        except Exception as error:  # not KeyboardInterrupt, which is no failure of the seed
+            name = getattr(fn, "__name__", repr(fn))
+            more = "".join(f", {what}=..." for what, given in _given(args, network, costs, faults) if given)
+            more += ", late_sends=True" if late_sends else ""
+            replay = f"echelon.simulate({name}, {world_size}{more}, seed={seed})"
+            told = f"seed {seed} fails, after {count} that passed; to replay it: {replay}"
+            error.add_note(told)
+            print(told, file=sys.stderr)
+            raise
+        count += 1
+    if count == 0:
+        raise LaunchError(f"seeds={seeds!r} has none: nothing was tried; give at least one")
+    return count
+
+
+def _given(args: Sequence[object], network: NetworkLike, costs: CostsLike, faults: Faults) -> list[tuple[str, bool]]:
+    return [
+        ("args", bool(args)),
+        ("network", network is not None),
+        ("costs", costs is not None),
+        ("faults", callable(faults) or bool(faults)),
+    ]

@@ -17,6 +17,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 
@@ -29,75 +30,48 @@ class Ended(BaseException):
     """Raised in a task to end it: its rank was killed, or the simulation is over. Programs need not handle it."""
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """Thread that takes turns with others, and its state in the scheduler."""
 
-    __slots__ = (
-        "_body",
-        "_leave",
-        "awaits",
-        "deadline",
-        "depth",
-        "entered_at",
-        "gate",
-        "ident",
-        "insists",
-        "is_doomed",
-        "is_idle",
-        "is_queued",
-        "num_polls",
-        "number",
-        "operation",
-        "origin",
-        "polled_at",
-        "polls",
-        "rank",
-        "thread",
-        "turn",
-    )
+    rank: int
+    number: int
+    """0 for a rank's main task, from 1 for its lanes."""
+    body: Callable[[], None]
+    origin: str
+    """Line of the program that started a lane. Empty for a main task."""
+    leave: Callable[[Task], None]
+    awaits: Work[object] | None = None
+    deadline: float = math.inf
+    insists: bool = False
+    """Whether the program itself gave the deadline, rather than the default timeout."""
+    is_idle: bool = False
+    is_cancelled: bool = False
+    """Whether it has to leave at its next turn."""
+    has_ended: bool = False
+    depth: int = 0
+    """Number of nested library calls that it is in. No code of the program runs meanwhile."""
+    entered_at: float = 0.0
+    """Virtual time at which it entered the outermost of these calls."""
+    operation: str = ""
+    """Collective that it is in. Empty if none."""
+    ident: int = 0
+    """Identifier of the thread, once it runs."""
+    gate: threading.Lock = field(default_factory=threading.Lock)
+    turn: int = 0
+    """Number of its turns. An event for an earlier turn is stale."""
+    is_queued: bool = False
+    """Whether its next turn is in the queue."""
+    polls: bool = False
+    """Whether it waits because it polled too often."""
+    polled_at: float = -1.0
+    """Virtual time of its last poll. `num_polls` counts the polls at that time."""
+    num_polls: int = 0
+    thread: threading.Thread = field(init=False)
 
-    def __init__(
-        self,
-        rank: int,
-        number: int,
-        body: Callable[[], None],
-        origin: str,
-        leave: Callable[[Task], None],
-    ) -> None:
-        self.rank = rank
-        self.number = number
-        """0 for a rank's main task, from 1 for its lanes."""
-        self.origin = origin
-        """Line of the program that started a lane. Empty for a main task."""
-        self.awaits: Work[object] | None = None
-        self.deadline = math.inf
-        self.insists = False
-        """Whether the program itself gave the deadline, rather than the default timeout."""
-        self.is_idle = False
-        self.is_doomed = False
-        """Whether it was cancelled and has to leave at its next turn."""
-        self.depth = 0
-        """Number of nested library calls that it is in. No code of the program runs meanwhile."""
-        self.entered_at = 0.0
-        """Virtual time at which it entered the outermost of these calls."""
-        self.operation = ""
-        """Collective that it is in. Empty if none."""
-        self.ident = 0
-        """Identifier of the thread, once it runs."""
-        self.gate = threading.Lock()
+    def __post_init__(self) -> None:
         self.gate.acquire()
-        self.turn = 0
-        """Number of its turns. An event for an earlier turn is stale."""
-        self.is_queued = False
-        """Whether its next turn is in the queue."""
-        self.polls = False
-        """Whether it waits because it polled too often."""
-        self.polled_at = -1.0
-        """Virtual time of its last poll. `num_polls` counts the polls at that time."""
-        self.num_polls = 0
-        self._body = body
-        self._leave = leave
-        name = f"simulated rank {rank}" + (f", lane {number}" if number else "")
+        name = f"simulated rank {self.rank}" + (f", lane {self.number}" if self.number else "")
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
@@ -105,16 +79,14 @@ class Task:
         self.ident = get_ident()
         self.begin_turn()
         try:
-            if not self.is_doomed:
-                self._body()
+            if not self.is_cancelled:
+                self.body()
         except Ended:
             pass
         finally:
-            self._leave(self)
-
-    def forget(self) -> None:
-        """Drops the reference to its function, after its end."""
-        self._body = _nothing
+            self.body = _nothing  # the end of a task may be long before that of the simulation
+            self.has_ended = True
+            self.leave(self)
 
     def begin_turn(self) -> None:
         """Starts a turn, which makes all events for earlier turns stale."""
@@ -125,12 +97,66 @@ class Task:
 def _nothing() -> None: ...
 
 
+class Clock:
+    """Virtual clock, and the queue of events by which it moves: actions, and turns of tasks."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.now = 0.0
+        """Virtual seconds since the start."""
+        self.draw = draw
+        """Returns the next draw, which orders events at the same time."""
+        self.has_lost_events = False
+        """Whether an event will never come, such as the arrival of a lost message."""
+        # (time, draw, number, task or action, turn). The number is unique, so that two tasks are never compared.
+        self.events: list[tuple[float, float, int, Task | Callable[[], object], int]] = []
+        """Heap of all events."""
+        self.pollers: list[Task] = []
+        """Tasks that wait because they polled too often."""
+        self._numbers = itertools.count()
+
+    def at(self, time: float, action: Callable[[], object], draw: float | None = None) -> None:
+        """Schedules `action`, which must not block, for `time`. Of two at one time, the lower draw comes first."""
+        heapq.heappush(self.events, (time, self.draw() if draw is None else draw, next(self._numbers), action, -1))
+
+    def add_turn(self, task: Task, time: float) -> None:
+        """Schedules the next turn of a task. math.inf: never, unless it is cancelled."""
+        task.is_queued = True
+        if time < math.inf:
+            heapq.heappush(self.events, (time, self.draw(), next(self._numbers), task, task.turn))
+        else:
+            self.has_lost_events = True
+
+    def wake(self, task: Task, turn: int) -> None:
+        """Schedules a turn of a waiting task now. No effect if it was woken, or its turn `turn` is over."""
+        if task.turn == turn and not task.is_queued:
+            self.add_turn(task, self.now)
+
+    def wake_pollers(self) -> None:
+        """Wakes busy-polling tasks after an event."""
+        for task in self.pollers:
+            if task.polls:
+                self.wake(task, task.turn)
+        self.pollers.clear()
+
+    def actions(self) -> list[Callable[[], object]]:
+        """Returns the pending actions, in no order."""
+        return [what for _, _, _, what, _ in self.events if not isinstance(what, Task)]
+
+    def drop_stale(self) -> None:
+        """Removes the first events as long as they are turns that tasks have had already."""
+        while self.events:
+            _, _, _, what, turn = self.events[0]
+            if not isinstance(what, Task) or (what.turn == turn and not what.has_ended):
+                return
+            heapq.heappop(self.events)
+
+
 _PATIENCE = 100
 """Polls of a task at one instant before a poll becomes a wait."""
 
 
 class Scheduler:
-    """Tasks, clock and event queue of one simulation."""
+    """Tasks of one simulation, which take turns by its clock."""
 
     def __init__(self, draws: Callable[[], float]) -> None:
         """Makes a scheduler without tasks.
@@ -138,10 +164,7 @@ class Scheduler:
         Args:
             draws: called once per event. Of two events at one time, the one with the lower draw comes first.
         """
-        self.now = 0.0
-        """Virtual seconds since the start."""
-        self.awaits_nothing_lost = True
-        """Whether all messages will arrive. If not, a wait until the default timeout is no deadlock."""
+        self.clock = Clock(draws)
         self.on_stuck: Callable[[Sequence[Task]], EchelonError | None] = _unexplained
         """Called with tasks that wait for ever. Adds an event that helps them, or returns the error to end with."""
         self.available_at: Callable[[int, float], float] = _at_once
@@ -149,15 +172,10 @@ class Scheduler:
         self.error: BaseException | None = None
         """Error that ended the simulation before its tasks ended. None without one."""
         self.is_ending = False
-        self.draw = draws
-        """Returns the next draw, which orders events at the same time."""
-        # (time, draw, number, task or action, turn). The number is unique, so that two tasks are never compared.
-        self._events: list[tuple[float, float, int, Task | Callable[[], object], int]] = []
-        self._numbers = itertools.count()
+        self.running: Task | None = None
+        """Task that has the turn."""
         self._tasks: dict[Task, None] = {}
         self._threads: list[threading.Thread] = []
-        self._pollers: list[Task] = []
-        self._running: Task | None = None
         self._is_stopped = False
         self._first_deadline = math.inf
         """Lower bound of the deadlines of all waiting tasks, so that few events have to look at all of them."""
@@ -168,50 +186,35 @@ class Scheduler:
 
     def add(self, rank: int, body: Callable[[], None], number: int = 0, origin: str = "") -> Task:
         """Adds a task, with its first turn at the present time. Does not block."""
-        task = Task(rank, number, body, origin, self.leave)
+        task = Task(rank, number, body, origin, self._leave)
         self._tasks[task] = None
         self._threads.append(task.thread)
         task.thread.start()
-        self._schedule(task, self.now)
+        self.clock.add_turn(task, self.clock.now)
         return task
 
     def run(self) -> None:
         """Opens the first task's gate and blocks until all tasks have ended. The calling thread is no task."""
         first = self._next()
         assert first is not None, "a simulation has at least one task"
-        self._running = first
+        self.running = first
         first.gate.release()
         try:
             self._finished.acquire()
         except BaseException:  # such as KeyboardInterrupt, which only the main thread gets
-            self._stop()
+            self.is_ending = self._is_stopped = True
+            _interrupt(list(self._tasks), self.running)
             raise
         for thread in self._threads:
             thread.join()
 
-    def _stop(self) -> None:
-        """Makes all threads leave at once, in any order. Interrupts a computing thread by an exception."""
-        self.is_ending = self._is_stopped = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.is_doomed = True
-        # The running task may be computing in the program, so only an asynchronous exception reaches it.
-        running = self._running
-        if running is not None and running.thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(running.thread.ident), ctypes.py_object(Ended))
-        for task in tasks:
-            with contextlib.suppress(RuntimeError):  # in the middle of a hand-over a gate is open already
-                task.gate.release()
-        for task in tasks:
-            task.thread.join()
-
     def forget(self) -> None:
         """Drops all references, after the end."""
-        self._events.clear()
+        self.clock.events.clear()
+        self.clock.pollers.clear()
         self._tasks.clear()
         self._threads.clear()
-        self._pollers.clear()
-        self._running = None
+        self.running = None
         self.error = None
         self.on_stuck, self.available_at = _unexplained, _at_once
 
@@ -223,7 +226,7 @@ class Scheduler:
         Raises:
             UnsupportedOp: the calling thread is none of the simulation's.
         """
-        task = self._running
+        task = self.running
         if task is None or task.ident != get_ident():
             raise UnsupportedOp(
                 f"thread {threading.current_thread().name!r} is not one of the simulation's: call the group from the "
@@ -231,32 +234,19 @@ class Scheduler:
             )
         return task
 
-    def is_running_here(self) -> bool:
-        """Whether the calling thread is the running task."""
-        return self._running is not None and self._running.ident == get_ident()
-
-    def at(self, time: float, action: Callable[[], object], draw: float | None = None) -> None:
-        """Schedules `action`, which must not block, for `time`. Of two at one time, the lower draw comes first."""
-        heapq.heappush(self._events, (time, self.draw() if draw is None else draw, next(self._numbers), action, -1))
-
-    def actions(self) -> list[Callable[[], object]]:
-        """Returns the pending actions, in no order."""
-        return [what for _, _, _, what, _ in self._events if not isinstance(what, Task)]
-
     def sleep(self, seconds: float) -> None:
         """Blocks the running task for `seconds` of virtual time. math.inf: for ever."""
-        task = self._running
+        task = self.running
         assert task is not None
-        until = self.now + seconds
-        if until == math.inf:
-            self._put_off(task, until)
-            self._pass_on(task)
-        elif (self._events and self._events[0][0] <= until) or self._first_deadline < until or self._is_bound(task):
-            self._schedule(task, until)
+        clock = self.clock
+        until, events = clock.now + seconds, clock.events
+        happens_first = until == math.inf or (events and events[0][0] <= until) or self._first_deadline < until
+        if happens_first or task.is_cancelled or self.available_at(task.rank, clock.now) > clock.now:
+            clock.add_turn(task, until)
             self._pass_on(task)
         else:
             # Fast path: nothing happens meanwhile, so the clock moves without a hand-over.
-            self.now = until
+            clock.now = until
 
     def wait(self, work: Work[object], deadline: float, insists: bool) -> bool:
         """Blocks the running task until `work` is completed. False if the deadline comes first.
@@ -267,10 +257,10 @@ class Scheduler:
             insists: whether the program itself gave the deadline. A default timeout does not count when nothing else
                 can happen: that is a deadlock.
         """
-        task = self._running
+        task = self.running
         assert task is not None
         # With the turn, so that a completion after the deadline does not wake a later wait of the task.
-        work.on_completion(partial(self._notify, task, task.turn))
+        work.on_completion(partial(self.clock.wake, task, task.turn))
         task.awaits, task.deadline, task.insists = work, deadline, insists
         if deadline < self._first_deadline:
             self._first_deadline = deadline
@@ -278,7 +268,7 @@ class Scheduler:
             self._pass_on(task)
         finally:
             task.awaits = None
-        return work._completed
+        return work.has_ended
 
     def poll(self, work: Work[object]) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed.
@@ -286,33 +276,27 @@ class Scheduler:
         From the 100th poll at one instant it blocks until an event happens: a loop that polls would otherwise stop the
         clock for ever.
         """
-        task = self._running
+        task = self.running
         assert task is not None
-        if task.polled_at != self.now:
-            task.polled_at, task.num_polls = self.now, 0
+        clock = self.clock
+        if task.polled_at != clock.now:
+            task.polled_at, task.num_polls = clock.now, 0
         task.num_polls += 1
         if task.num_polls < _PATIENCE:
-            self._schedule(task, self.now)
+            clock.add_turn(task, clock.now)
             self._pass_on(task)
-            return work._completed
-        # In `_pollers`, too: a program may poll several Works in turn, so any action wakes it, not this Work only.
+            return work.has_ended
+        # In `pollers`, too: a program may poll several Works in turn, so any action wakes it, not this Work only.
         task.polls = True
-        self._pollers.append(task)
+        clock.pollers.append(task)
         try:
             return self.wait(work, math.inf, False)
         finally:
             task.polls = False
 
-    def stir(self) -> None:
-        """Wakes busy-polling tasks after an event."""
-        for task in self._pollers:
-            if task.polls and not task.is_queued:
-                self._schedule(task, self.now)
-        self._pollers.clear()
-
-    def rest(self) -> None:
-        """Blocks the running task until `rouse`. An idle task counts for no deadlock."""
-        task = self._running
+    def park(self) -> None:
+        """Blocks the running task until its clock wakes it. An idle task counts for no deadlock."""
+        task = self.running
         assert task is not None
         task.is_idle = True
         try:
@@ -320,17 +304,12 @@ class Scheduler:
         finally:
             task.is_idle = False
 
-    def rouse(self, task: Task) -> None:
-        """Wakes an idle task at the present time. No effect on others."""
-        if task.is_idle and not task.is_queued:
-            self._schedule(task, self.now)
-
     def cancel(self, rank: int | None = None) -> None:
         """Makes all tasks of a rank (None: all tasks) leave with `Ended`. Schedules their next turn now."""
         for task in self._tasks:
-            if not task.is_doomed and rank in (None, task.rank):
-                task.is_doomed = True
-                self._schedule(task, self.now)
+            if not task.is_cancelled and rank in (None, task.rank):
+                task.is_cancelled = True
+                self.clock.add_turn(task, self.clock.now)
 
     def fail(self, error: BaseException) -> None:
         """Ends the simulation with an error that belongs to no rank. The first error counts."""
@@ -339,10 +318,11 @@ class Scheduler:
             self.error = error
         self.cancel()
 
-    def leave(self, task: Task) -> None:
+    # Inside
+
+    def _leave(self, task: Task) -> None:
         """Removes a task at the end of its thread, and opens the next one's gate."""
         self._tasks.pop(task, None)
-        task.forget()
         if self._is_stopped:
             return
         try:
@@ -350,25 +330,12 @@ class Scheduler:
         except BaseException as error:  # an event raised, and this thread has no program that could raise the error
             self.fail(error)
             following = self._next()
-        self._running = following
+        self.running = following
         (self._finished if following is None else following.gate).release()
-
-    # Inside
-
-    def _is_bound(self, task: Task) -> bool:
-        return task.is_doomed or self.available_at(task.rank, self.now) > self.now
-
-    def _schedule(self, task: Task, time: float) -> None:
-        task.is_queued = True
-        heapq.heappush(self._events, (time, self.draw(), next(self._numbers), task, task.turn))
-
-    def _notify(self, task: Task, turn: int) -> None:
-        if task.turn == turn and not task.is_queued:
-            self._schedule(task, self.now)
 
     def _pass_on(self, task: Task) -> None:
         """Runs events, then passes the turn on and blocks until it is this task's turn again."""
-        if self._is_stopped or task.is_doomed:
+        if self._is_stopped or task.is_cancelled:
             raise Ended
         try:
             following = self._next()
@@ -378,17 +345,17 @@ class Scheduler:
         assert following is not None, "a task that waits is woken, or all are made to leave"
         # Fast path: the same task goes on, without a hand-over between threads.
         if following is not task:
-            self._running = following
+            self.running = following
             # Release before acquire: in between both threads are awake, but this one touches nothing of the scheduler.
             following.gate.release()
             task.gate.acquire()
         task.begin_turn()
-        if task.is_doomed:
+        if task.is_cancelled:
             raise Ended
 
     def _next(self) -> Task | None:
         """Runs events until one is the turn of a task, and returns that task. None when no task is left."""
-        events = self._events
+        clock, events = self.clock, self.clock.events
         while True:
             # Deadlines are not in the queue: the next one is looked up when no earlier event is left.
             if not events or events[0][0] > self._first_deadline:
@@ -399,39 +366,32 @@ class Scheduler:
             time, _, _, what, turn = heapq.heappop(events)
             if isinstance(what, Task):
                 # Stale: the task was woken earlier, or has ended. The clock must not move for it.
-                if what.turn != turn or what not in self._tasks:
+                if what.turn != turn or what.has_ended:
                     continue
-                if not what.is_doomed and (later := self.available_at(what.rank, time)) > time:
-                    self._put_off(what, later)
+                if not what.is_cancelled and (later := self.available_at(what.rank, time)) > time:
+                    clock.add_turn(what, later)
                     continue
-                self.now = time
+                clock.now = time
                 return what
-            self.now = time
+            clock.now = time
             what()
-            if self._pollers:
-                self.stir()
-
-    def _put_off(self, task: Task, time: float) -> None:
-        if time < math.inf:
-            self._schedule(task, time)
-        else:
-            task.is_queued = True  # for ever: only `cancel` gives it another turn
-            self.awaits_nothing_lost = False
+            if clock.pollers:
+                clock.wake_pollers()
 
     def _look_at_deadlines(self) -> None:
         """Wakes the task with the next deadline, if no event comes before it. Reports a deadlock if none counts."""
-        while self._events and self._is_stale(self._events[0]):
-            heapq.heappop(self._events)
+        clock = self.clock
+        clock.drop_stale()
         waiting = [task for task in self._tasks if task.awaits is not None and not task.is_queued]
         first = min(waiting, key=lambda task: task.deadline, default=None)
         self._first_deadline = math.inf if first is None else first.deadline
-        if self._events and self._events[0][0] <= self._first_deadline:
+        if clock.events and clock.events[0][0] <= self._first_deadline:
             return
         # With no event left, only a deadline of the program's own, or a lost message, makes a timeout a legal end.
-        heeds = not self.awaits_nothing_lost or any(task.insists for task in waiting)
-        if first is not None and first.deadline < math.inf and (self._events or heeds):
+        heeds = clock.has_lost_events or any(task.insists for task in waiting)
+        if first is not None and first.deadline < math.inf and (clock.events or heeds):
             # max: the clock never goes back, and a deadline may lie in the past.
-            self._schedule(first, max(self.now, first.deadline))
+            clock.add_turn(first, max(clock.now, first.deadline))
         elif waiting:
             if error := self.on_stuck(waiting):
                 self.fail(error)
@@ -439,9 +399,19 @@ class Scheduler:
             self.is_ending = True
             self.cancel()
 
-    def _is_stale(self, event: tuple[float, float, int, Task | Callable[[], object], int]) -> bool:
-        what = event[3]
-        return isinstance(what, Task) and (what.turn != event[4] or what not in self._tasks)
+
+def _interrupt(tasks: Sequence[Task], running: Task | None) -> None:
+    """Makes all threads leave at once, in any order. Interrupts a computing thread by an exception."""
+    for task in tasks:
+        task.is_cancelled = True
+    # The running task may be computing in the program, so only an asynchronous exception reaches it.
+    if running is not None and running.thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(running.thread.ident), ctypes.py_object(Ended))
+    for task in tasks:
+        with contextlib.suppress(RuntimeError):  # in the middle of a hand-over a gate is open already
+            task.gate.release()
+    for task in tasks:
+        task.thread.join()
 
 
 def _unexplained(tasks: Sequence[Task]) -> EchelonError:

@@ -6,6 +6,8 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from echelon.backends.matching import Mailbox
 from echelon.backends.memory import as_bytes, describe
 from echelon.backends.modes import normal_mode
 from echelon.backends.status import Question, Status, status_of
-from echelon.call_site import line_of
+from echelon.call_site import Place, calling_place, line_of, source_of
 from echelon.errors import CollectiveMismatch, PeerFailed, UnsupportedOp
 from echelon.operation_records import FlightRecorder
 from echelon.pipeline.run.transfer import TRANSFERS
@@ -26,7 +28,7 @@ from echelon.simulation.faults import FaultPlan
 from echelon.simulation.network import Network, Traffic
 from echelon.simulation.random_state import RandomStates
 from echelon.simulation.record import Event, Recorder
-from echelon.simulation.scheduler import Scheduler
+from echelon.simulation.scheduler import Scheduler, Task
 
 
 class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
@@ -86,51 +88,48 @@ def is_plain(tag: Tag) -> bool:
     return tag.sequence == 0 or tag.sequence >= TRANSFERS
 
 
+@dataclass(slots=True, eq=False)
 class _Arrival:
     """Event: a message arrives."""
 
-    __slots__ = ("_note", "_tensor", "_world", "dst", "src", "tag")
-
-    def __init__(self, world: World, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
-        self.src = src
-        self.dst = dst
-        self.tag = tag
-        self._world = world
-        self._tensor = tensor
-        self._note = note
+    world: World
+    src: int
+    dst: int
+    tensor: torch.Tensor
+    tag: Tag
+    note: str
 
     def __call__(self) -> None:
-        self._world.arrive(self.src, self.dst, self._tensor, self.tag, self._note)
+        self.world.arrive(self.src, self.dst, self.tensor, self.tag, self.note)
 
 
+@dataclass(slots=True, eq=False)
 class _Departure:
     """Event: a send is done. Checks that its tensor has not changed, which it may from now on."""
 
-    __slots__ = ("_complete", "_dst", "_note", "_original", "_sent", "_src", "_world")
-
-    def __init__(
-        self,
-        world: World,
-        src: int,
-        dst: int,
-        note: str,
-        original: torch.Tensor,
-        sent: torch.Tensor,
-        complete: Callable[[], None],
-    ) -> None:
-        self._world = world
-        self._src = src
-        self._dst = dst
-        self._note = note
-        self._original = original
-        self._sent = sent
-        self._complete = complete
+    world: World
+    task: Task
+    place: Place | None
+    dst: int
+    tag: Tag
+    note: str
+    original: torch.Tensor
+    sent: torch.Tensor
+    complete: Callable[[], None]
 
     def __call__(self) -> None:
-        if not _have_equal_bits(self._original, self._sent):
-            what = readable(self._note) or describe(self._sent.shape, self._sent.dtype)
-            self._world.note_overwritten(self._src, self._dst, what)
-        self._complete()
+        self.check()
+        self.complete()
+
+    def check(self) -> None:
+        """Ends the simulation if the tensor has changed since its send, unless that send was given up."""
+        if _have_equal_bits(self.original, self.sent):
+            return
+        # A killed rank, or a group that has failed, waits for its sends no longer.
+        src = self.task.rank
+        if src not in self.world.killed and self.world.mailboxes[src].failures.of(self.dst, self.tag) is None:
+            what = readable(self.note) or describe(self.sent.shape, self.sent.dtype)
+            self.world.fail_overwritten(self.task, self.place, self.dst, what)
 
 
 class World:
@@ -146,14 +145,18 @@ class World:
         meter: Meter | None,
         measures_memory: bool,
         hosts: tuple[int, ...],
+        late_sends: bool,
     ) -> None:
         # The one source of order between events at the same time: one seed gives one run.
         self.scheduler = Scheduler(random.Random(seed).random)
+        self.clock = self.scheduler.clock
         self.faults = faults
         self.cost = cost
         self.meter = meter
         self.hosts = hosts
         """Number of each rank's host."""
+        self.late_sends = late_sends
+        """Whether a send is done only after all that can happen at the time of its arrival."""
         self.traffic = Traffic(self.scheduler, world_size, link, faults)
         self.recorder = Recorder(world_size)
         self.random_states = RandomStates(seed, world_size)
@@ -172,7 +175,7 @@ class World:
             self.scheduler.available_at = faults.available_at
         for kill in faults.kills:
             if kill.at is not None:
-                self.scheduler.at(kill.at, partial(self.kill, kill.rank))
+                self.clock.at(kill.at, partial(self.kill, kill.rank))
 
     def send_tensor(
         self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str, complete: Callable[[], None]
@@ -185,21 +188,28 @@ class World:
         num_bytes, recorder = tensor.nbytes, self.recorder
         passage = self.traffic.send(src, dst, num_bytes)
         recorder.bytes_sent[src, dst] += num_bytes
-        recorder.events.append((self.scheduler.now, src, "sends to rank", num_bytes, dst, tag, note))
+        recorder.events.append((self.clock.now, src, "sends to rank", num_bytes, dst, tag, note))
         if passage.arrives < math.inf:
             # A collective is a span itself; only messages between two ranks are drawn as transfers.
             if is_plain(tag):
                 recorder.sent(src, dst, tag, passage.left, passage.arrives)
-            self.scheduler.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
-        if passage.done <= self.scheduler.now:
+            self.clock.at(passage.arrives, _Arrival(self, src, dst, tensor, tag, note), passage.draw)
+        if passage.done <= self.clock.now and not self.late_sends:
             complete()
-        # Not compared with faults, where a program may give up a wait and use the tensor again, nor with memory meters,
-        # because the event keeps the tensor alive, so it would count for longer.
-        elif self.faults.faults or self.memory_meters:
-            self.scheduler.at(passage.done, complete)
+        # Not compared with memory meters, because the event keeps the tensor alive, so it would count for longer.
+        elif self.memory_meters:
+            self.clock.at(passage.done, complete)
         else:
             copy = tensor.clone()  # the receiver may change the sent copy as soon as it has arrived
-            self.scheduler.at(passage.done, _Departure(self, src, dst, note, original.detach(), copy, complete))
+            # All other draws are below 1: a late send comes after every event and turn of its instant.
+            draw = self.clock.draw() + self.late_sends
+            sender, place = self.scheduler.current(), calling_place(2)
+            done = _Departure(self, sender, place, dst, tag, note, original.detach(), copy, complete)
+            self.clock.at(passage.done, done, draw)
+
+    def memory_meter(self, rank: int) -> AbstractContextManager[object]:
+        """Inside, the memory of new tensors of a rank is counted, if the simulation has `memory=True`."""
+        return self.memory_meters[rank] if self.memory_meters else nullcontext()
 
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
@@ -216,7 +226,7 @@ class World:
 
     def arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         """Delivers a message to the mailbox of its receiver."""
-        self.recorder.events.append((self.scheduler.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
+        self.recorder.events.append((self.clock.now, dst, "gets from rank", tensor.nbytes, src, tag, note))
         # From its arrival a message takes the receiver's memory, received or not.
         if self.memory_meters:
             self.memory_meters[dst].count(tensor)
@@ -227,7 +237,7 @@ class World:
         # As a message of 0 bytes, so that news never overtakes data that was sent before.
         passage = self.traffic.send(src, dst, 0)
         if passage.arrives < math.inf:
-            self.scheduler.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
+            self.clock.at(passage.arrives, partial(news, self.mailboxes[dst]), passage.draw)
 
     def answers(self, ranks: Iterable[int], question: Question) -> dict[int, Status]:
         """Returns the status of ranks, for another rank's question. Killed ranks give none. Takes no virtual time."""
@@ -244,7 +254,7 @@ class World:
         self.killed.add(rank)
         self.note(rank, "is killed")
         self.scheduler.cancel(rank)
-        failure = PeerFailed(rank, f"killed at {self.scheduler.now:g} s by a fault of the simulation")
+        failure = PeerFailed(rank, f"killed at {self.clock.now:g} s by a fault of the simulation")
         for peer in range(len(self.mailboxes)):
             if peer != rank:
                 self.tell(rank, peer, partial(_fail_peer, rank, failure))
@@ -269,15 +279,17 @@ class World:
         # mailboxes or contexts are examined.
         if self.faults.faults:
             return None
-        if not any(mailbox.has_failures for mailbox in self.mailboxes):
-            # Sorted, so that the same seed gives the same error.
-            for dst, src, tag in sorted(self._unread()):
-                return CollectiveMismatch(
-                    f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}: "
-                    "receive it there, or do not send it"
-                )
-        for dst, src, tag in sorted(self._left_over()):
-            if not any(mailbox.failure(src, tag) for mailbox in self.mailboxes):
+        unreceived = self._unreceived()
+        if not any(mailbox.failures.has_any for mailbox in self.mailboxes):
+            for dst, src, tag in unreceived:
+                # Messages of a backend without a group are the program's own affair.
+                if tag.sequence == 0 and tag.context:
+                    return CollectiveMismatch(
+                        f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}: "
+                        "receive it there, or do not send it"
+                    )
+        for dst, src, tag in unreceived:
+            if not is_plain(tag) and not any(mailbox.failures.of(src, tag) for mailbox in self.mailboxes):
                 # The name of the collective is in the trace, which has the note of each message.
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
@@ -289,37 +301,33 @@ class World:
                 )
         return None
 
-    def _left_over(self) -> Iterator[tuple[int, int, Tag]]:
-        """Yields receiver, sender and tag of collectives' messages that were not received, in flight or not."""
-        for dst, mailbox in enumerate(self.mailboxes):
-            for src, tag in mailbox.unclaimed():
-                if not is_plain(tag):
-                    yield dst, src, tag
-        for action in self.scheduler.actions():
-            if isinstance(action, _Arrival) and not is_plain(action.tag):
-                yield action.dst, action.src, action.tag
+    def _unreceived(self) -> list[tuple[int, int, Tag]]:
+        """Returns receiver, sender and tag of all messages that were not received, in flight or not, sorted."""
+        arrived = [(dst, src, tag) for dst, mailbox in enumerate(self.mailboxes) for src, tag in mailbox.unclaimed]
+        in_flight = [action for action in self.clock.actions() if isinstance(action, _Arrival)]
+        # Sorted, so that the same seed gives the same error.
+        return sorted([*arrived, *((action.dst, action.src, action.tag) for action in in_flight)])
 
-    def note_overwritten(self, src: int, dst: int, what: str) -> None:
-        """Records the error for a tensor that was changed during its send. The first one counts."""
+    def check_sends(self) -> UnsupportedOp | None:
+        """Checks all sends in flight. Ends the simulation, and returns its error, if a tensor of any was changed."""
+        for action in self.clock.actions():
+            if isinstance(action, _Departure):
+                action.check()
+        return self.overwritten
+
+    def fail_overwritten(self, sender: Task, place: Place | None, dst: int, what: str) -> None:
+        """Ends the simulation with the error for a tensor that was changed during its send. The first one counts."""
         if self.overwritten is None:
+            line = source_of(place) or sender.origin  # a lane has no line of the program but the one that began it
             self.overwritten = UnsupportedOp(
-                f"rank {src} changed a tensor before its send to rank {dst} was done, at {self.scheduler.now:g} s in "
-                f"{what}: wait for the Work of the send first"
+                f"rank {sender.rank} changed a tensor before its send to rank {dst} was done, at "
+                f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
             )
-
-    def _unread(self) -> Iterator[tuple[int, int, Tag]]:
-        """Yields receiver, sender and tag of a group's plain messages that were not received, in flight or not."""
-        for dst, mailbox in enumerate(self.mailboxes):
-            for src, tag in mailbox.unclaimed():
-                if tag.sequence == 0 and tag.context:
-                    yield dst, src, tag
-        for action in self.scheduler.actions():
-            if isinstance(action, _Arrival) and action.tag.sequence == 0 and action.tag.context:
-                yield action.dst, action.src, action.tag
+            self.scheduler.fail(self.overwritten)
 
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""
-        self.recorder.events.append((self.scheduler.now, rank, what))
+        self.recorder.events.append((self.clock.now, rank, what))
 
 
 # By bits, because NaN equals nothing.

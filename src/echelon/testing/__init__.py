@@ -1,7 +1,7 @@
 """Test tools for distributed code, Echelon's own and yours."""
 
+from echelon.launch.spawn import RankPool
 from echelon.testing.contract import ContractError, check_backend, clause_names
-from echelon.testing.pool import RankPool
 from echelon.testing.races import RaceError, check_same_results
 from echelon.testing.ranks import RunRanks, ranks_in_threads, simulated_ranks
 

@@ -26,13 +26,15 @@ def check_same_results(
     network: NetworkLike = None,
     costs: CostsLike = None,
     faults: Faults = (),
+    *,
+    late_sends: bool = False,
 ) -> int:
     """Simulates `fn` with many seeds and checks that every rank returns equal results each time, bit for bit.
 
     Each rank's random numbers depend on the seed too: a program that draws some must seed them itself.
 
     Args:
-        fn, world_size, args, network, costs, faults: as for `echelon.simulate`.
+        fn, world_size, args, network, costs, faults, late_sends: as for `echelon.simulate`.
         seeds: at least two; results are compared with those of the first.
 
     Returns:
@@ -52,10 +54,10 @@ def check_same_results(
             if not _equal(result, first):
                 raise RaceError(
                     f"rank {rank} returned {first!r} with seed {runs[0].seed}, but {result!r} with seed {run.seed}: "
-                    "something depends on the order in which messages arrive; compare the traces of the two runs"
+                    "the result depends on the order in which messages arrive; compare the traces of the two runs"
                 )
 
-    count = explore(fn, world_size, seeds, args, network, costs, faults, check=check)
+    count = explore(fn, world_size, seeds, args, network, costs, faults, late_sends=late_sends, check=check)
     if count == 1:
         raise LaunchError(f"seeds={seeds!r} has one seed: nothing was compared; give at least two")
     return count

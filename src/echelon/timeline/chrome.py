@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+from echelon.arguments import writing
 from echelon.errors import EchelonError
-from echelon.files import writing
 from echelon.timeline.palette import KIND_NAMES
 from echelon.timeline.timeline import Divided, Span, Time, Timeline, Transfer
 

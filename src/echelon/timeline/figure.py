@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from echelon.arguments import check_path, writing
 from echelon.errors import EchelonError
-from echelon.files import check_path, writing
 from echelon.timeline.boxes import Box, TimelineLayout, boxes_of
 from echelon.timeline.palette import KIND_NAMES, NUM_HUES, color, text_color
-from echelon.timeline.summary import is_measured, summary
-from echelon.timeline.timeline import Timeline
+from echelon.timeline.timeline import Timeline, is_measured, summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -257,27 +256,20 @@ def _legends(panels: list[_Panel]) -> list[list[_Swatch]]:
     lines = [[(color(None, kind), name) for kind, name in KIND_NAMES.items() if kind in kinds] + [(_IDLE, "idle")]]
     count = max(panel.boxes.num_microbatches for panel in panels)
     if count:
-        lines.append(
-            [
-                (color(color_index, "F"), _microbatches(color_index, count))
-                for color_index in range(min(count, NUM_HUES))
-            ]
-        )
+        lines.append([(color(hue, "F"), _microbatches(hue, count)) for hue in range(min(count, NUM_HUES))])
     # A planned and a measured timeline usually have the same names, which then need one line only.
     for panel in panels:
-        names = [
-            (color(color_index, "F"), name) for color_index, name in enumerate(panel.boxes.names[:NUM_HUES]) if name
-        ]
+        names = [(color(hue, "F"), name) for hue, name in enumerate(panel.boxes.names[:NUM_HUES]) if name]
         if names and names not in lines:
             lines.append(names)
     return lines
 
 
-def _microbatches(color_index: int, count: int) -> str:
+def _microbatches(hue: int, count: int) -> str:
     # Hues repeat, so one swatch stands for several microbatches. Three numbers are enough to show the pattern.
-    numbers = list(range(color_index, count, NUM_HUES))
+    numbers = list(range(hue, count, NUM_HUES))
     text = ", ".join(map(str, numbers[:3])) + (" ..." if len(numbers) > 3 else "")
-    return f"microbatch {text}" if color_index == 0 else text
+    return f"microbatch {text}" if hue == 0 else text
 
 
 def _place_legend(figure: Figure, swatches: list[_Swatch], bottom: float, left: float) -> None:

@@ -1,7 +1,7 @@
 """Text form of a timeline: a line per rank, time from left to right.
 
-`picture` draws small timelines for docstrings and tests, with room for every label. `lines` and `plain` scale any
-timeline to the width of a terminal.
+`picture` draws small timelines for docstrings and documents, with room for every label. `lines` scales any timeline to
+the width of a terminal.
 
 In colour, the background shows the microbatch and the kind (see `echelon.timeline.palette`). Without colour, a step is
 its text or a part of it, with hyphens while it goes on. Idle time is dots, or blank in colour. A column that is longer
@@ -78,11 +78,6 @@ def lines(timeline: Timeline, width: int, in_color: bool) -> list[Line]:
     return [
         (Piece(title.ljust(margin)), *draw(row, boxes.makespan, scale)) for title, row in zip(titles, rows, strict=True)
     ]
-
-
-def plain(timeline: Timeline, width: int) -> str:
-    """Returns the lines of a timeline as text without colour."""
-    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines(timeline, width, in_color=False))
 
 
 def _when(box: Box) -> tuple[float, float, bool]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import groupby
 from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 Time: TypeAlias = float | Fraction
@@ -211,7 +212,7 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """Idle time of each rank, by its cause."""
-        return tuple(map(self._idle, range(self.num_ranks)))
+        return tuple(map(self._waits.idle, range(self.num_ranks)))
 
     @cached_property
     def critical_path(self) -> tuple[Critical, ...]:
@@ -219,57 +220,11 @@ class Timeline:
 
         The run gets faster only if one of these spans, or a transfer between them, gets shorter.
         """
-        # Walks back from the last span to end. Each span waited either for a transfer or for the step before it.
-        path: list[Critical] = []
-        ends = {rank: ends[-1] for rank, ends in enumerate(self.ends) if ends}
-        rank = max(ends, key=lambda rank: ends[rank], default=-1)
-        index = len(self.ends[rank]) - 1 if ends else -1
-        while index >= 0:
-            span = Span(self.steps[rank][index], self.starts[rank][index], self.ends[rank][index])
-            transfer = self._awaited(rank, index)
-            path.append(Critical(rank, index, span, transfer))
-            if transfer is None:
-                index -= 1
-            else:
-                rank, index = transfer.source_rank, transfer.source
-        return tuple(reversed(path))
+        return self._waits.critical_path()
 
     @cached_property
-    def _incoming(self) -> dict[tuple[int, int], list[Transfer]]:
-        incoming: dict[tuple[int, int], list[Transfer]] = {}
-        for transfer in self.transfers:
-            incoming.setdefault((transfer.target_rank, transfer.target), []).append(transfer)
-        return incoming
-
-    def _awaited(self, rank: int, index: int) -> Transfer | None:
-        """Returns the last transfer that a span waited for. None if its rank was still busy when it arrived."""
-        awaited = max(self._incoming.get((rank, index), ()), key=_arrival, default=None)
-        if awaited is None or (index > 0 and _arrival(awaited) <= self.ends[rank][index - 1]):
-            return None
-        return awaited
-
-    def _idle(self, rank: int) -> Idle:
-        starts, ends = self.starts[rank], self.ends[rank]
-        zero = type(self.end)(0)
-        if not starts:
-            return Idle(self.makespan, zero, zero, zero, zero)
-        other_ranks = transfers = overhead = zero
-        for index in range(1, len(starts)):
-            free, start = ends[index - 1], starts[index]
-            if start <= free:
-                continue
-            awaited = self._awaited(rank, index)
-            if awaited is None:
-                overhead += start - free
-                continue
-            # The gap from `free` to `start` is cut at two points, both clamped to it: measured times of two ranks may
-            # contradict each other by the error of their clocks.
-            made = min(max(free, awaited.start), start)
-            arrived = start if awaited.end is None else min(max(made, awaited.end), start)
-            other_ranks += made - free
-            transfers += arrived - made
-            overhead += start - arrived
-        return Idle(starts[0] - self.start, other_ranks, transfers, overhead, self.end - ends[-1])
+    def _waits(self) -> _Waits:
+        return _Waits(self)
 
     def draw(self, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
         """Draws the timeline into a file, as SVG, PNG or PDF by its suffix.
@@ -304,6 +259,66 @@ class Timeline:
         to_chrome(self, path, seconds)
 
 
+class _Waits:
+    """Causes of the waits in a timeline: the transfers that its spans needed, by the span that needed them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._incoming: dict[tuple[int, int], list[Transfer]] = {}
+        for transfer in timeline.transfers:
+            self._incoming.setdefault((transfer.target_rank, transfer.target), []).append(transfer)
+
+    def awaited(self, rank: int, index: int) -> Transfer | None:
+        """Returns the last transfer that a span waited for. None if its rank was still busy when it arrived."""
+        awaited = max(self._incoming.get((rank, index), ()), key=_arrival, default=None)
+        if awaited is None or (index > 0 and _arrival(awaited) <= self._timeline.ends[rank][index - 1]):
+            return None
+        return awaited
+
+    def critical_path(self) -> tuple[Critical, ...]:
+        """Walks back from the last span to end. Each span waited either for a transfer or for the step before it."""
+        path: list[Critical] = []
+        run = self._timeline
+        ends = {rank: ends[-1] for rank, ends in enumerate(run.ends) if ends}
+        rank = max(ends, key=lambda rank: ends[rank], default=-1)
+        index = len(run.ends[rank]) - 1 if ends else -1
+        while index >= 0:
+            transfer = self.awaited(rank, index)
+            # Not from `spans`, which would make one for each step of a long run.
+            span = Span(run.steps[rank][index], run.starts[rank][index], run.ends[rank][index])
+            path.append(Critical(rank, index, span, transfer))
+            if transfer is None:
+                index -= 1
+            else:
+                rank, index = transfer.source_rank, transfer.source
+        return tuple(reversed(path))
+
+    def idle(self, rank: int) -> Idle:
+        """Divides the idle time of a rank by its causes."""
+        run = self._timeline
+        starts, ends = run.starts[rank], run.ends[rank]
+        zero = type(run.end)(0)
+        if not starts:
+            return Idle(run.makespan, zero, zero, zero, zero)
+        other_ranks = transfers = overhead = zero
+        for index in range(1, len(starts)):
+            free, start = ends[index - 1], starts[index]
+            if start <= free:
+                continue
+            awaited = self.awaited(rank, index)
+            if awaited is None:
+                overhead += start - free
+                continue
+            # The gap from `free` to `start` is cut at two points, both clamped to it: measured times of two ranks may
+            # contradict each other by the error of their clocks.
+            made = min(max(free, awaited.start), start)
+            arrived = start if awaited.end is None else min(max(made, awaited.end), start)
+            other_ranks += made - free
+            transfers += arrived - made
+            overhead += start - arrived
+        return Idle(starts[0] - run.start, other_ranks, transfers, overhead, run.end - ends[-1])
+
+
 def _quotient(part: Time, whole: Time) -> Time:
     # Keeps exact times exact: int by int would become a float.
     if isinstance(part, int) and isinstance(whole, int):
@@ -314,3 +329,36 @@ def _quotient(part: Time, whole: Time) -> Time:
 def _arrival(transfer: Transfer) -> Time:
     """Returns the arrival of a transfer. Its start if the run did not measure arrivals."""
     return transfer.start if transfer.end is None else transfer.end
+
+
+def summary(timeline: Timeline) -> str:
+    """Returns the title of a picture, such as "simulated: makespan 24, bubble rate 20.0 %"."""
+    parts = [
+        f"makespan {number(timeline.makespan)}",
+        f"bubble rate {100 * float(timeline.bubble_rate):.1f} %",
+    ]
+    if timeline.peak_activations:
+        parts.append(f"peak activations {_per_rank(timeline.peak_activations)}")
+    origin = {True: "measured: ", False: "simulated: ", None: ""}[is_measured(timeline)]
+    return origin + ", ".join(parts)
+
+
+def number(value: Time) -> str:
+    """Returns a number with at most 4 digits."""
+    # Enough to compare two runs, and short enough for a table.
+    return f"{float(value):.4g}"
+
+
+def is_measured(timeline: Timeline) -> bool | None:
+    """Returns whether a timeline was recorded. None if it has no transfers, which alone would show it."""
+    # Only a simulation knows when a transfer arrived.
+    return next((transfer.end is None for transfer in timeline.transfers), None)
+
+
+def _per_rank(values: tuple[Time, ...]) -> str:
+    # More than 8 numbers would not fit a title: then the largest and the smallest.
+    if len(values) > 8:
+        return f"{number(max(values))} (rank {values.index(max(values))}) to {number(min(values))}"
+    if len(list(groupby(values))) == 1:
+        return number(values[0]) + (" on every rank" if len(values) > 1 else "")
+    return " ".join(map(number, values))

@@ -38,4 +38,4 @@ def test_what_a_rank_has_for_itself_is_not_shown(pool, world_size):
 
 def test_a_rank_that_shows_more_bytes_than_its_rows_have_is_refused():
     for text in run_forked(shared_memory_checks.show_more_than_there_is, 2, backend="shm").values():
-        assert "rank 1 of the group showed 40 bytes" in text
+        assert "rank 1 of the group published 40 bytes" in text

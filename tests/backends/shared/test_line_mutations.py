@@ -14,10 +14,11 @@ import pytest
 from echelon.backends.shared.messages.message_region import MessageRegion
 from echelon.backends.shared.messages.receiver import RingReceiver, _Parts
 from echelon.backends.shared.messages.sender import RingSender
-from echelon.backends.tcp.link_table import LinkTable
-from echelon.backends.tcp.peers import Peers
+from echelon.backends.shared.messages.sender import _Parts as _SentParts
+from echelon.backends.tcp.messages import TcpMessages
 from echelon.backends.tcp.poller import Poller
 from echelon.backends.tcp.progress import Progress
+from echelon.backends.tcp.reader import Reader
 from echelon.errors import EchelonError
 from tests.helpers import shared_memory_scenarios
 from tests.helpers.shared_memory_host import Chance, Interruptions, Stuck
@@ -127,8 +128,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that writes nothing when there is room",
-        (LinkTable, "_go_on"),
-        "line.flush()",
+        (Reader, "on_news"),
+        "link.sender.flush()",
         "pass",
         "both ways",
     ),
@@ -249,7 +250,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parts taken back in an order that they were not freed in",
-        (RingSender, "_collect"),
+        (_SentParts, "_collect"),
         "self._num_freed = number + 1",
         "self._num_freed = number + 2",
         "kept parts",
@@ -296,7 +297,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that takes in no more than so much at once",
-        (LinkTable, "_go_on"),
+        (Reader, "_read_some"),
         "self._memory.look_again()",
         "pass",
         "stream",
@@ -304,15 +305,15 @@ MUTATIONS = [
     # the threads of a rank
     Mutation(
         "a thread asleep that is not told of what another one took in",
-        (Peers, "on_post"),
-        "if self._lines.on_post(receive):\n        self._progress.wake()",
-        "if self._lines.on_post(receive):\n        pass",
+        (Reader, "_go_on"),
+        "self._progress.wake_waiters()",
+        "pass",
         "unclaimed",
     ),
     Mutation(
         "a thread asleep that is not told of what another one wrote",
-        (Peers, "send"),
-        "self._progress.wake_waiters()",
+        (TcpMessages, "isend"),
+        "progress.wake_waiters()",
         "pass",
         "sends meanwhile",
     ),

@@ -63,7 +63,7 @@ def try_every_interruption(name, seed):
 
 def test_a_rank_that_nobody_wakes_is_found():
     with two_ranks(Chance(0)) as (host, backends):
-        host.add(0, lambda: backends[0].irecv(1).wait(), 0)
+        host.add(0, lambda: backends[0].messages.irecv(1).wait(), 0)
         with pytest.raises(Stuck, match="rank 0, thread 0: a bell"):
             host.run()
 
@@ -75,7 +75,7 @@ def test_no_doorbell_is_closed_while_it_rings(monkeypatch):
     own = message_region.MessageRegion(segment, 0, doorbells)
     other = message_region.MessageRegion(Segment(os.dup(segment.fd), 2, 1), 1, doorbells)
     assert other.fall_asleep()
-    closing = threading.Thread(target=own.close)
+    closing = threading.Thread(target=own.doorbells.close)
     rung = []
 
     def ring(fd, value):

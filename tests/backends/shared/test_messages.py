@@ -15,12 +15,11 @@ from echelon.backends.formats import message_layout
 from echelon.backends.formats.wire import Tag
 from echelon.backends.shared.messages import receiver
 from echelon.backends.tcp.backend import TcpBackend
-from tests.backends.shared.test_failures import kill_this_process, seconds_after
-from tests.helpers.forked_ranks import run_forked
+from tests.helpers.forked_ranks import kill_this_process, run_forked, seconds_after
 from tests.helpers.shared_memory_checks import shared_kib, values
 
 MIB = 1 << 20
-USE_LINES = TcpBackend.use_lines
+USE_LINKS = TcpBackend.use_links
 LENGTHS = (0, 1, 4096, 4097, 70_000, MIB, 4 * MIB + 3, 6 * MIB)
 """Numbers of float32: within a record, within a piece, in some, and (24 MiB) round in a circle."""
 
@@ -71,24 +70,27 @@ def receive_at_once(group):
     """Small messages need no Works: to send, while there is room, and to receive, from the second of their kind on."""
     backend, tag, small = group.backend, Tag(group.context, 0, 5), torch.arange(2000.0)
     if group.rank == 0:
-        went = [backend.send_at_once(small, 1, tag) for _ in range(50)]
-        went.append(backend.send_at_once(torch.zeros(20_000), 1, tag))
+        send = backend.messages.prepare_send(1, tag, small.shape, small.dtype)
+        large = torch.zeros(20_000)
+        went = [send.at_once(small) for _ in range(50)]
+        went.append(backend.messages.prepare_send(1, tag, large.shape, large.dtype).at_once(large))
         group.barrier()
         for _ in range(20):
             group.recv(1, 6)
-            went.append(backend.send_at_once(small, 1, tag))
+            went.append(send.at_once(small))
         return went.count(True), went.index(False)
     group.barrier()
-    found = [backend.recv_at_once(0, tag) for _ in range(2)]
+    receive = backend.messages.prepare_receive(0, tag)
+    found = [receive.at_once() for _ in range(2)]
     for _ in range(50):
         assert torch.equal(group.recv(0, 5), small)
     for _ in range(20):
         group.send(torch.ones(1), 0, 6)
         place = torch.zeros(2000)
-        line, mailbox = backend._tcp._peers.line(0), backend._tcp._mailbox
-        while not line.has_written() and mailbox.is_free(0, tag):
+        receiver, mailbox = backend.messages._links[0].receiver, backend.messages._mailbox
+        while not receiver.has_written() and mailbox.is_free(0, tag):
             time.sleep(0.001)
-        found.append(backend.recv_at_once(0, tag, out=place))
+        found.append(receive.at_once(place))
         if found[-1] is None:  # the thread in the background has looked just then
             group.recv(0, 5, out=place)
         assert torch.equal(place, small)
@@ -112,18 +114,18 @@ def receive_in_turn(group):
             group.recv(1, 6)
             group.send(torch.tensor([number]), 1, 5)
         return None
-    line, found = backend._tcp._peers.line(0), []
+    receiver, found = backend.messages._links[0].receiver, []
     time.sleep(0.05)
     found.append(group.recv(0, 5).item())
     group.send(torch.ones(1), 0, 6)
-    wait_until(line.has_written)
-    early = backend.recv_at_once(0, tag)
+    wait_until(receiver.has_written)
+    early = backend.messages.prepare_receive(0, tag).at_once()
     found += [group.recv(0, 5).item(), group.recv(0, 5).item()]
-    with backend.will_wait():  # the thread in the background does not look
+    with backend.messages.will_wait():  # the thread in the background does not look
         work = group.irecv(0, 5)
         group.send(torch.ones(1), 0, 6)
-        wait_until(lambda: line.has_written() or work.is_completed())
-        late = backend.recv_at_once(0, tag)
+        wait_until(lambda: receiver.has_written() or work.is_completed())
+        late = backend.messages.prepare_receive(0, tag).at_once()
         return [*found, work.wait().item(), early is None, late is None]
 
 
@@ -163,12 +165,12 @@ def send_more_than_is_kept_and_leave(group):
         for number in range(count):
             group.send(torch.full((1000,), float(number)), 1)
         return None
-    group.backend._tcp._peers._limit._max_bytes = 5000
+    group.backend.control._peers.inboxes[0].max_unclaimed_bytes = 5000
     group.send(torch.ones(1), 0)
     with pytest.raises(echelon.PeerFailed, match="closed its group"):
         group.recv(0, tag=99)
-    while group.backend._tcp._peers._connections:
-        group.backend._tcp.poll_once()
+    while group.backend.control._peers.connections:
+        group.backend.control.poll()
     return [group.recv(0)[0].item() for _ in range(count)]
 
 
@@ -178,34 +180,34 @@ def test_what_was_not_taken_in_before_a_rank_left_can_be_received():
 
 def close_with_something_unsent(group):
     """Rank 1 takes in nothing after the first message, so rank 0 cannot write all of one that goes in a circle."""
-    group.backend._tcp._peers._limit._max_bytes = 0
+    group.backend.control._peers.inboxes[1 - group.rank].max_unclaimed_bytes = 0
     group.barrier()
     if group.rank == 0:
         group.send(torch.ones(1), 1)
         group.isend(torch.ones(6 * MIB), 1)
-        with pytest.raises(echelon.Timeout, match="did not take all"):
+        with pytest.raises(echelon.Timeout, match="did not receive all messages"):
             group.backend.close(0.05)
     else:
         with pytest.raises(echelon.PeerFailed):
             group.recv(0, tag=99)
-    return group.backend.segment.fd, group.backend._post._doorbells
+    return group.backend.segment.fd, group.backend._doorbells._fds
 
 
 def test_closing_frees_everything_even_if_not_all_was_sent():
     assert run_forked(close_with_something_unsent, 2, backend="shm")[0] == [-1, []]
 
 
-def use_lines_late(backend, lines, memory):
+def use_links_late(backend, links, memory, doorbell):
     """As a rank does that gets a core only when the other one has sent all it has, and left."""
     if backend.rank == 1:
         with backend._progress.lock:
-            while backend._mailbox.failure(0, Tag()) is None:
+            while backend.messages._mailbox.failures.of(0, Tag()) is None:
                 backend._progress.step(1.0)
-    USE_LINES(backend, lines, memory)
+    USE_LINKS(backend, links, memory, doorbell)
 
 
 def test_what_was_sent_before_this_rank_looked_at_memory_can_be_received(monkeypatch):
-    monkeypatch.setattr(TcpBackend, "use_lines", use_lines_late)
+    monkeypatch.setattr(TcpBackend, "use_links", use_links_late)
     assert run_forked(send_and_leave_at_once, 2, backend="shm")[1] == [7.0, 700_000.0]
 
 
@@ -283,7 +285,7 @@ def compare_with_mapped(group):
     for _ in LENGTHS_TO_TAKE:
         came = group.recv(0)
         assert came.eq(7.0).all()
-        found.append((group.backend.brings_memory(0, came.nbytes), is_mapped(came.data_ptr())))
+        found.append((group.backend.messages.brings_memory(0, came.nbytes), is_mapped(came.data_ptr())))
     return found
 
 
@@ -361,7 +363,7 @@ def test_a_forked_child_does_not_free_what_its_parent_has():
 
 def write_nonsense(group):
     if group.rank == 0:
-        post = group.backend._post
+        post = group.backend.messages._links[1 - group.rank].sender._post
         ring = post.ring(0, 1)
         post.region.memory[ring : ring + message_layout.PREFIX_BYTES] = message_layout.Prefix(640, 600).encode()
         post.words[post.news(0, 1) + message_layout.RECORDS] = 128
@@ -382,7 +384,7 @@ def test_nonsense_is_refused_before_it_is_read():
 def say_that_more_was_read_than_is_written(group):
     """What the reader of a message says of it is nonsense: the sender takes it for dead, and goes on."""
     if group.rank == 1:
-        post = group.backend._post
+        post = group.backend.messages._links[1 - group.rank].sender._post
         post.words[post.answers(0, 1) + message_layout.DRAINED] = 1000
         group.send(torch.ones(1), 0)
         with pytest.raises(echelon.PeerFailed):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import echelon
-from echelon.group import collectives
 from echelon.group.messages import PointToPoint
 from tests.helpers.forked_ranks import run_forked
 
@@ -16,13 +15,13 @@ def refuse(*_):
 
 def reduce_twice(group):
     """Returns what the records of a first call and of one like it say, but for the line and the time."""
-    long_way, kinds = collectives.operations.all_reduce, []
+    runner, kinds = group._runner, []
     for dtype, op in ((torch.float32, "sum"), (torch.float32, "mean"), (torch.bfloat16, "max"), (torch.int64, "band")):
         first, second = (torch.arange(5).to(dtype) + group.rank for _ in range(2))
         group.all_reduce(first, op)
-        collectives.operations.all_reduce = refuse
+        runner._check = refuse
         assert group.all_reduce(second, op, timeout=5.0) is second
-        collectives.operations.all_reduce = long_way
+        del runner._check
         assert torch.equal(first, second)
         records = group.backend.flight_recorder.records()[-2:]
         kinds.append([(record.operation, record.num_bytes, record.state, record.error) for record in records])
@@ -115,19 +114,19 @@ def test_its_time_is_up_in_the_same_way():
 def swap_twice(group):
     """Returns what the records of a first message and of one like it say, but for the line and the time."""
     peer = 1 - group.rank
-    ways = PointToPoint._known_send, PointToPoint._known_receive
+    ways = PointToPoint._prepare_send, PointToPoint._prepare_receive
     for known in (ways, (refuse, refuse)):
-        PointToPoint._known_send, PointToPoint._known_receive = known
+        PointToPoint._prepare_send, PointToPoint._prepare_receive = known
         group.send(torch.full((5,), float(group.rank)), peer, 3)
         assert group.recv(peer, 3).tolist() == [peer] * 5
         group.send(torch.ones(5), peer, 3)
         assert group.recv(peer, 3, out=torch.empty(5)).tolist() == [1.0] * 5
         if known is ways:
-            PointToPoint._known_send = refuse  # of that tag, shape and dtype there was one before
+            PointToPoint._prepare_send = refuse  # of that tag, shape and dtype there was one before
             group.isend(torch.ones(5), peer, 3).wait()
-            PointToPoint._known_send = ways[0]
+            PointToPoint._prepare_send = ways[0]
             assert group.irecv(peer, 3).wait().tolist() == [1.0] * 5
-    PointToPoint._known_send, PointToPoint._known_receive = ways
+    PointToPoint._prepare_send, PointToPoint._prepare_receive = ways
     records = group.backend.flight_recorder.records()
     assert {record.place.rpartition(":")[0] for record in records} == {__file__}
     return [(record.operation, record.num_bytes, record.state, record.error) for record in records]

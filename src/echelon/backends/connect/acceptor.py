@@ -118,7 +118,7 @@ class PeerAcceptor:
                 continue
             except OSError as error:  # such as too many open files
                 logger.warning("%s cannot accept a connection: %s", self._job, error)
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # the cause lasts a while: without a pause this loop would be busy
                 continue
             self._sockets.own(connection)
             self._make_room(self._unproven)
@@ -134,6 +134,7 @@ class PeerAcceptor:
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 await prove_as_acceptor(connection, self._job.secret)
+                # From here on the flood of strangers, who do not know the secret, cannot push it out.
                 if task := self._unproven.pop(connection, None):
                     self._make_room(self._unnamed)
                     self._unnamed[connection] = task
@@ -143,6 +144,7 @@ class PeerAcceptor:
             self._sockets.close(connection)
             raise
         except (OSError, EchelonError) as error:  # TimeoutError is an OSError
+            # For the error at the deadline: a wrong secret is often why a rank is missing.
             self._num_refused += isinstance(error, AuthenticationError)
             logger.warning("%s refused a connection: %s", self._job, error or type(error).__name__)
             self._unproven.pop(connection, None)
@@ -157,6 +159,7 @@ class PeerAcceptor:
             self._sockets.close(connection)
             return
         self.guests[guest.member.rank] = guest
+        # Rank 0 does not: its answer to a hello is the table of members.
         if self._greets:
             await tell(connection, {})
         self._changed.set()
@@ -165,6 +168,7 @@ class PeerAcceptor:
         """Validates the hello of an authenticated peer. Raises ProtocolError if it is refused."""
         if objection := self._job.objection(hello):
             raise ProtocolError(objection)
+        # A rank does not know under which address others reach it, so the connection tells.
         member = Member.read(hello | {"host": connection.getpeername()[0]}, self._job.world_size)
         if member.rank == self._job.rank or member.rank in self.guests:
             pid = os.getpid() if member.rank == self._job.rank else self.guests[member.rank].member.pid

@@ -55,8 +55,11 @@ async def prove_as_connector(connection: socket.socket, secret: bytes, rank: int
     if await _receive_exactly(connection, 1) != b"\x01":
         raise AuthenticationError(f"rank {rank} refused our secret: give every rank the same ECHELON_SECRET")
     answer = await _receive_exactly(connection, _PROOF_BYTES)
+    # Compares in constant time, so the duration does not tell how much of a guess was right.
     if not hmac.compare_digest(answer, _proof(secret, b"acceptor", ours, theirs)):
-        raise AuthenticationError(f"what listens as rank {rank} does not know the secret: check address and port")
+        raise AuthenticationError(
+            f"the process that listens as rank {rank} does not know the secret: check address and port"
+        )
 
 
 async def prove_as_acceptor(connection: socket.socket, secret: bytes) -> None:
@@ -67,18 +70,22 @@ async def prove_as_acceptor(connection: socket.socket, secret: bytes) -> None:
     answer = await _receive_exactly(connection, len(_MAGIC) + _NONCE_BYTES + _PROOF_BYTES)
     _check_magic(answer)
     theirs, proof = answer[len(_MAGIC) : -_PROOF_BYTES], answer[-_PROOF_BYTES:]
+    # The connector proves first, so a stranger that dials gets no proof from which to guess the secret.
     if not hmac.compare_digest(proof, _proof(secret, b"connector", ours, theirs)):
         await loop.sock_sendall(connection, b"\x00")
         raise AuthenticationError("wrong secret")
     await loop.sock_sendall(connection, b"\x01" + _proof(secret, b"acceptor", theirs, ours))
+    # A small message must not wait until the one before is acknowledged (Nagle's algorithm).
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    # The role is part of it, so an end cannot be given its own proof back.
     return hmac.new(secret, role + first + second, hashlib.sha256).digest()
 
 
 def _check_magic(data: bytes) -> None:
+    # The last byte is the version: another version of Echelon gets its own advice.
     if data[: len(_MAGIC) - 1] != _MAGIC[:-1]:
         raise ProtocolError("the other end does not speak Echelon's protocol: check address and port")
     if data[: len(_MAGIC)] != _MAGIC:
@@ -103,14 +110,15 @@ async def tell(connection: socket.socket, value: dict[str, Any]) -> None:
 async def receive_json(connection: socket.socket, max_bytes: int) -> dict[str, Any]:
     """Receives a JSON object of at most `max_bytes` bytes; raises ProtocolError for anything else."""
     size = int.from_bytes(await _receive_exactly(connection, 4), "little")
+    # The peer chose the length: it is checked before memory is allocated for it.
     if size > max_bytes:
-        raise ProtocolError(f"a greeting of {size} bytes is over the limit of {max_bytes}")
+        raise ProtocolError(f"a hello of {size} bytes exceeds the limit of {max_bytes}")
     try:
         value = json.loads(await _receive_exactly(connection, size))
     except (ValueError, RecursionError) as error:  # the latter for a million brackets
-        raise ProtocolError("a greeting that is not JSON") from error
+        raise ProtocolError("a hello that is not JSON") from error
     if not isinstance(value, dict):
-        raise ProtocolError("a greeting that is not a JSON object")
+        raise ProtocolError("a hello that is not a JSON object")
     return value
 
 

@@ -63,6 +63,7 @@ def address_towards(host: str) -> str:
     """Returns this host's address on the way to `host`; nothing is sent. Raises OSError if there is no way."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # On a datagram socket this sends nothing, but has the kernel choose the route and its source address.
         probe.connect(address)
         return str(probe.getsockname()[0])
 
@@ -83,7 +84,7 @@ def _read(probe: socket.socket, name: str) -> Interface:
         name,
         (*addresses, *_ipv6_addresses(name)),
         struct.unpack_from("i", _ask(probe, name, _GET_MTU))[0],
-        bool(flags & _UP and flags & _RUNNING),
+        bool(flags & _UP and flags & _RUNNING),  # switched on, and with a carrier
         bool(flags & _LOOPBACK),
     )
 
@@ -102,6 +103,7 @@ def _ipv6_addresses(name: str) -> list[str]:
     with suppress(OSError):  # IPv6 is switched off
         for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, flags, owner = line.split()
+            # A tentative address is still being checked for duplicates and cannot be bound.
             if owner == name and int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _TENTATIVE:
                 addresses.append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
     return addresses

@@ -21,7 +21,7 @@ class Job:
 
     rank: int
     world_size: int
-    secret: bytes = field(repr=False)
+    secret: bytes = field(repr=False)  # must not show in errors and logs
     run_id: str = ""
     restart: int = 0
 
@@ -30,6 +30,7 @@ class Job:
 
     def hello(self, port: int) -> dict[str, Any]:
         """Returns the greeting of this rank, which listens on `port` (0: not at all)."""
+        # Without a host: the receiver takes it from the connection.
         here = Member(self.rank, "", port, os.getpid(), machine_id())
         return asdict(here) | {"world_size": self.world_size, "run_id": self.run_id, "restart": self.restart}
 
@@ -72,6 +73,7 @@ class Member:
             raise ProtocolError(f"an entry about a rank with a host or machine of over {_MAX_NAME} characters")
         if not 0 <= rank < world_size:
             raise ProtocolError(f"there is no rank {str(rank)[:_MAX_SHOWN]} in a world of {world_size}")
+        # Linux's ranges. Larger numbers would fail later, in the calls of the system that take them.
         if port >= 1 << 16 or not 0 < pid < 1 << 31:
             numbers = f"port {str(port)[:_MAX_SHOWN]} and process {str(pid)[:_MAX_SHOWN]}"
             raise ProtocolError(f"rank {rank} with {numbers}: no such numbers")
@@ -96,6 +98,7 @@ def read_table(entries: object, world_size: int) -> tuple[Member, ...]:
     if not isinstance(entries, list) or len(entries) != world_size:
         raise ProtocolError(f"the table of members does not have {world_size} entries")
     members = tuple(Member.read(entry, world_size) for entry in entries)
+    # Ranks look members up by index.
     if [member.rank for member in members] != list(range(world_size)):
         raise ProtocolError("the table of members does not have every rank once, in order")
     return members
@@ -103,6 +106,7 @@ def read_table(entries: object, world_size: int) -> tuple[Member, ...]:
 
 def machine_id() -> str:
     """Returns a name for the set of processes that can watch each other by process number."""
+    # Containers of one machine share the boot's name. The PID namespace tells whether they share process numbers.
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -114,6 +118,7 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ConnectError: it is neither.
     """
+    # The last colon: an IPv6 address has more of them.
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConnectError(f'master address {address!r} is not "host:port": use for example "127.0.0.1:29500"')

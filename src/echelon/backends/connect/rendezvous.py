@@ -57,6 +57,7 @@ async def dial(job: Job, sockets: Sockets, member: Member, deadline: float, *, l
                 try:
                     return await _attempt(job, sockets, member)
                 except OSError as error:
+                    # AuthenticationError and ProtocolError are OSErrors too, but another attempt would not help.
                     if isinstance(error, EchelonError):
                         raise
                     if listens and isinstance(error, ConnectionRefusedError):
@@ -98,20 +99,22 @@ async def _attempt(job: Job, sockets: Sockets, member: Member) -> socket.socket:
     except BaseException:
         sockets.close(connection)
         raise
+    # A small message must not wait until the one before is acknowledged (Nagle's algorithm).
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 async def _join(job: Job, sockets: Sockets, member: Member, deadline: float) -> socket.socket:
+    # It listens: it did so before it was put into the table.
     connection = await dial(job, sockets, member, deadline, listens=True)
     try:
         async with asyncio.timeout_at(deadline):
             await send_json(connection, job.hello(0))
             answer = await receive_json(connection, MAX_HELLO_BYTES)
     except (TimeoutError, HungUp) as error:
-        raise ConnectError(f"rank {member.rank} answered but did not let {job} in: its own error says why") from error
+        raise ConnectError(f"rank {member.rank} answered but refused {job}: see its own error") from error
     if "error" in answer:
-        raise ConnectError(f"rank {member.rank} turned {job} away: {answer['error']}")
+        raise ConnectError(f"rank {member.rank} refused {job}: {answer['error']}")
     return connection
 
 
@@ -187,25 +190,27 @@ class _Rendezvous:
         deadline = asyncio.get_running_loop().time() + self._timeout
         with self._sockets:
             listener = await self._sockets.listen(self._local_address or address_towards(store_host), 0)
-            async with PeerAcceptor(self._job, self._sockets, listener) as hall:
-                members = await self._exchange(store, hall, deadline)
-                world = World(members, await self._connect(members, 0, hall, deadline))
+            async with PeerAcceptor(self._job, self._sockets, listener) as acceptor:
+                members = await self._exchange(store, acceptor, deadline)
+                world = World(members, await self._connect(members, 0, acceptor, deadline))
             self._sockets.release(world.sockets.values())
             return world
 
     async def _receive_all(self, host: str, port: int, deadline: float) -> World:
         """Rank 0: waits for every rank, then sends the table to all; the connections stay for use."""
         everyone = set(range(1, self._job.world_size))
+        # Shared, as the launcher may hold the port bound to keep it free.
         listener = await self._sockets.listen(self._local_address or host, port, shared=True)
-        async with PeerAcceptor(self._job, self._sockets, listener, greets=False) as hall:
+        async with PeerAcceptor(self._job, self._sockets, listener, greets=False) as acceptor:
             try:
-                guests = await hall.wait_for(everyone, deadline)
+                guests = await acceptor.wait_for(everyone, deadline)
             except TimeoutError:
-                error = hall.missing(everyone, self._timeout)
-                for guest in hall.guests.values():
+                error = acceptor.missing(everyone, self._timeout)
+                # The others wait for the table and do not know which ranks are missing.
+                for guest in acceptor.guests.values():
                     await tell(guest.connection, {"error": str(error)})
                 raise error from None
-            here = Member(0, hall.host, hall.port, os.getpid(), machine_id())
+            here = Member(0, acceptor.host, acceptor.port, os.getpid(), machine_id())
         members = (here, *(guests[rank].member for rank in sorted(guests)))
         await _send_table(members, guests)
         return World(members, {rank: guest.connection for rank, guest in guests.items()})
@@ -214,10 +219,12 @@ class _Rendezvous:
         """Another rank: dials rank 0, is given the table, and connects to the others."""
         master = await dial(self._job, self._sockets, Member(0, host, port, 0, ""), deadline)
         listener = await self._sockets.listen(self._local_address or master.getsockname()[0], 0)
-        async with PeerAcceptor(self._job, self._sockets, listener) as hall:
-            await send_json(master, self._job.hello(hall.port))
+        # It listens before it says hello: others dial it as soon as they have the table.
+        async with PeerAcceptor(self._job, self._sockets, listener) as acceptor:
+            await send_json(master, self._job.hello(acceptor.port))
             members = await self._await_table(master, deadline)
-            return World(members, {0: master} | await self._connect(members, 1, hall, deadline))
+            # From rank 1 on: the connection to rank 0 stays in use.
+            return World(members, {0: master} | await self._connect(members, 1, acceptor, deadline))
 
     async def _await_table(self, master: socket.socket, deadline: float) -> tuple[Member, ...]:
         try:
@@ -233,20 +240,23 @@ class _Rendezvous:
                 raise
             raise ConnectError("rank 0 answered but ended before all ranks had met: its own error says why") from error
         if "error" in answer:
-            raise ConnectError(f"{self._job} was turned away: {answer['error']}")
+            raise ConnectError(f"{self._job} was refused: {answer['error']}")
         members = read_table(answer.get("members"), self._job.world_size)
+        # Rank 0's own address may mean another host here, such as 127.0.1.1. The one that was dialled works.
         return (replace(members[0], host=master.getpeername()[0]), *members[1:])
 
-    async def _exchange(self, store: Store, hall: PeerAcceptor, deadline: float) -> tuple[Member, ...]:
+    async def _exchange(self, store: Store, acceptor: PeerAcceptor, deadline: float) -> tuple[Member, ...]:
         """Puts this rank into the store and takes the others out."""
         job = self._job
+        # The store may outlive an attempt: run and restart keep its entries apart.
         keys = {rank: f"echelon/{job.run_id}/{job.restart}/{rank}" for rank in range(job.world_size)}
-        here = Member(job.rank, hall.host, hall.port, os.getpid(), machine_id())
+        here = Member(job.rank, acceptor.host, acceptor.port, os.getpid(), machine_id())
         store.set(keys[job.rank], json.dumps(asdict(here)))
         missing = set(keys)
+        # `check`, since `get` blocks until the key is there, and with it the event loop.
         while missing := {rank for rank in missing if not store.check([keys[rank]])}:
             if asyncio.get_running_loop().time() > deadline:
-                raise hall.missing(missing, self._timeout)
+                raise acceptor.missing(missing, self._timeout)
             await asyncio.sleep(_STORE_SECONDS)
         try:
             entries = [json.loads(store.get(key)) for key in keys.values()]
@@ -255,15 +265,15 @@ class _Rendezvous:
         return read_table(entries, job.world_size)
 
     async def _connect(
-        self, members: tuple[Member, ...], first: int, hall: PeerAcceptor, deadline: float
+        self, members: tuple[Member, ...], first: int, acceptor: PeerAcceptor, deadline: float
     ) -> dict[int, socket.socket]:
         """Dials every lower rank from `first` on, and waits for every higher one."""
         lower = await dial_pairs(self._job, self._sockets, members[first : self._job.rank], deadline)
         higher = set(range(self._job.rank + 1, self._job.world_size))
         try:
-            guests = await hall.wait_for(higher, deadline)
+            guests = await acceptor.wait_for(higher, deadline)
         except TimeoutError:
-            raise hall.missing(higher, self._timeout) from None
+            raise acceptor.missing(higher, self._timeout) from None
         return lower | {rank: guest.connection for rank, guest in guests.items()}
 
 
@@ -292,6 +302,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     thread.start()
     thread.join()
     result = outcome[0]
+    # The one edge at which errors of the system become Echelon's.
     if isinstance(result, OSError) and not isinstance(result, EchelonError):
         raise ConnectError(f"the ranks could not be connected ({result}): check addresses and network") from result
     if isinstance(result, BaseException):

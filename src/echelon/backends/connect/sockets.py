@@ -12,7 +12,8 @@ from echelon.backends.connect.members import join_address
 from echelon.errors import ConnectError
 
 _BIND_ADDRESS_NO_PORT = 24
-"""IP_BIND_ADDRESS_NO_PORT, for which Python 3.11 has no name: the port is chosen when it is known where to."""
+"""IP_BIND_ADDRESS_NO_PORT, for which Python 3.11 has no name. The port is chosen by `connect`, so it need only be free
+for that destination."""
 
 
 def is_loopback(own: str, theirs: str) -> bool:
@@ -66,7 +67,7 @@ class Sockets:
                 sock.bind((self._local_address, 0))
             await asyncio.get_running_loop().sock_connect(sock, address)
             if sock.getsockname() == sock.getpeername():  # TCP can connect a free port to itself
-                raise ConnectionRefusedError("nobody listens there")
+                raise ConnectionRefusedError("no process listens there")
         except BaseException:
             self.close(sock)
             raise
@@ -87,13 +88,15 @@ class Sockets:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, kind, proto, _, address = found[0]
             listener = self.own(socket.socket(family, kind, proto))
+            # A restarted job gets its port although connections of the last one are still in TIME_WAIT.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if shared:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
+            # SO_REUSEPORT would let a second job listen here unnoticed, so it first tries whether anybody answers.
             if shared and await self._is_taken(host, port):
                 raise OSError(0, "another process listens there")
-            listener.listen(1024)
+            listener.listen(1024)  # ranks dial at about the same time
         except OSError as error:
             raise ConnectError(
                 f"cannot listen on {join_address(host, port)} ({error.strerror}): give a free port of this host, "

@@ -15,20 +15,22 @@ from collections.abc import Sequence
 import torch
 
 from echelon.backends.base import Backend
-from echelon.backends.carried import Carried
+from echelon.backends.collective import CollectiveExecutor
 from echelon.backends.connect.members import machine_id
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import Tag
-from echelon.backends.native import Call, NativeCollectives
-from echelon.backends.shared.collectives.executor import SharedCollectives
+from echelon.backends.shared.collectives.executor import SharedMemoryExecutor
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Window
 from echelon.backends.shared.memory.setup import Common, Unshared, meet
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.backends.shared.messages.message_region import MessageRegion
-from echelon.backends.shared.messages.ring_link import SharedLine
+from echelon.backends.shared.messages.receiver import RingReceiver
+from echelon.backends.shared.messages.sender import RingSender
 from echelon.backends.tcp.backend import TcpBackend
+from echelon.backends.tcp.link import Link
 from echelon.errors import LaunchError, Timeout
+from echelon.operation_records import OperationRecord
 from echelon.wording import listed
 
 logger = logging.getLogger("echelon")
@@ -37,72 +39,63 @@ logger = logging.getLogger("echelon")
 _REGION_SEQUENCE = (1 << 64) - 1
 
 
-class SharedMemoryBackend(Carried):
+class SharedMemoryBackend(Backend):
     """Backend that moves CPU tensors through shared memory within a host, and over TCP between hosts."""
 
     shares_memory = True
 
     def __init__(self, tcp: TcpBackend, local_ranks: Sequence[int], common: Common) -> None:
         """Takes over a connected backend and the resources that these ranks share. `share` makes both."""
-        super().__init__(tcp)
+        super().__init__(tcp.messages, tcp.control, tcp.lanes)
+        self._control = tcp.control
         self._local_ranks = frozenset(local_ranks)
         self.segment = common.segment
         """Memory file that the ranks of this host share."""
         self.waiter = SpinThenSleep(len(local_ranks))
         """Adaptive wait of this rank, one for all of its groups."""
-        self._post = MessageRegion(common.segment, list(local_ranks).index(tcp.rank), common.doorbells)
-        lines = {
-            rank: SharedLine(self._post, number, tcp.max_message_bytes)
+        region = MessageRegion(common.segment, list(local_ranks).index(tcp.rank), common.doorbells)
+        self._doorbells = region.doorbells
+        links = {
+            rank: Link(rank, RingSender(region, number), RingReceiver(region, number, tcp.max_message_bytes))
             for number, rank in enumerate(local_ranks)
             if rank != tcp.rank
         }
-        tcp.use_lines(lines, self._post)
+        tcp.use_links(links, region, region.doorbells.own)
 
     @property
     def name(self) -> str:  # noqa: D102
         return "shm"
 
     def __repr__(self) -> str:
-        state = ", closed" if self._tcp.is_closed else ""
+        state = ", closed" if self._control.is_closed else ""
         return f"<SharedMemoryBackend: rank {self.rank} of {self.world_size}, {len(self._local_ranks)} here{state}>"
-
-    def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: D102
-        # Between these sizes the message lies in its part as a whole, so the part can become the tensor.
-        sizes = self._post.sizes
-        return src in self._local_ranks and sizes.inline_bytes < num_bytes <= sizes.whole_bytes
-
-    def keeps_messages(self, src: int) -> bool:  # noqa: D102
-        return src in self._local_ranks
 
     # Collectives
 
-    def native_collectives(self, context: int, ranks: Sequence[int]) -> NativeCollectives | None:  # noqa: D102
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: D102
         # A group that spans hosts runs plans over messages instead.
         if len(ranks) < 2 or not self._local_ranks.issuperset(ranks):
             return None
-        return SharedCollectives(self, context, tuple(ranks), list(ranks).index(self.rank))
+        return SharedMemoryExecutor(self, context, tuple(ranks), list(ranks).index(self.rank))
 
     def check(self, context: int) -> None:
         """Raises Closed or PeerFailed if the group cannot begin an operation."""
-        if self._tcp.is_closed:
-            raise self.closed_error()
-        if error := self._tcp.revoked(context):
-            raise error
+        self._control.check_open(context)
 
-    def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
+    def check_liveness(self, call: OperationRecord, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises if waiting is in vain: a disagreement, a failure of `rank` or of the group, or the deadline."""
         # Reads the connections first: nobody else may be polling while this rank waits in shared memory.
-        self._tcp.poll_once()
+        self._control.poll()
         # A disagreement comes before failures and the deadline: it is their first cause, with both sides' calls.
         if board is not None and (disagreement := board.disagreement()):
             raise disagreement
-        if error := self._tcp.failure(self.rank if rank is None else rank, context):
+        if error := self._control.failure(self.rank if rank is None else rank, context):
             raise error
         if self.now() >= call.deadline:
             missing = board.missing() if board is not None else []
-            raise Timeout(f"its time is up, {listed(missing)} {'has' if len(missing) < 2 else 'have'} not come")
+            raise Timeout(f"timed out waiting for {listed(missing) if missing else 'another rank'}")
 
-    def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
+    def map_region(self, call: OperationRecord, context: int, ranks: tuple[int, ...]) -> Window:
         """Maps the region of a group. The first rank allocates it; the others block for its offset."""
         size = len(ranks) * memory_layout.ROOM_BYTES
         tag = Tag(context, _REGION_SEQUENCE)
@@ -110,28 +103,28 @@ class SharedMemoryBackend(Carried):
         if self.rank == first:
             offset = self.segment.allocate(size)
             for rank in others:
-                self._tcp.send(torch.tensor([offset], device="cpu"), rank, tag, call.deadline - time.monotonic())
+                self.messages.send(torch.tensor([offset], device="cpu"), rank, tag, call.deadline - time.monotonic())
         else:
-            offset = int(self._tcp.recv(first, tag, timeout=call.deadline - time.monotonic()).item())
+            offset = int(self.messages.recv(first, tag, timeout=call.deadline - time.monotonic()).item())
         return self.segment.map(offset, size)
 
     # The end
 
     def abort(self, reason: str, origin: int | None = None) -> None:  # noqa: D102
         super().abort(reason, origin)
-        self._let_go()
+        self._free()
 
     def close(self, timeout: float | None = None) -> None:  # noqa: D102
         try:
             super().close(timeout)
         finally:
-            self._let_go()
+            self._free()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         # A forked child: a thread of its parent may have held the lock of the doorbells at the fork.
-        if self.is_inherited:
+        if self.control.is_inherited:
             return
-        self._post.close()
+        self._doorbells.close()
         self.segment.close()
 
 

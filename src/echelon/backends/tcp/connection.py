@@ -1,23 +1,27 @@
-"""One socket to one peer: a queue of frames to write, and a parser of the frames that arrive.
+"""One socket to one peer, as a link of messages and as the way of control frames.
 
 Neither direction blocks: each call moves as many bytes as the kernel takes or gives at once. The two directions are
 independent. A payload without a buffer stays in the kernel, with all that follows it, until it has one (backpressure).
-Not locked: the backend calls it under its own lock.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import select
 import socket
 import struct
 import termios
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+
+import torch
 
 from echelon.backends.delivery import PIECE_BYTES, IncomingMessage
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
+from echelon.backends.memory import bytes_of
+from echelon.backends.tcp.inbox import Head, Inbox
+from echelon.backends.tcp.link import Link, Outgoing, Receiver, Sender, SendQueue
 from echelon.backends.work import Work
 from echelon.errors import EchelonError
 
@@ -29,18 +33,19 @@ LINK_WAKING_BYTES = 4 * PIECE_BYTES
 each takes longer than its copy. Within a host it is a piece, which is then still in the cache."""
 
 
-class _Outgoing(NamedTuple):
-    parts: list[memoryview]
-    tag: Tag | None
-    """None: a control frame."""
-    work: Work[None] | None
-    """None: nobody waits for this frame."""
-
-
 class Connection:
-    """The two directions of a socket to `rank`."""
+    """Socket to `rank`, its link, and the epoll events that it waits for."""
 
-    def __init__(self, rank: int, sock: socket.socket, max_message_bytes: int, waking_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sock: socket.socket,
+        max_message_bytes: int,
+        waking_bytes: int = PIECE_BYTES,
+        *,
+        on_control: Callable[[int, wire.Frame], None],
+        watch_for: Callable[[int], None],
+    ) -> None:
         """Takes over a socket.
 
         Args:
@@ -48,16 +53,167 @@ class Connection:
             sock: connected.
             max_message_bytes: a larger payload is a ProtocolError.
             waking_bytes: bytes of a payload that arrive before the socket counts as readable.
+            on_control: called with the peer's rank and each control frame.
+            watch_for: sets the epoll events that the socket waits for.
         """
+        sock.setblocking(False)
         self.rank = rank
         self.sock = sock
-        self.delivery: IncomingMessage | None = None
-        """The message whose payload is arriving."""
+        self._watch_for = watch_for
+        self._is_full = self._is_paused = False
+        self.sender = SocketSender(sock, self._on_full)
+        self.receiver = SocketReceiver(
+            sock, max_message_bytes, waking_bytes, lambda frame: on_control(rank, frame), self._on_paused
+        )
+        self.link = Link(rank, self.sender, self.receiver)
+
+    def _on_full(self, is_full: bool) -> None:
+        self._is_full = is_full
+        self._watch()
+
+    def _on_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._watch()
+
+    def _watch(self) -> None:
+        if self.sock.fileno() < 0:  # a frame that was just read has ended the peer
+            return
+        # EPOLLRDHUP: a paused peer is not read, but the end of its connection still shows.
+        events = select.EPOLLRDHUP if self._is_paused else select.EPOLLIN
+        self._watch_for(events | select.EPOLLOUT if self._is_full else events)
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the kernel holds bytes of the peer."""
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Number of bytes in the kernel that the peer's kernel has not confirmed."""
+        return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4))[0])
+
+    def fail(self, error: EchelonError) -> None:
+        """Fails all messages in flight and closes the socket."""
+        self.link.fail(error)
+        self.sock.close()
+
+
+# Larger messages are queued with a Work: the kernel seldom takes all of one, and the rest would be copied.
+_AT_ONCE_BYTES = 1 << 14
+
+
+class _Frame(Outgoing):
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[memoryview], tag: Tag | None = None, work: Work[None] | None = None) -> None:
+        super().__init__(tag, work)
+        self.parts = parts
+        """The bytes that are not written yet."""
+
+
+class SocketSender(Sender):
+    """Writer of messages and control frames to one socket."""
+
+    def __init__(self, sock: socket.socket, on_full: Callable[[bool], None]) -> None:
+        """Calls `on_full` with True when the kernel takes no more bytes, and with False when the queue is empty."""
+        self.queue: SendQueue[_Frame] = SendQueue()
         self.num_unsent_words = 0
         """Number of control frames that are queued or partly written."""
-        self._outgoing: deque[_Outgoing] = deque()
+        self._sock = sock
+        self._on_full = on_full
+        self._is_full = False
+
+    @property
+    def owes(self) -> bool:
+        """Whether a frame is queued that the peer still needs."""
+        # The rest of an abandoned message is of no use to the peer, but cannot be left out of the stream.
+        return bool(self.queue) and (self.queue[0].tag is None or self.queue.is_awaited)
+
+    def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:  # noqa: D102
+        payload = bytes_of(tensor)
+        self.queue.append(_Frame([memoryview(head), payload] if payload.nbytes else [memoryview(head)], tag, work))
+        if not self._is_full:  # else the poller flushes when there is room
+            self.flush()
+
+    def put(self, head: bytes, tensor: torch.Tensor, tag: Tag) -> bool:  # noqa: D102
+        if self.queue or self._is_full or tensor.nbytes > _AT_ONCE_BYTES:
+            return False
+        payload = bytes_of(tensor)
+        try:
+            sent = self._sock.sendmsg([head, payload])
+        except OSError:  # full, or broken: `send` queues the message, or says why
+            return False
+        if sent < len(head) + payload.nbytes:
+            # The caller may change the tensor, so the rest is copied.
+            rest = memoryview(bytes(head) + bytes(payload))[sent:]
+            frame = _Frame([rest], tag)
+            frame.has_begun = True
+            self.queue.append(frame)
+            self.flush()
+        return True
+
+    def send_word(self, frame: bytes) -> None:
+        """Writes or queues a control frame. Raises OSError if the connection is broken."""
+        self.queue.append(_Frame([memoryview(frame)]))
+        self.num_unsent_words += 1
+        if not self._is_full:
+            self.flush()
+
+    def flush(self) -> None:  # noqa: D102
+        queue = self.queue
+        while queue:
+            frame = queue[0]
+            parts = frame.parts
+            try:
+                sent = self._sock.sendmsg(parts)
+            except BlockingIOError:
+                break
+            while parts and sent >= parts[0].nbytes:
+                sent -= parts.pop(0).nbytes
+            if parts:
+                parts[0] = parts[0][sent:]
+                frame.has_begun = True
+                continue
+            queue.popleft()
+            if frame.tag is None:
+                self.num_unsent_words -= 1
+            if frame.work is not None:
+                frame.work.complete()
+        if bool(queue) != self._is_full:
+            self._is_full = not self._is_full
+            self._on_full(self._is_full)
+
+
+class SocketReceiver(Receiver):
+    """Parser of the frames that arrive on one socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        max_message_bytes: int,
+        waking_bytes: int,
+        on_control: Callable[[wire.Frame], None],
+        on_paused: Callable[[bool], None],
+    ) -> None:
+        """Starts at the begin of a frame.
+
+        Args:
+            sock: connected.
+            max_message_bytes: a larger payload is a ProtocolError.
+            waking_bytes: bytes of a payload that arrive before the socket counts as readable.
+            on_control: called with each control frame.
+            on_paused: called with True at a message without a buffer, and with False when reading goes on.
+        """
+        self.delivery: IncomingMessage | None = None
+        self._sock = sock
         self._max_message_bytes = max_message_bytes
         self._waking_bytes = waking_bytes
+        self._on_control = on_control
+        self._on_paused = on_paused
+        self._was_paused = False
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -65,125 +221,60 @@ class Connection:
         self._payload_size = 0
         self._mark = 1
         """SO_RCVLOWAT as it is set: bytes that arrive before the socket counts as readable."""
-        sock.setblocking(False)
 
     @property
-    def is_held(self) -> bool:
-        """Whether reading is paused because the next message has no buffer yet."""
+    def is_paused(self) -> bool:
+        """Whether reading stops because the next message has no buffer yet."""
         return self.delivery is not None and not self.delivery.is_placed
 
-    @property
-    def wants_to_write(self) -> bool:
-        """Whether a frame is still queued."""
-        return bool(self._outgoing)
+    def take_in(self, inbox: Inbox) -> bool:
+        """Reads the bytes that have arrived, up to a message without a buffer.
 
-    @property
-    def unacknowledged_bytes(self) -> int:
-        """Number of bytes in the kernel that the peer's kernel has not confirmed."""
-        return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4))[0])
-
-    @property
-    def owes(self) -> bool:
-        """Whether a frame is queued that the peer still needs."""
-        # The rest of an abandoned message is of no use to the peer, but cannot be left out of the stream.
-        first = self._outgoing[0] if self._outgoing else None
-        is_abandoned = first is None or (first.tag is not None and first.work is None)
-        return not is_abandoned or any(outgoing.work is not None for outgoing in self._outgoing)
-
-    def enqueue(self, head: bytes, payload: memoryview, tag: Tag, work: Work[None]) -> None:
-        """Queues a message; `work` is completed when the kernel has taken all of it."""
-        parts = [memoryview(head), payload] if payload.nbytes else [memoryview(head)]
-        self._outgoing.append(_Outgoing(parts, tag, work))
-
-    def enqueue_word(self, frame: bytes) -> None:
-        """Queues a control frame."""
-        self._outgoing.append(_Outgoing([memoryview(frame)], None, None))
-        self.num_unsent_words += 1
-
-    def abandon(self, context: int, error: EchelonError) -> None:
-        """Fails the queued messages of a context's collectives; a partly written one is still written to its end."""
-        kept: deque[_Outgoing] = deque()
-        for number, outgoing in enumerate(self._outgoing):
-            tag, work = outgoing.tag, outgoing.work
-            if tag is None or not tag.is_collective_of(context):
-                kept.append(outgoing)
-                continue
-            if work is not None:
-                work.complete(error=error)
-            if number == 0:  # part of it may be written: to stop there would put the stream out of step
-                kept.append(outgoing._replace(work=None))
-        self._outgoing = kept
-
-    def flush(self) -> None:
-        """Writes as many queued bytes as the kernel takes now. Raises OSError if the connection is broken."""
-        while self._outgoing:
-            parts, tag, work = self._outgoing[0]
-            try:
-                sent = self.sock.sendmsg(parts)
-            except BlockingIOError:
-                return
-            while parts and sent >= parts[0].nbytes:
-                sent -= parts.pop(0).nbytes
-            if parts:
-                parts[0] = parts[0][sent:]
-                continue
-            self._outgoing.popleft()
-            self.num_unsent_words -= tag is None
-            if work is not None:
-                work.complete()
-
-    def fail(self, error: EchelonError) -> None:
-        """Fails all messages in flight and closes the socket."""
-        for outgoing in self._outgoing:
-            if outgoing.work is not None:
-                outgoing.work.complete(error=error)
-        self._outgoing.clear()
-        if self.delivery is not None:
-            self.delivery.fail(error)
-            self.delivery = None
-        self.sock.close()
-
-    def pump(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> bool:
-        """Reads the bytes that have arrived, up to a message without a buffer. False at the end of the stream.
-
-        The socket counts as readable again when enough of a payload has come to be worth a call, or its last byte, or
-        the end of the stream.
-
-        Args:
-            on_frame: called with every frame's head; for data it returns the delivery that takes the payload.
+        Returns False: epoll reports the socket again when enough of a payload has come to be worth a call, or its last
+        byte, or the end of the stream.
 
         Raises:
             ProtocolError: the peer sent bytes that are no frame.
-            OSError: the connection is broken.
+            OSError: the connection is broken, or has ended.
         """
-        is_open = self._read(on_frame)
+        self._read(inbox)
+        is_paused = self.is_paused
+        if is_paused != self._was_paused:
+            self._was_paused = is_paused
+            self._on_paused(is_paused)
         # SO_RCVLOWAT: the kernel wakes this rank for a worthwhile part of a payload, not for every packet.
-        mark = 1 if self.is_held else max(1, min(self._payload_left, self._waking_bytes))
-        if mark != self._mark and is_open:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+        mark = 1 if is_paused else max(1, min(self._payload_left, self._waking_bytes))
+        if mark != self._mark:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
             self._mark = mark
-        return is_open
+        return False
 
-    def _read(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> bool:
+    def fail(self, error: EchelonError) -> None:  # noqa: D102
+        if self.delivery is not None:
+            self.delivery.fail(error)
+            self.delivery = None
+
+    def _read(self, inbox: Inbox) -> None:
         for _ in range(_READS_AT_ONCE):
-            self._parse(on_frame)
-            if self.is_held:
-                return True
+            self._parse(inbox)
+            if self.is_paused:
+                return
             target = self._target()
             try:
-                size = self.sock.recv_into(target)
+                size = self._sock.recv_into(target)
             except BlockingIOError:
-                return True
+                return
             if size == 0:
-                return False
+                raise ConnectionResetError(
+                    errno.ECONNRESET, "its connection ended: the process died or exited without close()"
+                )
             if self._payload_left and self._start == self._end:  # it was read straight into the payload's buffer
                 self._advance(size)
             else:
                 self._end += size
             if size < target.nbytes:  # the kernel has no more: another read would only say so
                 break
-        self._parse(on_frame)
-        return True
+        self._parse(inbox)
 
     def _target(self) -> memoryview:
         """Returns the memory for the next read: the payload's own buffer, or the connection's."""
@@ -198,9 +289,9 @@ class Connection:
             self._start, self._end = 0, left
         return self._view[self._end :]
 
-    def _parse(self, on_frame: Callable[[wire.Frame], IncomingMessage | None]) -> None:
+    def _parse(self, inbox: Inbox) -> None:
         """Decodes every complete frame in the buffer, and copies the buffered part of its payload."""
-        while not self.is_held:
+        while self.delivery is None or self.delivery.is_placed:
             if self._payload_left:
                 self._take_payload()
                 if self._payload_left:
@@ -216,8 +307,11 @@ class Connection:
                 return
             frame = wire.decode(header, self._view[body:payload], self._max_message_bytes)
             self._start = payload
-            self.delivery = on_frame(frame)
             self._payload_left = self._payload_size = frame.payload_bytes
+            if frame.kind == wire.FrameKind.DATA:
+                self.delivery = inbox.open(Head.of(frame), comes_whole=False)
+            else:
+                self._on_control(frame)
 
     def _take_payload(self) -> None:
         while size := min(self._payload_left, self._end - self._start):

@@ -1,76 +1,84 @@
-"""Link: a path of messages between two ranks beside their TCP connection, such as memory that both map."""
+"""Link between two ranks: a sending and a receiving end, over a socket or over memory that both map.
+
+Not locked, and no call blocks: a backend uses a link under its own lock. Whoever sends or reads a message takes the
+link of the peer, and does not know its kind.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from collections import deque
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from echelon.backends.delivery import IncomingMessage
-from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import dtype_of
+from echelon.backends.tcp.inbox import Inbox
 from echelon.backends.work import Message, Work
-from echelon.errors import EchelonError, ProtocolError
+from echelon.errors import EchelonError
 
 
-class Head(NamedTuple):
-    """Header of a message, decoded."""
+class Outgoing:
+    """Message, or control frame, that is not wholly written yet."""
 
-    tag: Tag
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    note: str
-    num_bytes: int
-    """Size of the payload."""
-    is_signed: bool
-    """Whether the message belongs to a collective."""
+    __slots__ = ("has_begun", "tag", "work")
 
-    @classmethod
-    def of(cls, frame: wire.Frame) -> Head:
-        """Reads a frame.
+    def __init__(self, tag: Tag | None, work: Work[None] | None) -> None:
+        self.tag = tag
+        """None: a control frame."""
+        self.work = work
+        """None: nobody waits for it."""
+        self.has_begun = False
+        """Whether a part of it may be written."""
 
-        Raises:
-            ProtocolError: the frame is no message.
-            UnsupportedOp: this torch does not have its dtype.
+
+E = TypeVar("E", bound=Outgoing)
+
+
+class SendQueue(deque[E]):
+    """Messages of one sender that are not wholly written yet, in order."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread may wait for one of them."""
+        return any(outgoing.work is not None for outgoing in self)
+
+    def abandon(self, context: int, error: EchelonError) -> None:
+        """Fails the messages of a context's collectives, and drops them unless they have begun.
+
+        The rest of a message that has begun is still written, or the stream would be out of step.
         """
-        if frame.kind != wire.FrameKind.DATA:
-            raise ProtocolError(f"frame of kind {frame.kind} where only messages are sent: another version?")
-        tag = Tag(frame.context, frame.sequence, frame.step)
-        dtype = dtype_of(frame.dtype)
-        return cls(tag, frame.shape, dtype, frame.note, frame.payload_bytes, wire.is_signed(frame.note))
+        kept = []
+        for outgoing in self:
+            if outgoing.tag is not None and outgoing.tag.is_collective_of(context):
+                if outgoing.work is not None:
+                    outgoing.work.complete(error=error)
+                    outgoing.work = None
+                if not outgoing.has_begun:
+                    continue
+            kept.append(outgoing)
+        self.clear()
+        self.extend(kept)
+
+    def fail(self, error: EchelonError) -> None:
+        """Fails all messages."""
+        for outgoing in self:
+            if outgoing.work is not None:
+                outgoing.work.complete(error=error)
+        self.clear()
 
 
-class Arrivals(ABC):
-    """Receiver of the messages that one rank sends."""
+class Sender(ABC):
+    """Sending end of a link."""
 
-    @abstractmethod
-    def take_small(self, head: Head, address: int) -> None:
-        """Takes a message whose whole payload stands at `address`."""
-
-    @abstractmethod
-    def open(self, head: Head, *, comes_whole: bool) -> IncomingMessage:
-        """Returns the incoming message that takes the payload; `comes_whole`: see `IncomingMessage`."""
-
-
-class Link(ABC):
-    """Both directions between this rank and one other. Not locked; no call blocks."""
-
-    @property
-    @abstractmethod
-    def delivery(self) -> IncomingMessage | None:
-        """The message whose payload is arriving."""
-
-    @property
-    @abstractmethod
-    def wants_to_write(self) -> bool:
-        """Whether a message is still queued."""
+    queue: SendQueue[Any]
+    """Messages that are not wholly written yet."""
 
     @property
-    @abstractmethod
     def owes(self) -> bool:
-        """Whether a message is queued that has not been abandoned."""
+        """Whether a message is queued that the peer still needs."""
+        return self.queue.is_awaited
 
     @abstractmethod
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
@@ -81,30 +89,56 @@ class Link(ABC):
             tensor: contiguous; it must not change before the work is done.
             tag: of the message.
             work: see above.
-        """
 
-    @abstractmethod
-    def put(self, head: bytes, tensor: torch.Tensor) -> bool:
-        """Writes a message now if the queue is empty and all of it fits. False, without effect, otherwise."""
+        Raises:
+            OSError, EchelonError: the link is broken. The message is queued.
+        """
 
     @abstractmethod
     def flush(self) -> None:
-        """Writes queued messages until there is no more room."""
+        """Writes queued messages until there is no more room. Raises as `send`."""
+
+    def fail(self, error: EchelonError) -> None:
+        """Fails all queued messages."""
+        self.queue.fail(error)
+
+    def put(self, head: bytes, tensor: torch.Tensor, tag: Tag) -> bool:  # noqa: ARG002
+        """Fast path: writes a message now. False, without effect, if the queue is not empty or it does not fit."""
+        return False
+
+
+class Receiver(ABC):
+    """Receiving end of a link."""
+
+    delivery: IncomingMessage | None
+    """The message whose payload is arriving."""
+    is_in_memory = False
+    """Whether messages stay in memory until they are taken in, and `has_written` shows them."""
 
     @abstractmethod
-    def take_in(self, arrivals: Arrivals) -> bool:
+    def take_in(self, inbox: Inbox) -> bool:
         """Takes in the next message, or the part of it that has arrived. True if more may follow.
+
+        Stops at a message without a buffer, until it has one, and where `inbox` is full.
 
         Raises:
             ProtocolError: the peer wrote bytes that are no message.
+            OSError: the link is broken.
         """
 
     @abstractmethod
-    def has_written(self) -> bool:
-        """Whether the peer has written messages that were not taken in. Needs no lock."""
+    def fail(self, error: EchelonError) -> None:
+        """Fails the message that is arriving."""
 
-    @abstractmethod
-    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
+    def brings_memory(self, num_bytes: int) -> bool:  # noqa: ARG002
+        """Whether a message is received in the memory that its sender wrote; see `Messages.brings_memory`."""
+        return False
+
+    def has_written(self) -> bool:
+        """Whether the peer has written messages that were not taken in, if that shows without a call. Needs no lock."""
+        return False
+
+    def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:  # noqa: ARG002
         """Fast path: takes in the next message if its header equals the last one with `tag`. None otherwise.
 
         Args:
@@ -112,23 +146,27 @@ class Link(ABC):
             out: overwritten with the message; None: it comes as a new tensor.
             note: of the message; None: any.
         """
+        return None
 
-    @abstractmethod
-    def abandon(self, context: int, error: EchelonError) -> None:
-        """Fails the queued messages of a context's collectives; a partly written one is still written to its end."""
 
-    @abstractmethod
+class Link:
+    """Both ends of one rank towards `rank`."""
+
+    __slots__ = ("rank", "receiver", "sender")
+
+    def __init__(self, rank: int, sender: Sender, receiver: Receiver) -> None:
+        self.rank = rank
+        self.sender = sender
+        self.receiver = receiver
+
     def fail(self, error: EchelonError) -> None:
         """Fails all messages in flight."""
+        self.sender.fail(error)
+        self.receiver.fail(error)
 
 
 class Memory(Protocol):
     """Memory that the links of one rank write to, and that the rank polls."""
-
-    @property
-    def doorbell(self) -> int:
-        """File descriptor that becomes readable, with a new edge, when a peer writes while this rank sleeps."""
-        ...
 
     @property
     def is_full(self) -> bool:

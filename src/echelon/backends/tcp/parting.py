@@ -76,7 +76,7 @@ class Parting:
         """
         tallies = self._tallies.setdefault(peer, [])
         if len(tallies) == MAX_TALLIES:
-            raise ProtocolError(f"more than {MAX_TALLIES} words of farewell: the peer does not speak this protocol")
+            raise ProtocolError(f"more than {MAX_TALLIES} TALLY frames: the peer does not speak this protocol")
         tallies.append(tally)
 
     def difference(self) -> CollectiveMismatch | None:
@@ -90,7 +90,7 @@ class Parting:
         return self._unread()
 
     def _is_silent(self) -> bool:
-        return self._keeps_silent or self._mailbox.has_failures
+        return self._keeps_silent or self._mailbox.failures.has_any
 
     def _collectives(self, peer: int, tally: wire.Frame) -> CollectiveMismatch | None:
         if peer not in self._groups.get(tally.context, ()):
@@ -118,7 +118,7 @@ class Parting:
         )
 
     def _unread(self) -> CollectiveMismatch | None:
-        for src, tag in sorted(self._mailbox.unclaimed()):
+        for src, tag in sorted(self._mailbox.unclaimed):
             if tag.sequence == 0 and tag.context in self._groups:
                 return CollectiveMismatch(
                     f"rank {self._rank} closes its group without having received a message of rank {src}, "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from echelon.backends.tcp.link import Link, Memory
+from echelon.backends.tcp.link import Memory, Receiver
 
 Handler: TypeAlias = Callable[[int], None]
 """Called with the events of a file descriptor, with the lock held."""
@@ -54,11 +54,17 @@ class Poller:
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
-    def watch_memory(self, memory: Memory, on_news: Callable[[], None]) -> None:
-        """Registers `on_news`, which `dispatch` calls when peers have written to `memory`."""
+    def watch_memory(self, memory: Memory, doorbell: int, on_news: Callable[[], None]) -> None:
+        """Registers `on_news`, which `dispatch` calls when peers have written to `memory`.
+
+        Args:
+            memory: polled, and told when a thread sleeps.
+            doorbell: becomes readable, with a new edge, when a peer writes while this rank sleeps.
+            on_news: see above.
+        """
         self._memory, self._on_news = memory, on_news
-        self._handlers[memory.doorbell] = _ignore
-        self._epoll.register(memory.doorbell, select.EPOLLIN | select.EPOLLET)  # edge-triggered: need not be read
+        self._handlers[doorbell] = _ignore
+        self._epoll.register(doorbell, select.EPOLLIN | select.EPOLLET)  # edge-triggered: need not be read
 
     def watch_for(self, fd: int, events: int) -> None:
         """Sets the events of `fd` (select.EPOLLIN and so on)."""
@@ -131,7 +137,7 @@ class Poller:
         finally:
             memory.wake_up()
 
-    def look_for(self, line: Link) -> bool:
+    def look_for(self, receiver: Receiver) -> bool:
         """Spins until a peer has written to its link. False if a thread would go to sleep first.
 
         Polls this link alone: `wait` polls the rest afterwards. False at once while a message of this rank waits for
@@ -140,12 +146,12 @@ class Poller:
         if self._memory is None or self._memory.is_full:
             return False
         for _ in range(_LOOKS):
-            if line.has_written():
+            if receiver.has_written():
                 return True
         until = time.monotonic() + _MEMORY_SPIN_SECONDS
         while time.monotonic() < until:
             os.sched_yield()
-            if line.has_written():
+            if receiver.has_written():
                 return True
         return False
 

@@ -52,7 +52,8 @@ class Progress:
         self._rank = rank
         self._poller = poller
         self._is_busy = is_busy
-        self._may_spin = may_spin
+        self.may_spin = may_spin
+        """Whether the calling thread may spin while it waits."""
         self._closed_error = closed_error
         self._changed = threading.Condition(self.lock)
         self._background_wanted = threading.Condition(self.lock)
@@ -62,7 +63,8 @@ class Progress:
         self._background_was_kept_out = False
         """Whether the background thread sleeps only because another thread was in `poll_once`."""
         self._background: threading.Thread | None = None
-        self._attendance = WaitScope(self._on_leave)
+        self.wait_scope = WaitScope(self._on_leave)
+        """Scope in which a caller waits for its own operations; the background thread stays asleep. Needs no lock."""
 
     # Waiting
 
@@ -96,7 +98,7 @@ class Progress:
         if self.is_closed:
             raise self._closed_error()
         if not self._is_polling:
-            self._poll(seconds, self._may_spin(), own_waits)
+            self._poll(seconds, self.may_spin(), own_waits)
             return
         if self._background_polls:  # makes it stop: a waiting thread that polls itself saves a switch of threads
             self._poller.wake()
@@ -122,13 +124,6 @@ class Progress:
         if self._num_waiters:
             self.wake()
 
-    def will_wait(self) -> WaitScope:
-        """Returns a context in which the caller waits for its own operations; the background thread stays asleep.
-
-        Needs no lock.
-        """
-        return self._attendance
-
     def _on_leave(self) -> None:
         """Leaves operations that are still in flight to the background thread."""
         # Checked without the lock first: the caller sees its own operations, and another thread that starts one later
@@ -141,7 +136,7 @@ class Progress:
 
     def call_background(self) -> None:
         """Wakes the background thread if operations are in flight and no thread waits, or has said that it will."""
-        if self._num_waiters or self._attendance.includes_caller() or self.is_closed or not self._is_busy():
+        if self._num_waiters or self.wait_scope.includes_caller() or self.is_closed or not self._is_busy():
             return
         if not self._background_polls:
             self._background_wanted.notify()

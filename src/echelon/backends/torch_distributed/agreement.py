@@ -1,94 +1,80 @@
 """Agreement of a group before an engine (c10d backend) begins: all ranks have called the same operation.
 
-Strategy. The engines carry no notes: ranks that differ are aborted by Gloo and hang in NCCL. So each operation begins
-with an agreement, which also brings the facts that a rank needs to allocate its result, such as numbers of rows.
-Ranks of one host gather it over shared memory, where every operation announces itself. Others exchange it in
-ceil(log2(ranks)) rounds of small messages (dissemination: in round k a rank hears from the one 2**k before it). A rank
-that gets through all rounds has heard, over others, from all ranks that their notes are equal to its own; one that does
-not get through revokes the group, which ends the rounds of the others.
+Strategy. Engines carry no notes: if ranks differ, Gloo aborts and NCCL hangs. So each operation begins with an
+agreement. It also brings the facts that a rank needs to allocate its result, such as numbers of rows. Ranks of one host
+gather facts over shared memory, which compares notes itself. Other ranks exchange them in ceil(log2(ranks)) rounds of
+small messages (dissemination): in round k a rank receives from the rank 2**k before it. A rank that gets through all
+rounds has heard from all ranks, by way of others, that their notes equal its own. A rank that fails in between revokes
+the group, which ends the rounds of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
 from echelon.backends.base import Backend
+from echelon.backends.collective import Collective, Run, signed_note, wait_and_look
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import new_tensor
-from echelon.backends.native import Call, NativeCollectives
-from echelon.backends.work import Work
-from echelon.errors import Timeout
+from echelon.operation_records import OperationRecord
 
-T = TypeVar("T")
-
-
-Agreement: TypeAlias = Callable[[Call, Sequence[int]], Sequence[Sequence[int]]]
-"""Returns the facts of each rank, by rank, once all have come with the same note. Raises as `exchange`."""
+Agreement: TypeAlias = Callable[[OperationRecord, Sequence[int]], Sequence[Sequence[int]]]
+"""Function of a call and this rank's facts. Blocks until all ranks have agreed; returns each rank's facts, by rank."""
 
 
 def agreement_of(backend: Backend, context: int, ranks: Sequence[int]) -> Agreement:
-    """Returns how a group agrees on its operations; the same way on every member.
+    """Returns the agreement of a group, of the same kind on every member.
 
     Args:
         backend: connects the ranks.
-        context: of the group.
-        ranks: the backend's rank of each member, this one included.
+        context: number of the group.
+        ranks: the backend's rank of each member, this rank included.
     """
-    shared = backend.native_collectives(context, ranks)
+    shared = backend.executor(context, ranks)
     if shared is not None:
-        return partial(gather, shared)
+        # The ranks compare the note of the operation that they agree on, so the collective needs none of its own.
+        return partial(gather, shared.prepare(Collective("all_gather")))
     return partial(exchange, backend, context, ranks, list(ranks).index(backend.rank))
 
 
-def gather(collectives: NativeCollectives, call: Call, facts: Sequence[int]) -> list[list[int]]:
-    """Has the ranks of one host agree on an operation; see `Agreement`."""
-    return _unpack(collectives.all_gather(call, _pack([facts]), _new_row))
+def gather(all_gather: Run, call: OperationRecord, facts: Sequence[int]) -> list[list[int]]:
+    """Makes the ranks of one host agree on an operation; see `Agreement`."""
+    return _unpack(all_gather(call, _pack([facts]), None))
 
 
 def exchange(
-    backend: Backend, context: int, ranks: Sequence[int], rank: int, call: Call, facts: Sequence[int]
+    backend: Backend, context: int, ranks: Sequence[int], rank: int, call: OperationRecord, facts: Sequence[int]
 ) -> list[list[int]]:
-    """Has any ranks agree on an operation; see `Agreement`.
+    """Makes ranks of any hosts agree on an operation; see `Agreement`.
 
     Args:
         backend: connects the ranks.
-        context: of the group.
+        context: number of the group.
         ranks: the backend's rank of each member.
-        rank: this one, among the members.
+        rank: this rank, among the members.
         call: the operation.
-        facts: of this rank, for the others.
+        facts: facts of this rank, for the others.
 
     Raises:
         CollectiveMismatch: a rank has another note. PeerFailed, Timeout.
     """
-    size, note = len(ranks), call.note
-    known = [list(facts)]  # of this rank, the one before it, and so on
+    size, note = len(ranks), signed_note(call)
+    known = [list(facts)]  # facts of this rank, of the rank before it, and so on
     distance, step = 1, 0
     while distance < size:
         tag = Tag(context, call.sequence, step)
         after, before = ranks[(rank + distance) % size], ranks[(rank - distance) % size]
-        with backend.will_wait():
-            coming = backend.irecv(before, tag, note=note)
-            sent = backend.isend(_pack(known[: size - distance]), after, tag, note=note)
-            known += _unpack(_wait(backend, coming, before, call))
-            _wait(backend, sent, after, call)
+        # This thread polls for its own messages, so the background thread need not wake.
+        with backend.messages.will_wait():
+            coming = backend.messages.irecv(before, tag, note=note)
+            sent = backend.messages.isend(_pack(known[: size - distance]), after, tag, note=note)
+            known += _unpack(wait_and_look(coming, before, call, backend.now))
+            wait_and_look(sent, after, call, backend.now)
         distance, step = distance * 2, step + 1
     return [known[(rank - peer) % size] for peer in range(size)]
-
-
-def _wait(backend: Backend, work: Work[T], peer: int, call: Call) -> T:
-    """Waits for a message; queries the peer when the wait takes long."""
-    while True:
-        try:
-            return work.wait(max(0.0, min(call.deadline, call.lookout.next_check_at) - backend.now()))
-        except Timeout:
-            if backend.now() >= call.deadline:
-                raise
-            call.lookout.look(peer, work.is_completed)
 
 
 def _pack(known: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -99,7 +85,3 @@ def _pack(known: Sequence[Sequence[int]]) -> torch.Tensor:
 def _unpack(packed: torch.Tensor) -> list[list[int]]:
     numbers = iter(packed.tolist())
     return [[next(numbers) for _ in range(count)] for count in numbers]
-
-
-def _new_row(shape: Sequence[int]) -> torch.Tensor:
-    return new_tensor(tuple(shape), torch.int64)

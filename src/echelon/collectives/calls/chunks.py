@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -26,7 +26,7 @@ class Chunks(ABC):
         """Returns the tensors of a message. They must not be written until they are sent."""
 
     @abstractmethod
-    def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:
+    def places(self, step: Recv | Reduce, busy: frozenset[int]) -> list[Tensor | None]:
         """Returns a buffer for each tensor of a message, to receive or combine into. None: a new tensor.
 
         `busy` chunks are being sent in the same round.
@@ -80,10 +80,10 @@ class FlatChunks(Chunks):
     def outgoing(self, step: Send) -> list[Tensor]:  # noqa: D102
         return self._pieces(step.chunks)
 
-    def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: D102
+    def places(self, step: Recv | Reduce, busy: frozenset[int]) -> list[Tensor | None]:  # noqa: D102
         pieces = self._pieces(step.chunks)
         # A chunk that is being sent must not change: its message is received elsewhere, and stored by `keep`.
-        in_place = not any(chunk in busy for chunk in step.chunks)
+        in_place = busy.isdisjoint(step.chunks)
         return list(pieces) if in_place else [None] * len(pieces)
 
     def keep(self, step: Recv | Reduce, came: Sequence[Tensor], combine: Combine | None) -> None:  # noqa: D102
@@ -141,7 +141,7 @@ class ReadOnlyChunks(Chunks):
     def outgoing(self, step: Send) -> list[Tensor]:  # noqa: D102
         return [_join(self._chunks[run.start : run.stop]) for run in runs(step.chunks)]
 
-    def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
+    def places(self, step: Recv | Reduce, busy: frozenset[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
         if step.chunks == (self._wanted,) and not self._is_placed(self._wanted):
             return [self._place]
         return [None] * len(runs(step.chunks))
@@ -203,7 +203,7 @@ class RowChunks(Chunks):
         counts = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
         return [counts, _join(tensors)]
 
-    def places(self, step: Recv | Reduce, busy: Collection[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
+    def places(self, step: Recv | Reduce, busy: frozenset[int]) -> list[Tensor | None]:  # noqa: ARG002, D102
         places = [self._places.get(number) for number in step.chunks]
         if len(places) == 1:
             return places

@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from echelon.backends.memory import describe, plain
-from echelon.backends.modes import overwrite
+from echelon.backends.collective import Collective
+from echelon.backends.memory import describe, is_plain, plain
+from echelon.backends.modes import in_normal_mode, outside_autograd, overwrite
 from echelon.backends.operators import check_op, operator
-from echelon.collectives.calls import rows
-from echelon.collectives.calls.operations import Operation, all_reduce, barrier, derived, reduce, reduce_scatter
 
 # Every packed tensor begins at a multiple of this many bytes, so that the bytes can be viewed as its dtype.
 _ALIGNMENT = 16
@@ -27,109 +26,108 @@ _ALIGNMENT = 16
 _NAMED = 3
 
 
-# A function that packs tensors and returns the operation on the pack, and a function that unpacks its result.
-_Step: TypeAlias = tuple[Callable[[], Operation[Tensor]], Callable[[Tensor], None]]
+class Packed(NamedTuple):
+    """Collective on a tensor that several values were packed into."""
+
+    collective: Collective
+    tensor: Tensor | None
+    unpack: Callable[[Any], Any]
+    """Maps the result of the collective to that of the values."""
 
 
-def all_reduce_coalesced(tensors: Sequence[Tensor], op: str) -> list[Operation[None]]:
-    """Returns the operations, one per dtype, that combine each tensor over all ranks, in place."""
+@in_normal_mode
+def all_reduce_coalesced(tensors: Sequence[Tensor], op: str) -> list[Packed]:
+    """Returns the collectives, one per dtype, that combine each tensor over all ranks, in place."""
     op = check_op(op)
-    return _in_place(f"all_reduce_coalesced({op})", tensors, op, lambda packed: all_reduce(packed, op))
+    return _in_place("all_reduce", f"all_reduce_coalesced({op})", tensors, op)
 
 
-def reduce_coalesced(tensors: Sequence[Tensor], dst: int, op: str, is_dst: bool) -> list[Operation[None]]:
-    """Returns the operations, one per dtype, that combine each tensor over all ranks, in place on rank `dst`."""
+@in_normal_mode
+def reduce_coalesced(tensors: Sequence[Tensor], dst: int, op: str, is_dst: bool) -> list[Packed]:
+    """Returns the collectives, one per dtype, that combine each tensor over all ranks, in place on rank `dst`."""
     op = check_op(op)
-    name = f"reduce_coalesced({op}, dst={dst})"
-    return _in_place(name, tensors, op, lambda packed: reduce(packed, dst, op), keeps=is_dst)
+    return _in_place("reduce", f"reduce_coalesced({op}, dst={dst})", tensors, op, dst, keeps=is_dst)
 
 
+@in_normal_mode
 def reduce_scatter_coalesced(
     tensors: Sequence[Tensor], op: str, rank: int, num_ranks: int, results: list[Tensor]
-) -> list[Operation[None]]:
-    """Returns the operations, one per dtype, that combine each tensor and store this rank's part in `results`."""
+) -> list[Packed]:
+    """Returns the collectives, one per dtype, that combine each tensor and store this rank's part in `results`."""
     op = check_op(op)
     # Fills the list to its length; every entry is overwritten.
     results[:] = tensors
+    note = f"reduce_scatter_coalesced({op}) of {_describe_all(tensors)}"
 
-    def part_of(chosen: Sequence[int]) -> _Step:
+    def pack(chosen: Sequence[int], name: str) -> Packed:
         shapes = [tensors[number].tensor_split(num_ranks)[rank].shape for number in chosen]
+        splits = [plain(tensors[number]).tensor_split(num_ranks) for number in chosen]
+        parts = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*splits, strict=True)]
 
-        def pack() -> Operation[Tensor]:
-            splits = [plain(tensors[number]).tensor_split(num_ranks) for number in chosen]
-            parts = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*splits, strict=True)]
-            # One row per rank. Ranks' parts may differ in size, so shorter rows are padded.
-            return reduce_scatter(pad_sequence(parts, batch_first=True), op)
-
-        def unpack(packed: Tensor) -> None:
+        def unpack(part: Tensor) -> None:
             begin = 0
             for number, shape in zip(chosen, shapes, strict=True):
-                results[number] = packed[0, begin : begin + shape.numel()].view(shape)
+                results[number] = part[0, begin : begin + shape.numel()].view(shape)
                 begin += shape.numel()
 
-        return pack, unpack
+        # One row per rank. Ranks' parts may differ in size, so shorter rows are padded.
+        packed = pad_sequence(parts, batch_first=True)
+        return Packed(Collective("reduce_scatter", packed.shape, packed.dtype, op, name=name), packed, unpack)
 
-    return _for_each_dtype(f"reduce_scatter_coalesced({op}) of {_describe_all(tensors)}", tensors, op, part_of)
+    return _for_each_dtype(note, tensors, op, pack)
 
 
-def all_gather_coalesced(tensors: Sequence[Tensor]) -> Operation[list[Tensor]]:
-    """Returns the operation that concatenates each tensor over all ranks along dim 0."""
+@in_normal_mode
+def all_gather_coalesced(tensors: Sequence[Tensor]) -> Packed:
+    """Returns the collective that concatenates each tensor over all ranks along dim 0."""
     own = _rows_of(tensors)
-    note = f"all_gather_coalesced of rows of {_describe_rows(own)}"
-    return derived(lambda: rows.all_gather(_pack(own)), lambda came: _unpack(came, own), note, _num_bytes(own))
+    packed, name = _pack(own), f"all_gather_coalesced of rows of {_describe_rows(own)}"
+    collective = Collective("all_gather", packed.shape, packed.dtype, name=name)
+    return Packed(collective, packed, lambda came: _unpack(came, own))
 
 
-def gather_coalesced(tensors: Sequence[Tensor], dst: int) -> Operation[list[Tensor] | None]:
-    """Returns the operation that concatenates each tensor over all ranks, on rank `dst` only. None on other ranks."""
+@in_normal_mode
+def gather_coalesced(tensors: Sequence[Tensor], dst: int) -> Packed:
+    """Returns the collective that concatenates each tensor over all ranks, on rank `dst` only. None on other ranks."""
     own = _rows_of(tensors)
-
-    def finish(came: Tensor | None) -> list[Tensor] | None:
-        return None if came is None else _unpack(came, own)
-
-    note = f"gather_coalesced(dst={dst}) of rows of {_describe_rows(own)}"
-    return derived(lambda: rows.gather(_pack(own), dst), finish, note, _num_bytes(own))
+    packed, name = _pack(own), f"gather_coalesced(dst={dst}) of rows of {_describe_rows(own)}"
+    collective = Collective("gather", packed.shape, packed.dtype, root=dst, name=name)
+    return Packed(collective, packed, lambda came: None if came is None else _unpack(came, own))
 
 
 def _in_place(
-    name: str, tensors: Sequence[Tensor], op: str, make: Callable[[Tensor], Operation[Tensor]], keeps: bool = True
-) -> list[Operation[None]]:
-    def part_of(chosen: Sequence[int]) -> _Step:
+    kind: str, name: str, tensors: Sequence[Tensor], op: str, root: int = -1, keeps: bool = True
+) -> list[Packed]:
+    def pack(chosen: Sequence[int], name: str) -> Packed:
         values = [tensors[number] for number in chosen]
-
-        def pack() -> Operation[Tensor]:
-            # One tensor is reduced in place, without packing, so `unpack` has nothing to do then.
-            is_one = len(values) == 1
-            return make(values[0] if is_one else torch.cat([plain(tensor).view(-1) for tensor in values]))
+        # One tensor is reduced in place, without packing.
+        is_packed = len(values) > 1 or not is_plain(values[0])
+        packed = torch.cat([plain(value).view(-1) for value in values]) if is_packed else outside_autograd(values[0])
 
         def unpack(packed: Tensor) -> None:
-            if len(values) > 1 and keeps:
-                parts = torch.split(packed, [tensor.numel() for tensor in values])
-                for tensor, part in zip(values, parts, strict=True):
-                    overwrite(tensor, part.view(tensor.shape))
+            if is_packed and keeps:
+                parts = torch.split(packed, [value.numel() for value in values])
+                for value, part in zip(values, parts, strict=True):
+                    overwrite(value, part.view(value.shape))
 
-        return pack, unpack
+        return Packed(Collective(kind, packed.shape, packed.dtype, op, root, name=name), packed, unpack)
 
-    return _for_each_dtype(f"{name} of {_describe_all(tensors)}", tensors, op, part_of)
+    return _for_each_dtype(f"{name} of {_describe_all(tensors)}", tensors, op, pack)
 
 
 def _for_each_dtype(
-    note: str, tensors: Sequence[Tensor], op: str, part_of: Callable[[Sequence[int]], _Step]
-) -> list[Operation[None]]:
-    """Returns one operation per dtype. A barrier if there are no tensors, so that ranks still compare the call."""
+    note: str, tensors: Sequence[Tensor], op: str, pack: Callable[[Sequence[int], str], Packed]
+) -> list[Packed]:
+    """Returns one collective per dtype. A barrier if there are no tensors, so that ranks still compare the call."""
     numbers: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         numbers.setdefault(tensor.dtype, []).append(number)
-    # An unsupported dtype raises here, before the first operation is made.
+    # An unsupported dtype raises here, before the first one is packed.
     for dtype in numbers:
         operator(op, dtype)
     if not numbers:
-        return [barrier()._replace(note=note)]
-    operations = []
-    for dtype, chosen in numbers.items():
-        pack, unpack = part_of(chosen)
-        num_bytes = _num_bytes([tensors[number] for number in chosen])
-        operations.append(derived(pack, unpack, f"{note}, {describe((), dtype)[:-2]}", num_bytes))
-    return operations
+        return [Packed(Collective("barrier", name=note), None, lambda _: None)]
+    return [pack(chosen, f"{note}, {describe((), dtype)[:-2]}") for dtype, chosen in numbers.items()]
 
 
 def _describe_all(tensors: Sequence[Tensor]) -> str:
@@ -148,10 +146,6 @@ def _summary(texts: Sequence[str]) -> str:
         return f"{len(texts)} tensors: {named}" if texts else "0 tensors"
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=4).hexdigest()
     return f"{len(texts)} tensors: {named} and others ({digest})"
-
-
-def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _rows_of(tensors: Sequence[Tensor]) -> list[Tensor]:

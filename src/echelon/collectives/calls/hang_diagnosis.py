@@ -140,7 +140,7 @@ class HangDiagnosis:
         flight = flight or self._flight
         others = [rank for rank in ranks if rank != self._backend.rank]
         question = Question(flight.context, flight.sequence, flight.signature)
-        return self._backend.ask(others, question, seconds)
+        return self._backend.control.ask(others, question, seconds)
 
     def _mismatch(self, statuses: Mapping[int, Status]) -> CollectiveMismatch | None:
         others = [rank for rank, status in statuses.items() if status.standing == Standing.DIVERGED]
@@ -152,7 +152,7 @@ class HangDiagnosis:
 
 def silence(backend: Backend, rank: int, seconds: float) -> str:
     """Returns a text about a rank that has not answered, with its last message if there was one."""
-    heard = backend.last_heard(rank)
+    heard = backend.control.last_heard(rank)
     last = f"; its last message was of {heard}" if heard else ""
     return f"has not answered for {seconds:g} s: computing without a pause, or stopped{last}"
 

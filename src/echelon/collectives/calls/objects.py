@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from echelon.backends.native import Call, NativeCollectives
-from echelon.collectives.calls import rows
-from echelon.collectives.calls.chunks import RowChunks
-from echelon.collectives.calls.operations import Operation, derived, place_of, run_plan
-from echelon.collectives.calls.run import Channel
+from echelon.backends.collective import Collective
+from echelon.backends.modes import in_normal_mode
+from echelon.collectives.calls.coalesced import Packed
 from echelon.errors import ProtocolError, UnsupportedOp
 
 JsonLike = None | bool | int | float | str | list["JsonLike"] | dict[str, "JsonLike"]
@@ -22,57 +20,43 @@ JsonLike = None | bool | int | float | str | list["JsonLike"] | dict[str, "JsonL
 _HEAD = 8
 
 
-def all_gather_object(value: JsonLike) -> Operation[list[JsonLike]]:
-    """Returns the operation that gathers the values of all ranks on all ranks."""
+@in_normal_mode
+def all_gather_object(value: JsonLike) -> Packed:
+    """Returns the collective that gathers the values of all ranks on all ranks."""
     data = _encode(value)
-    return derived(lambda: rows.all_gather(data), _decode_all, "all_gather_object", data.nbytes)
+    return Packed(Collective("all_gather", data.shape, data.dtype, name="all_gather_object"), data, _decode_all)
 
 
-def gather_object(value: JsonLike, dst: int) -> Operation[list[JsonLike] | None]:
-    """Returns the operation that gathers the values of all ranks on rank `dst`. Its result is None on others."""
+@in_normal_mode
+def gather_object(value: JsonLike, dst: int) -> Packed:
+    """Returns the collective that gathers the values of all ranks on rank `dst`. Its result is None on others."""
     data = _encode(value)
-
-    def finish(came: Tensor | None) -> list[JsonLike] | None:
-        return None if came is None else _decode_all(came)
-
-    return derived(lambda: rows.gather(data, dst), finish, f"gather_object(dst={dst})", data.nbytes)
+    collective = Collective("gather", data.shape, data.dtype, root=dst, name=f"gather_object(dst={dst})")
+    return Packed(collective, data, lambda came: None if came is None else _decode_all(came))
 
 
-def broadcast_object(value: JsonLike, src: int, is_source: bool) -> Operation[JsonLike]:
-    """Returns the operation that sends the value of rank `src` to all. The values of other ranks are ignored."""
+@in_normal_mode
+def broadcast_object(value: JsonLike, src: int, is_source: bool) -> Packed:
+    """Returns the collective that sends the value of rank `src` to all. The values of other ranks are ignored."""
     data = _encode(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def act(channel: Channel) -> JsonLike:
-        made: list[RowChunks] = []
-
-        def chunks(count: int) -> RowChunks:
-            parts = data.tensor_split(count) if is_source else ()
-            made.append(RowChunks(count, dict(enumerate(parts))))
-            return made[0]
-
-        run_plan("broadcast", channel, chunks, root=src)
-        (value,) = _decode_all(torch.cat([made[0][number] for number in range(len(made[0]))]))
-        return value
-
-    def native(collectives: NativeCollectives, call: Call) -> JsonLike:
-        # Not a broadcast: other ranks do not know the size, and only gathers of rows exchange it. They give 0 rows.
-        (value,) = _decode_all(collectives.all_gather(call, data, place_of(None, data)))
-        return value
-
-    return Operation(f"broadcast_object(src={src})", act, native, data.nbytes)
+    collective = Collective("broadcast_rows", data.shape, data.dtype, root=src, name=f"broadcast_object(src={src})")
+    return Packed(collective, data, _decode_one)
 
 
-def scatter_object(values: Sequence[JsonLike] | None, src: int) -> Operation[JsonLike]:
-    """Returns the operation that sends each rank its value of rank `src`. Other ranks pass None for `values`."""
+@in_normal_mode
+def scatter_object(values: Sequence[JsonLike] | None, src: int) -> Packed:
+    """Returns the collective that sends each rank its value of rank `src`. Other ranks pass None for `values`."""
+    name = f"scatter_object(src={src})"
+    if values is None:
+        return Packed(Collective("scatter", root=src, name=name), None, _decode_one)
     # Rows of equal length, since a scatter splits one tensor; `_decode_all` skips the padding.
-    given = None if values is None else pad_sequence([_encode(value) for value in values], batch_first=True)
+    given = pad_sequence([_encode(value) for value in values], batch_first=True)
+    return Packed(Collective("scatter", given.shape, given.dtype, root=src, name=name), given, _decode_one)
 
-    def finish(part: Tensor) -> JsonLike:
-        (value,) = _decode_all(part.view(-1))
-        return value
 
-    note = f"scatter_object(src={src})"
-    return derived(lambda: rows.scatter(given, src), finish, note, 0 if given is None else given.nbytes)
+def _decode_one(data: Tensor) -> JsonLike:
+    (value,) = _decode_all(data.view(-1))
+    return value
 
 
 def _encode(value: JsonLike) -> Tensor:

@@ -3,84 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from echelon.backends.base import Backend
+from echelon.backends.collective import signed_note, wait_and_look
 from echelon.backends.formats.wire import Tag
 from echelon.backends.operators import Combine
 from echelon.backends.work import Work
 from echelon.collectives.calls.chunks import Chunks
-from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
-from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Round, Send
+from echelon.collectives.plans.plan import Copy, Plan, Recv, Reduce, Send
 from echelon.collectives.plans.select import Selector
-from echelon.errors import Timeout
+from echelon.operation_records import OperationRecord
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class Channel:
     """Channel of one collective: its backend, ranks, tag and note."""
 
-    backend: Backend
-    ranks: Sequence[int]
-    """The backend's rank of each rank of the plan."""
-    rank: int
-    context: int
-    sequence: int
-    note: str
-    deadline: float
-    """Point in the backend's time."""
-    selector: Selector
-    """Selector of the algorithm."""
-    watch: HangDiagnosis
-    """Diagnosis of a long wait."""
+    __slots__ = ("_record", "backend", "note", "num_ranks", "rank", "ranks", "selector", "tag")
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of the plan."""
-        return len(self.ranks)
+    def __init__(
+        self,
+        backend: Backend,
+        ranks: Sequence[int],
+        rank: int,
+        context: int,
+        record: OperationRecord,
+        selector: Selector,
+    ) -> None:
+        """Sends nothing yet.
 
-    def by(self, algorithm: str) -> Channel:
-        """Returns this channel with the algorithm in its note, so that ranks compare that as well."""
-        note = f"{self.note} by {algorithm}"
-        return Channel(
-            self.backend,
-            self.ranks,
-            self.rank,
-            self.context,
-            self.sequence,
-            note,
-            self.deadline,
-            self.selector,
-            self.watch,
-        )
+        Args:
+            backend: Transport of the messages.
+            ranks: The backend's rank of each rank of the plan.
+            rank: This rank of the plan.
+            context: Context of the group.
+            record: The collective.
+            selector: Selector of its algorithm.
+        """
+        self.backend = backend
+        self.ranks = ranks
+        self.rank = rank
+        self.num_ranks = len(ranks)
+        self.selector = selector
+        self.tag = Tag(context, record.sequence)
+        self.note = signed_note(record)
+        """Text that ranks compare with every message."""
+        self._record = record
 
     def wait(self, work: Work[T], peer: int) -> T:
         """Blocks until a message from or to rank `peer` of the backend is done. Diagnoses a wait that takes long.
 
         Raises:
-            Timeout: the deadline has passed.
+            Timeout: the collective's deadline has passed.
             CollectiveMismatch: the peer makes other calls than this rank.
             EchelonError: the message failed.
         """
         # Fast path of a message that is done already.
         if work.has_ended:
             return work.result()
-        while True:
-            try:
-                return work.wait(max(0.0, min(self.deadline, self.watch.next_check_at) - self.backend.now()))
-            except Timeout:
-                if self.backend.now() >= self.deadline:
-                    raise
-                # Only the time of the next check has come, not the deadline.
-                self.watch.look(peer, work.is_completed)
+        return wait_and_look(work, peer, self._record, self.backend.now)
 
 
-_COMING = (Recv, Reduce)
+class _Round(NamedTuple):
+    """Round of one rank, its steps by kind."""
+
+    sends: tuple[Send, ...]
+    coming: tuple[Recv | Reduce, ...]
+    copies: tuple[Copy, ...]
+    busy: frozenset[int]
+    """Chunks that are being sent."""
+
+
+_MAX_KNOWN = 4096
+_known: dict[tuple[int, int], tuple[Plan, tuple[_Round, ...]]] = {}
+
+
+def _rounds(plan: Plan, rank: int) -> tuple[_Round, ...]:
+    """Returns a rank's rounds. Cached by identity: to hash a plan takes longer than to run a small one."""
+    found = _known.get((id(plan), rank))
+    if found is None:
+        rounds = []
+        for steps in plan.rounds[rank]:
+            sends = tuple(step for step in steps if isinstance(step, Send))
+            coming = tuple(step for step in steps if isinstance(step, Recv | Reduce))
+            copies = tuple(step for step in steps if isinstance(step, Copy))
+            rounds.append(_Round(sends, coming, copies, frozenset(chunk for step in sends for chunk in step.chunks)))
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        # The plan is kept with them, so that its identity stays its own.
+        found = _known[id(plan), rank] = plan, tuple(rounds)
+    return found[1]
 
 
 def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = None) -> None:
@@ -95,37 +111,37 @@ def run(plan: Plan, channel: Channel, chunks: Chunks, combine: Combine | None = 
     Raises:
         Timeout, PeerFailed, CollectiveMismatch, SizeMismatch: the plan could not be finished.
     """
-    tag = Tag(channel.context, channel.sequence)
     # This thread polls for its own messages, so the background thread need not wake.
-    with channel.backend.will_wait():
-        for steps in plan.rounds[channel.rank]:
-            _run_round(steps, channel, tag, chunks, combine)
+    with channel.backend.messages.will_wait():
+        for steps in _rounds(plan, channel.rank):
+            _run_round(steps, channel, chunks, combine)
 
 
-def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine: Combine | None) -> None:
-    backend, ranks, note, must_fit = channel.backend, channel.ranks, channel.note, chunks.sizes_are_known
-    leaving = [step for step in steps if isinstance(step, Send)]
-    coming = [step for step in steps if isinstance(step, _COMING)]
-    busy = {chunk for step in leaving for chunk in step.chunks}
+def _run_round(steps: _Round, channel: Channel, chunks: Chunks, combine: Combine | None) -> None:
+    backend, ranks, tag, note, busy = channel.backend, channel.ranks, channel.tag, channel.note, steps.busy
+    must_fit = chunks.sizes_are_known
     # Receives are posted before anything is sent, so that messages of fast peers go straight to their buffers.
-    hows = [_in_order(step, combine) if chunks.combines_in_place else None for step in coming]
-    receives = [
-        [
-            backend.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how)
-            for place in chunks.places(step, busy)
-        ]
-        for step, how in zip(coming, hows, strict=True)
-    ]
-    sends = [
-        (backend.isend(part, ranks[step.peer], tag, note=note), ranks[step.peer])
-        for step in leaving
-        for part in chunks.outgoing(step)
-    ]
-    for step in steps:
-        if isinstance(step, Copy):
-            chunks.copy(step)
-    for step, works in zip(coming, receives, strict=True):
-        came = [channel.wait(work, ranks[step.peer]) for work in works]
+    receives = []
+    for step in steps.coming:
+        how = _in_order(step, combine) if chunks.combines_in_place and isinstance(step, Reduce) else None
+        works = []
+        for place in chunks.places(step, busy):
+            works.append(
+                backend.messages.irecv(ranks[step.peer], tag, out=place, note=note, must_fit=must_fit, combine=how)
+            )
+        receives.append((step, works))
+    sends: list[tuple[Work[None], int]] = []
+    for leaving in steps.sends:
+        dst = ranks[leaving.peer]
+        for part in chunks.outgoing(leaving):
+            sends.append((backend.messages.isend(part, dst, tag, note=note), dst))
+    for copy in steps.copies:
+        chunks.copy(copy)
+    for step, works in receives:
+        src = ranks[step.peer]
+        came = []
+        for work in works:
+            came.append(channel.wait(work, src))
         # `keep` may overwrite a chunk that is still being sent, so the sends must end first.
         if not busy.isdisjoint(step.chunks):
             _finish(sends, channel)
@@ -133,10 +149,8 @@ def _run_round(steps: Round, channel: Channel, tag: Tag, chunks: Chunks, combine
     _finish(sends, channel)
 
 
-def _in_order(step: Recv | Reduce, combine: Combine | None) -> Combine | None:
-    """Returns the operator of a step, with own and received values in the order that it demands. None for Recv."""
-    if isinstance(step, Recv):
-        return None
+def _in_order(step: Reduce, combine: Combine | None) -> Combine:
+    """Returns the operator of a step, with own and received values in the order that it demands."""
     assert combine is not None, "a plan with Reduce steps needs an operator"
     if not step.received_first:
         return combine

@@ -80,6 +80,7 @@ def _scatter(num_ranks: int, _: int, src: int) -> Goal:
 
 def _all_to_all(num_ranks: int, _: int, __: int) -> Goal:
     ranks = range(num_ranks)
+    # Received parts are chunks p to 2 p - 1, so they never overwrite parts to be sent.
     end = tuple({num_ranks + src: frozenset({(src, rank)}) for src in ranks} for rank in ranks)
     return Goal(_everything(num_ranks, ranks), end, keeps_numbers=False)
 
@@ -124,6 +125,7 @@ def why_impossible(step: Step, rank: int, plan: Plan) -> str:
         return f"names a chunk that does not exist: there are {plan.num_chunks}"
     if isinstance(step, Copy):
         return ""
+    # A chunk twice in one message would be combined twice, or overwrite itself.
     if len(set(chunks)) != len(chunks):
         return "names a chunk twice"
     if not 0 <= step.peer < plan.num_ranks:
@@ -167,6 +169,7 @@ class Play:
         self.keeps_numbers = goal.keeps_numbers
         self.problems: list[str] = []
         self.heard = [1 << rank for rank in range(plan.num_ranks)]
+        # A number for each expression: comparing the expressions themselves would take time that grows with p.
         self._expressions: dict[tuple[int, int], int] = {}
         self.values = [{chunk: self._piece(rank, chunk) for chunk in chunks} for rank, chunks in enumerate(goal.start)]
         self.seen = [sum(value.pieces for value in held.values()) for held in self.values]
@@ -185,6 +188,7 @@ class Play:
         return Value(self.bit((rank, chunk)), 0, -(rank * self.plan.num_chunks + chunk) - 1)
 
     def _combined(self, left: Value, right: Value) -> Value:
+        # Pieces on both sides are counted twice. A set alone would hide that.
         twice = left.twice | right.twice | (left.pieces & right.pieces)
         key = (left.expression, right.expression)
         return Value(left.pieces | right.pieces, twice, self._expressions.setdefault(key, len(self._expressions)))
@@ -218,6 +222,7 @@ class Play:
                 lacking = [chunk for chunk in step.chunks if chunk not in held]
                 if lacking:
                     self._complain(rank, number, step, f"sends chunk {lacking[0]}, which the rank does not have")
+                # It is sent all the same: its receiver would otherwise report a wait that is not the mistake.
                 values = tuple(held.get(chunk) for chunk in step.chunks)
                 message = _Message(values, step.chunks, number, self.heard[rank])
                 self._sent.setdefault((rank, step.peer), deque()).append(message)
@@ -227,6 +232,7 @@ class Play:
             if isinstance(step, Copy):
                 if step.source not in held:
                     self._complain(rank, number, step, f"copies chunk {step.source}, which the rank does not have")
+                # A copy without an effect: the algorithm meant another chunk.
                 elif held[step.source] in (held.get(step.chunk), copied.get(step.chunk)):
                     self._complain(rank, number, step, "copies a value that is there already")
                 else:
@@ -334,6 +340,7 @@ def find_problems(plan: Plan, goal: Goal) -> list[str]:
     """Returns every mistake of a plan, causes before their consequences."""
     if len(goal.start) != plan.num_ranks:
         return [f"it is for {plan.num_ranks} ranks, its goal for {len(goal.start)}"]
+    # Impossible steps are reported here alone, and left out of the play, which could not run them.
     problems = list(_impossible(plan))
     play = Play(plan, goal)
     play.run()
@@ -394,6 +401,7 @@ def _compared(play: Play, goal: Goal) -> Iterator[str]:
             masks[pieces] = mask
             yield from _differences(rank, chunk, value, mask, play)
             other, expression = makers.setdefault(mask, (rank, value.expression))
+            # Only of right sums: another set of pieces has been reported already.
             if value.pieces == mask and expression != value.expression:
                 yield f"rank {rank} combines chunk {chunk} in another order than rank {other}: sums differ in rounding"
 

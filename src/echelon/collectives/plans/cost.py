@@ -126,6 +126,7 @@ class _Play:
             move = self._ranks[src].to_send[0]
             receiver = self._ranks[move.dst]
             possible = receiver.in_free if is_forced else max(receiver.in_free, receiver.entered)
+            # A message of a later round does not take the receiver's port from those of this round.
             if not is_forced and not self._is_wanted(move):
                 self._early[src] = time
             # Back to the heap at its possible start: another message may use the receiver's port before.
@@ -133,7 +134,7 @@ class _Play:
                 heapq.heappush(self._ready, (possible, src))
             else:
                 self._move(move, max(time, possible))
-        self._complain_of_waits()
+        self._complain_of_waits()  # only a plan that `check` refuses has any
 
     def _is_wanted(self, move: _Move) -> bool:
         receiver = self._ranks[move.dst]
@@ -147,7 +148,7 @@ class _Play:
         sender, receiver = self._ranks[move.src], self._ranks[move.dst]
         end = time + self._costs.of_message(move.src, move.dst, move.num_bytes)
         moved = sender.to_send.popleft()._replace(start=time, end=end)
-        sender.out_free = receiver.in_free = end
+        sender.out_free = receiver.in_free = end  # one message out and one in at a time: a single port each way
         sender.sent.append(moved)
         receiver.arrived[move.src].append(moved)
         if sender.to_send:

@@ -92,6 +92,7 @@ class Plan:
     @property
     def num_rounds(self) -> int:
         """Largest number of rounds of any rank, without rounds of copies alone."""
+        # Copies take no message, so formulas of cost do not count them.
         return max((sum(map(_communicates, program)) for program in self.rounds), default=0)
 
     def __str__(self) -> str:
@@ -109,6 +110,7 @@ class Plan:
         """
         head, *lines = text.strip().splitlines() or [""]
         sizes = _HEAD.fullmatch(head)
+        # A line that was lost would otherwise be a rank that does nothing.
         if sizes is None or int(sizes[2]) != len(lines):
             raise PlanError(f"line 1 is {head!r}: give a name and sizes, as 'ring: 4 ranks, 4 chunks', and a line each")
         programs = (_program(line, rank) for rank, line in enumerate(lines))
@@ -121,6 +123,7 @@ def text_of_round(steps: Round) -> str:
 
 
 _HEAD = re.compile(r"(.+): (\d+) ranks?, (\d+) chunks?")
+# No numbers are a message without chunks: ">1" and "<1" are signals.
 _NUMBERS = r"((?:\d+(?:-\d+)?,?)*)"
 _MESSAGE = re.compile(rf"(\+?){_NUMBERS}([<>])(\d+)(\+?)")
 _COPY = re.compile(r"(\d+)=(\d+)")

@@ -65,6 +65,7 @@ STATIC: Table = {
         Rule("hierarchical_doubling", last=64 << 10),
         Rule("hierarchical"),
         Rule("recursive_doubling", last=64 << 10),
+        # The first rule that fits applies, so a rule for 9 and more ranks stands before the one for fewer.
         Rule("rabenseifner", last=16 << 20, ranks=9),
         Rule("recursive_doubling", last=512 << 10),
         Rule("rabenseifner", last=16 << 20),
@@ -179,6 +180,7 @@ def _rule(operation: str, part: str, text: str) -> Rule:
         raise PlanError(f"{variable_of(operation)}={text!r}: {error}") from None
     if not sizes:
         return Rule(name)
+    # Ranks that see different sizes would choose different algorithms.
     if operation not in SIZED:
         why = f"gives sizes, but in {operation} ranks may have tensors of different sizes"
         raise PlanError(f"{variable_of(operation)}={text!r} {why}: name one algorithm, such as {name!r}")
@@ -193,6 +195,7 @@ def _rule(operation: str, part: str, text: str) -> Rule:
 
 
 def _error(operation: str, text: str, why: str) -> PlanError:
+    # The example has algorithms that run on any hosts, so it can be pasted as it is.
     names = [algorithm.name for algorithm in algorithms_of(operation) if not algorithm.goes_by_hosts]
     sizes = f"{names[-1]}:0-8192;{names[0]}:8193-max"
     example = sizes if operation in SIZED and len(names) > 1 else names[0]

@@ -39,7 +39,8 @@ def from_text(text: str, source: str) -> Table:
     except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
         raise _error(source, "it is not JSON") from None
     if not isinstance(values, dict) or values.get("echelon") != _KIND:
-        raise _error(source, "it is no table of tuned collectives")
+        raise _error(source, "it is not a table of tuned collectives")
+    # A later format may mean other things by the same names, so it is refused, not guessed.
     if values.get("format") != _FORMAT:
         raise _error(source, f"its format is {values.get('format')!r}, this version reads {_FORMAT}")
     rules = values.get("rules")

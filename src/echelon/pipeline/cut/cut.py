@@ -225,7 +225,7 @@ def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs:
         )
     if inputs is None:
         raise PartitionError(
-            f"a {type(model).__name__} must be run once to be cut: pass example=(inputs,), such as it will get, or "
+            f"a {type(model).__name__} must be run once to be cut: pass example=(inputs,) like those of training, or "
             "an nn.Sequential, or a list with one module per stage"
         )
     traces = trace(model, inputs.args, inputs.kwargs)

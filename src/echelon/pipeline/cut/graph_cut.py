@@ -132,7 +132,7 @@ def _starts(trace: Trace, at: Sequence[str]) -> list[int]:
         place = places[_full_name(name, places)]
         if place <= starts[-1]:
             raise PartitionError(
-                f"at={list(at)}: nothing runs before {name} that is not in an earlier stage: name layers in the order "
+                f"at={list(at)}: the stage before {name} would be empty: name layers in the order "
                 "in which they run, and not the first"
             )
         starts.append(place)
@@ -157,7 +157,7 @@ def _full_name(name: str, known: Mapping[str, int]) -> str:
         return found[0]
     if found:
         raise PartitionError(f"at= names {name!r}, but {', '.join(found[:4])} all end so: write the whole name")
-    raise PartitionError(f"at= names {name!r}, but no layer that runs is called so: use names as {_some(known)}")
+    raise PartitionError(f"at= names {name!r}, but no layer of that name runs: use names such as {_some(known)}")
 
 
 def _some(known: Mapping[str, int]) -> str:

@@ -148,7 +148,7 @@ def _keyword_leaves(one: Program, kwargs: Mapping[str, object], stage: int) -> l
             f"the keyword arguments of example_kwargs, {sorted(known)}",
             f"{', '.join(unknown)} as well",
             f"stage {stage}",
-            "trace the model with all that it is to take",
+            "trace the model with all of its arguments",
         )
     leaves = []
     for keyword in one.keywords:
@@ -170,7 +170,7 @@ def _keyword_leaves(one: Program, kwargs: Mapping[str, object], stage: int) -> l
 def _tensors_of_inputs(trace: Trace, values: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
     leaves, spec = tree_flatten(tuple(values))
     if spec != trace.inputs_spec:
-        raise SizeMismatch(trace.inputs_spec, spec, "inputs", "pass inputs that are put together as those of example=")
+        raise SizeMismatch(trace.inputs_spec, spec, "inputs", "pass inputs nested like example=")
     _compare_leaves([trace.plain_inputs.get(index, TENSOR) for index in range(len(leaves))], leaves, "inputs")
     # Guards take all inputs of the trace, so they can be checked only on a rank that has all keyword arguments.
     if trace.guards is not None and all(name in kwargs for name in trace.keywords):
@@ -194,5 +194,5 @@ def _compare_leaves(expected: Sequence[object], got: Sequence[object], what: str
     shown = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in got]
     if shown != list(expected):
         raise SizeMismatch(
-            list(expected), shown, what, "plain values are fixed by example=: pass the same, or trace with this"
+            list(expected), shown, what, "plain values are fixed by example=: pass the same one, or trace with this one"
         )

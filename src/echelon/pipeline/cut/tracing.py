@@ -154,7 +154,7 @@ def _trace(model: nn.Module, example: tuple[object, ...], example_kwargs: dict[s
     except Exception as error:  # export raises errors of many types
         raise PartitionError(
             f"a {type(model).__name__} cannot be traced with this example ({_first_line(error)}): "
-            "mend that, or pass a list with one module per stage"
+            "fix that, or pass a list with one module per stage"
         ) from error
     return _read(exported, outputs, example, example_kwargs)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias, cast, final
 from echelon.errors import ScheduleError
 from echelon.timeline.timeline import Kind, Part
 
-__all__ = ["Action", "Kind", "Overlapped", "Step", "actions_of", "loop", "parse", "vee"]
+__all__ = ["Action", "Handover", "Kind", "Overlapped", "Step", "actions_of", "loop", "parse", "vee"]
 
 
 def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
@@ -67,6 +67,26 @@ Step: TypeAlias = Action | Overlapped
 def actions_of(step: Step) -> tuple[Action, ...]:
     """Returns the actions of a step: one action, or the two of an overlapped step, the forward first."""
     return (step,) if isinstance(step, Action) else tuple(step)
+
+
+@final
+class Handover(NamedTuple):
+    """Value that a stage gets from its neighbour for a microbatch: its input, or the gradient of its output."""
+
+    stage: int
+    """The receiving stage."""
+    microbatch: int
+    backward: bool
+
+    @property
+    def source(self) -> int:
+        """The sending stage."""
+        return self.stage + 1 if self.backward else self.stage - 1
+
+    @property
+    def letter(self) -> str:
+        """The direction: F or B."""
+        return "B" if self.backward else "F"
 
 
 # ASCII: \d alone would also match digits of other scripts.

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.plan.action import Action, Kind, Overlapped, Step, actions_of
+from echelon.pipeline.plan.action import Action, Handover, Kind, Overlapped, Step, actions_of
 from echelon.pipeline.plan.cost import Amount, Costs
 from echelon.pipeline.plan.grid import Place, Problem, grid, where
-from echelon.pipeline.plan.simulate import Need, levels, play
+from echelon.pipeline.plan.simulate import levels, play
 
 if TYPE_CHECKING:
     from echelon.pipeline.plan.schedule import Schedule
@@ -32,12 +32,14 @@ class _Wait(NamedTuple):
 
     step: Step
     place: Place
-    need: Need
+    need: Handover
     maker: Action
     maker_place: Place
 
 
-def find_circles(schedule: Schedule, orders: Sequence[Sequence[Step]], granted: Collection[Need]) -> Iterator[Problem]:
+def find_circles(
+    schedule: Schedule, orders: Sequence[Sequence[Step]], granted: Collection[Handover]
+) -> Iterator[Problem]:
     """Yields a problem for each circle of waits, up to 8.
 
     Args:
@@ -60,7 +62,7 @@ def find_circles(schedule: Schedule, orders: Sequence[Sequence[Step]], granted: 
 
 
 def _waits(
-    orders: Sequence[Sequence[Step]], standing: dict[int, int], num_stages: int, granted: Collection[Need]
+    orders: Sequence[Sequence[Step]], standing: dict[int, int], num_stages: int, granted: Collection[Handover]
 ) -> dict[int, _Wait]:
     """Returns the wait of each rank that stands still."""
     # Filled from the end of each order, so that of equal actions the earliest stays.
@@ -77,7 +79,7 @@ def _waits(
         for stage, kind, microbatch in actions_of(step):
             is_forward = kind == "F"
             maker_stage = stage - 1 if is_forward else stage + 1
-            need = Need("F" if is_forward else "B", stage, microbatch)
+            need = Handover(stage, microbatch, not is_forward)
             maker = still_to_come.get((is_forward, maker_stage, microbatch))
             if kind != "W" and maker is not None and need not in granted and 0 <= maker_stage < num_stages:
                 waits[rank] = _Wait(step, (rank, position), need, *maker)
@@ -284,7 +286,7 @@ def _playable(schedule: Schedule, suspects: Sequence[_Suspect]) -> tuple[tuple[S
     return tuple(map(tuple, orders))
 
 
-def _granted(schedule: Schedule, suspects: Sequence[_Suspect], done: bytearray) -> set[Need]:
+def _granted(schedule: Schedule, suspects: Sequence[_Suspect], done: bytearray) -> set[Handover]:
     """Returns the inputs that the second pass takes as granted: never produced, or reported by the first pass."""
     # Else one missing action would be reported a second time, as a deadlock of every rank that waits for it.
     width, last = schedule.num_microbatches, schedule.num_stages - 1
@@ -292,12 +294,11 @@ def _granted(schedule: Schedule, suspects: Sequence[_Suspect], done: bytearray) 
     for key, what in enumerate(done):
         stage, microbatch = divmod(key, width)
         if not what & _DOES["F"] and stage < last:
-            granted.add(Need("F", stage + 1, microbatch))
+            granted.add(Handover(stage + 1, microbatch, False))
         if not what & _DOES["I"] and stage > 0:
-            granted.add(Need("B", stage - 1, microbatch))
+            granted.add(Handover(stage - 1, microbatch, True))
     for suspect in suspects:
         if _exists(suspect.action, schedule):
-            granted.add(
-                Need("F" if suspect.action.kind == "F" else "B", suspect.action.stage, suspect.action.microbatch)
-            )
+            stage, kind, microbatch = suspect.action
+            granted.add(Handover(stage, microbatch, kind != "F"))
     return granted

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.plan.action import Action, Step, actions_of
+from echelon.pipeline.plan.action import Action, Handover, Step, actions_of
 from echelon.pipeline.plan.schedule import Schedule
 
 _MOST_PRINTED = 20
@@ -80,14 +80,14 @@ def _rules(program: Program, rank: int) -> Iterator[_Order]:
     for step in schedule.orders[rank]:
         compute = Compute(step)
         yield _Order(compute, Flush())
-        for transfer in needed(step, schedule.num_stages):
-            if (peer := placement[transfer.source]) != rank:
-                yield _Order(Post(transfer, peer), Receive(transfer, peer))
-                yield _Order(Receive(transfer, peer), compute)
-        for transfer in made(step, schedule.num_stages):
-            if (peer := placement[transfer.stage]) != rank:
-                yield _Order(compute, Send(transfer, peer))
-                yield _Order(Send(transfer, peer), Flush())
+        for handover in needed(step, schedule.num_stages):
+            if (peer := placement[handover.source]) != rank:
+                yield _Order(Post(handover, peer), Receive(handover, peer))
+                yield _Order(Receive(handover, peer), compute)
+        for handover in made(step, schedule.num_stages):
+            if (peer := placement[handover.stage]) != rank:
+                yield _Order(compute, Send(handover, peer))
+                yield _Order(Send(handover, peer), Flush())
         for action in actions_of(step):
             yield from _rules_of_action(program, action, compute, forwards)
 
@@ -110,19 +110,19 @@ def _rules_of_action(
 def _standing(program: Program) -> Iterator[str]:
     """Plays the program and yields a problem for each rank that does not come to its end."""
     positions = [0] * len(program.orders)
-    posted: set[Transfer] = set()
-    arrived: set[Transfer] = set()
-    sent: list[set[Transfer]] = [set() for _ in program.orders]
+    posted: set[Handover] = set()
+    arrived: set[Handover] = set()
+    sent: list[set[Handover]] = [set() for _ in program.orders]
 
     def goes_on(rank: int, instruction: Instruction) -> bool:
         match instruction:
-            case Post(transfer, _):
-                posted.add(transfer)
-            case Send(transfer, _):
-                arrived.add(transfer)
-                sent[rank].add(transfer)
-            case Receive(transfer, _):
-                return transfer in arrived
+            case Post(handover, _):
+                posted.add(handover)
+            case Send(handover, _):
+                arrived.add(handover)
+                sent[rank].add(handover)
+            case Receive(handover, _):
+                return handover in arrived
             case Flush():
                 # A message leaves only when its receive is posted: the network buffers nothing.
                 return sent[rank] <= posted
@@ -145,61 +145,42 @@ LOOKAHEAD = 3
 """Number of steps by which a receive is posted before the step that needs it."""
 
 
-class Transfer(NamedTuple):
-    """Data of one microbatch for a neighbouring stage: a forward's output, or a backward's input gradient."""
-
-    stage: int
-    """The receiving stage."""
-    microbatch: int
-    backward: bool
-
-    @property
-    def source(self) -> int:
-        """The sending stage."""
-        return self.stage + 1 if self.backward else self.stage - 1
-
-    @property
-    def letter(self) -> str:
-        """The direction: F or B."""
-        return "B" if self.backward else "F"
-
-
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Instruction for a transfer from or to rank `peer`."""
+    """Instruction for a handover from or to rank `peer`."""
 
-    transfer: Transfer
+    handover: Handover
     peer: int
 
     def _text(self, stage: int, word: str) -> str:
-        return f"{stage}{word}_{self.transfer.letter}{self.transfer.microbatch}"
+        return f"{stage}{word}_{self.handover.letter}{self.handover.microbatch}"
 
 
 class Post(_Move):
-    """Posts the receive of a transfer from rank `peer`, without waiting."""
+    """Posts the receive of a handover from rank `peer`, without waiting."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        return self._text(self.transfer.stage, "POST")
+        return self._text(self.handover.stage, "POST")
 
 
 class Receive(_Move):
-    """Waits for a transfer from rank `peer`."""
+    """Waits for a handover from rank `peer`."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        return self._text(self.transfer.stage, "RECV")
+        return self._text(self.handover.stage, "RECV")
 
 
 class Send(_Move):
-    """Starts to send a transfer to rank `peer`, without waiting."""
+    """Starts to send a handover to rank `peer`, without waiting."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        return self._text(self.transfer.source, "SEND")
+        return self._text(self.handover.source, "SEND")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,20 +254,20 @@ def lower(schedule: Schedule, recomputed: Collection[int] = (), lookahead: int =
     return Program(schedule, tuple(orders), again)
 
 
-def needed(step: Step, num_stages: int) -> Iterator[Transfer]:
-    """Yields the transfers that a step receives from other stages, on its own rank too."""
+def needed(step: Step, num_stages: int) -> Iterator[Handover]:
+    """Yields the handovers that a step receives from other stages, on its own rank too."""
     for stage, kind, microbatch in actions_of(step):
-        transfer = Transfer(stage, microbatch, kind != "F")
-        if kind != "W" and 0 <= transfer.source < num_stages:
-            yield transfer
+        handover = Handover(stage, microbatch, kind != "F")
+        if kind != "W" and 0 <= handover.source < num_stages:
+            yield handover
 
 
-def made(step: Step, num_stages: int) -> Iterator[Transfer]:
-    """Yields the transfers that a step sends to other stages, on its own rank too."""
+def made(step: Step, num_stages: int) -> Iterator[Handover]:
+    """Yields the handovers that a step sends to other stages, on its own rank too."""
     for stage, kind, microbatch in actions_of(step):
         target = stage + 1 if kind == "F" else stage - 1
         if kind != "W" and 0 <= target < num_stages:
-            yield Transfer(target, microbatch, kind != "F")
+            yield Handover(target, microbatch, kind != "F")
 
 
 def _order(schedule: Schedule, rank: int, recomputed: Collection[int], lookahead: int) -> Iterator[Instruction]:
@@ -307,9 +288,9 @@ def _order(schedule: Schedule, rank: int, recomputed: Collection[int], lookahead
             if kind in ("B", "I") and stage in recomputed:
                 yield Recompute(stage, microbatch)
         yield Compute(step)
-        for transfer in made(step, count):
-            if placement[transfer.stage] != rank:
-                yield Send(transfer, placement[transfer.stage])
+        for handover in made(step, count):
+            if placement[handover.stage] != rank:
+                yield Send(handover, placement[handover.stage])
         # Right after a stage's last weight gradient, so the reduction overlaps with the remaining steps.
         yield from (Reduce(stage) for stage in last.get(index, ()))
     yield Flush()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from echelon.arguments import named, shown
+from echelon.arguments import named, reading, shown, writing
 from echelon.errors import InvalidArgument, ScheduleError
-from echelon.files import reading, writing
 from echelon.pipeline.plan.action import Action, Overlapped, Step
 from echelon.pipeline.plan.check import find_problems, over_limit, report
 from echelon.pipeline.plan.cost import Amount, Costs, check_costs
@@ -48,7 +47,7 @@ class Schedule:
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
         if not all(set(map(type, order)) <= {Action, Overlapped} for order in self.orders):
-            raise ScheduleError("an order holds something else than steps: give Action and Overlapped values")
+            raise ScheduleError("an order holds a value that is not a step: give Action and Overlapped values")
         if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
             raise ScheduleError(f"num_microbatches={shown(self.num_microbatches)}: a schedule needs at least 1")
         if not self.orders or not self.placement:

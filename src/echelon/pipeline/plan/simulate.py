@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of
+from echelon.pipeline.plan.action import Action, Handover, Overlapped, Step, actions_of
 from echelon.pipeline.plan.cost import Costs, StageCosts
 from echelon.timeline.timeline import LazySequence, Time, Timeline, Transfer
 
@@ -69,14 +69,6 @@ Times: TypeAlias = Sequence[Sequence[Time]]
 """One time per step, for each rank."""
 
 
-class Need(NamedTuple):
-    """Input of a step from a neighbouring stage: the input of its stage ("F") or its output gradient ("B")."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
 class Played(NamedTuple):
     """Start and end of each rank's steps. A rank that waits for ever has fewer times than steps."""
 
@@ -118,7 +110,7 @@ def play(
     placement: Sequence[int],
     num_microbatches: int,
     costs: StageCosts,
-    arrived: Collection[Need] = (),
+    arrived: Collection[Handover] = (),
 ) -> Played:
     """Runs every rank up to its end, or up to the step for which it waits for ever.
 
@@ -227,14 +219,14 @@ def _moves(
     }
 
 
-def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Need]) -> _Arrivals:
+def _arrivals(num_stages: int, num_microbatches: int, arrived: Collection[Handover]) -> _Arrivals:
     """Returns the arrivals at the start: known are the first stage's inputs, the last stage's gradients, `arrived`."""
     size = num_stages * num_microbatches
     known, unknown = cast("list[Time | None]", [0]), cast("list[Time | None]", [None])
     inputs = known * num_microbatches + unknown * size
     gradients = unknown * (size - num_microbatches) + known * (2 * num_microbatches)
-    for need in arrived:
-        (inputs if need.kind == "F" else gradients)[need.stage * num_microbatches + need.microbatch] = 0
+    for stage, microbatch, backward in arrived:
+        (gradients if backward else inputs)[stage * num_microbatches + microbatch] = 0
     return _Arrivals(inputs, gradients)
 
 

@@ -134,7 +134,7 @@ def _schedule(
         raise ScheduleError(f"schedule is a {type(schedule).__name__}: give a name, such as '1f1b', or a Schedule")
     if num_microbatches is None:
         raise ScheduleError(
-            f"num_microbatches is missing: say into how many parts a batch is cut, such as {2 * num_ranks}"
+            f"num_microbatches is missing: give the number of parts of a batch, such as {2 * num_ranks}"
         )
     if num_chunks is None:
         # A list and `at` fix the number of stages, so they fix the chunks per rank. Else the schedule's default counts.

@@ -8,52 +8,54 @@ all sends have left; `check_program` has proven that every rank gets past both.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
-from echelon.pipeline.plan import program
-from echelon.pipeline.plan.action import Action, actions_of
-from echelon.pipeline.plan.program import Instruction, Program, Transfer
+from echelon.pipeline.plan.action import Action, Handover, Step, actions_of
+from echelon.pipeline.plan.fuse import split_stages
+from echelon.pipeline.plan.program import (
+    Compute,
+    Flush,
+    Instruction,
+    Post,
+    Program,
+    Receive,
+    Recompute,
+    Reduce,
+    Send,
+)
 from echelon.pipeline.run.loss import Meter, check_loss, check_metrics, is_here, no_loss, refuse_if_not_finite
 from echelon.pipeline.run.step import Batch
-from echelon.pipeline.run.transfer import PendingReceive, PendingSends, Transfers, detached
+from echelon.pipeline.run.transfer import Buffers, PendingSends, Receiver, Sender, detached
 from echelon.pipeline.stage.nested import Value, tensors_of
 from echelon.pipeline.stage.replay import Seeded, is_casting, number_of, outside_autocast
 from echelon.pipeline.stage.split_backward import Gradient
 from echelon.pipeline.stage.stage import Forward, Made, Stage
 
-M = TypeVar("M")
 
-
-class Clock(ABC, Generic[M]):
+class Clock(Protocol):
     """Clock of a rank's steps: marks moments, and converts the marks to seconds later."""
 
-    @abstractmethod
-    def mark(self) -> M:
-        """Marks the moment at which all work that this thread has started is done. Does not wait for it."""
+    mark: Callable[[], Any]
+    """Marks the moment at which all work that this thread has started is done. Does not wait for it."""
 
-    @abstractmethod
-    def seconds(self, spans: Sequence[tuple[M, M]]) -> list[tuple[float, float]]:
+    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[tuple[float, float]]:
         """Returns pairs of marks in seconds of the backend's clock. Blocks until the last mark has passed."""
 
 
-class HostClock(Clock[float]):
+class HostClock:
     """Clock of work on the CPU, which is done when its call returns."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+        self.mark: Callable[[], Any] = now
 
-    def mark(self) -> float:  # noqa: D102
-        return self._now()
-
-    def seconds(self, spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:  # noqa: D102
+    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[tuple[float, float]]:  # noqa: D102
         return list(spans)
 
 
@@ -65,7 +67,7 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Event, /) -> float: ...  # noqa: D102
 
 
-class EventClock(Clock[Event]):
+class EventClock:
     """Clock of work on a device, by events in its stream.
 
     The CPU only queues a step, so its clock would measure the queueing. The device passes an event when it has done
@@ -75,16 +77,17 @@ class EventClock(Clock[Event]):
     def __init__(self, now: Callable[[], float], make_event: Callable[[], Event]) -> None:
         """Reads both clocks at one moment, for which it waits for the device."""
         self._make_event = make_event
-        self._first = self.mark()
+        self.mark: Callable[[], Any] = self._mark
+        self._first = self._mark()
         self._first.synchronize()
         self._begun = now()
 
-    def mark(self) -> Event:  # noqa: D102
+    def _mark(self) -> Event:
         event = self._make_event()
         event.record()
         return event
 
-    def seconds(self, spans: Sequence[tuple[Event, Event]]) -> list[tuple[float, float]]:  # noqa: D102
+    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[tuple[float, float]]:  # noqa: D102
         if spans:
             spans[-1][1].synchronize()  # a stream passes its events in order
         return [(self._when(begin), self._when(end)) for begin, end in spans]
@@ -93,12 +96,12 @@ class EventClock(Clock[Event]):
         return self._begun + self._first.elapsed_time(event) / 1e3  # from milliseconds
 
 
-def clock_for(tensors: Iterable[torch.Tensor], now: Callable[[], float]) -> Clock[object]:
+def clock_for(tensors: Iterable[torch.Tensor], now: Callable[[], float]) -> Clock:
     """Returns a clock for work on these tensors: by events if one is on a device. `now` reads the backend's clock."""
     device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
     if device is None:
-        return HostClock(now)  # type: ignore[return-value]
-    return EventClock(now, partial(torch.Event, device, enable_timing=True))  # type: ignore[return-value, arg-type]
+        return HostClock(now)
+    return EventClock(now, partial(torch.Event, device, enable_timing=True))  # type: ignore[arg-type]
 
 
 _NOTHING = nullcontext()
@@ -109,10 +112,21 @@ class Loaded(NamedTuple):
 
     program: Program
     """Orders of all ranks."""
-    ports: Transfers
-    """This rank's end of the program's transfers."""
+    receivers: Mapping[Handover, Receiver]
+    senders: Mapping[Handover, Sender]
     split: frozenset[int]
     """Indices of the stages with a split backward (I and W)."""
+
+    @staticmethod
+    def of(checked: Program, group: ProcessGroup, buffers: Buffers) -> Loaded:
+        """Prepares this rank's messages of a checked program."""
+        order = checked.orders[group.rank]
+        return Loaded(
+            checked,
+            {one.handover: Receiver(group, one.handover, one.peer, buffers) for one in order if type(one) is Receive},
+            {one.handover: Sender(group, one.handover, one.peer) for one in order if type(one) is Send},
+            split_stages(checked.schedule),
+        )
 
 
 class Interpreter:
@@ -141,7 +155,7 @@ class Interpreter:
         """The instruction or action that is running, for error messages."""
         schedule = loaded.program.schedule
         self._order = loaded.program.orders[group.rank]
-        self._ports, self._split = loaded.ports, loaded.split
+        self._loaded, self._split = loaded, loaded.split
         self._batch = batch
         self._stages = stages
         self._group = group
@@ -159,12 +173,11 @@ class Interpreter:
         self._is_casting = False
         """Whether autocast is on around the run, so that backwards have to leave it."""
         self._placement = schedule.placement
-        self._incoming: dict[Transfer, PendingReceive] = {}
-        self._here: dict[Transfer, Value] = {}
+        self._here: dict[Handover, Value] = {}
         """Values that arrived for the next step, or were made for another stage of this rank."""
-        self._made: dict[Transfer, Value] = {}
+        self._made: dict[Handover, Value] = {}
         """Values that the last step made for other ranks."""
-        self._outbox = PendingSends(group)
+        self._sends = PendingSends(group)
         firsts = (next(stage.module.parameters(), None) for stage in stages.values())  # a stage is on one device
         self._clock = clock_for((first for first in firsts if first is not None), group.backend.now)
         self._spans: list[tuple[object, object]] = []
@@ -183,90 +196,70 @@ class Interpreter:
         Args:
             until_backward: stop before the first instruction of a backward.
         """
-        act: dict[type[Instruction], Callable[..., None]] = {
-            program.Post: self._post,
-            program.Receive: self._receive,
-            program.Compute: self._compute,
-            program.Send: self._send,
-            program.Recompute: self._recompute,
-            program.Reduce: self._reduce,
-            program.Flush: self._flush,
-        }
+        receivers, senders = self._loaded.receivers, self._loaded.senders
         self._is_casting = is_casting()
-        with torch.set_grad_enabled(self._trains), self._outbox:
+        with torch.set_grad_enabled(self._trains), self._sends:
             for instruction in self._order[self._num_run :]:
                 if until_backward and _is_of_backward(instruction):
                     return
                 self.current = instruction
-                act[type(instruction)](instruction)
+                match instruction:
+                    case Compute(step):
+                        self._compute(step)
+                    case Post(handover) if not receivers[handover].is_kept:
+                        receivers[handover].post()
+                    case Receive(handover):
+                        self._here[handover] = receivers[handover].wait()
+                    case Send(handover):
+                        if works := senders[handover].send(self._made.pop(handover)):
+                            self._sends.add(works)
+                    case Recompute(stage, microbatch):
+                        self._recompute(stage, microbatch)
+                    case Reduce(stage):
+                        self._on_stage_done(stage)
+                    case Flush():
+                        self._sends.flush()
                 self._num_run += 1
 
     def withdraw(self) -> None:
         """Cancels the posted receives of instructions that will not run."""
-        for incoming in self._incoming.values():
-            incoming.withdraw()
-        self._incoming.clear()
+        for receiver in self._loaded.receivers.values():
+            receiver.withdraw()
 
-    def _post(self, instruction: program.Post) -> None:
-        transfer, peer = instruction.transfer, instruction.peer
-        self._incoming[transfer] = self._ports.post(transfer, peer)
-
-    def _receive(self, instruction: program.Receive) -> None:
-        self._here[instruction.transfer] = self._incoming.pop(instruction.transfer).wait()
-
-    def _send(self, instruction: program.Send) -> None:
-        value = self._made.pop(instruction.transfer)
-        self._outbox.add(self._ports.send(instruction.transfer, instruction.peer, value))
-
-    def _flush(self, _: program.Flush) -> None:
-        self._outbox.flush()
-
-    def _reduce(self, instruction: program.Reduce) -> None:
-        self._on_stage_done(instruction.stage)
-
-    def _recompute(self, instruction: program.Recompute) -> None:
-        stage, microbatch = instruction.stage, instruction.microbatch
+    def _recompute(self, stage: int, microbatch: int) -> None:
         self._began = self._clock.mark() if self._began is None else self._began
         self._stages[stage].recompute(microbatch, splits=stage in self._split)
         if self._meter is not None:
             self._meter.recomputed(stage, microbatch)
 
-    def _compute(self, instruction: program.Compute) -> None:
-        step = instruction.step
+    def _compute(self, step: Step) -> None:
         began, self._began = self._clock.mark() if self._began is None else self._began, None
         with self._group.backend.compute(step):
-            for action in actions_of(step):
+            for action in (step,) if type(step) is Action else actions_of(step):
                 self.current = action
-                self._act(action)
+                if action.kind == "F":
+                    self._forward(action)
+                else:
+                    # step() may be called inside of `with torch.autocast`. Backwards run as they would after it, in the
+                    # forward's dtypes.
+                    with outside_autocast() if self._is_casting else _NOTHING:
+                        self._backward(action)
+                if self._meter is not None:
+                    self._meter.ran(action)
         # The mark comes before the result leaves, so that in a timeline no receiver starts before this step has ended.
         self._spans.append((began, self._clock.mark()))
-        self._outbox.look()  # sends may have left during the step; then the background thread need not stay awake
-
-    def _act(self, action: Action) -> None:
-        stage, microbatch = self._stages[action.stage], action.microbatch
-        # step() may be called inside of `with torch.autocast`. Backwards run as they would after it, in the forward's
-        # dtypes.
-        if action.kind == "F":
-            self._forward(action)
-        elif action.kind == "W":
-            with outside_autocast() if self._is_casting else _NOTHING:
-                stage.backward_weight(microbatch)
-        else:
-            backward = stage.backward if action.kind == "B" else stage.backward_input
-            with outside_autocast() if self._is_casting else _NOTHING:
-                found = backward(microbatch, self._gradients(action))
-            if action.stage > 0:
-                # Fast path: most stages have one input. A bare tensor has no structure to write and parse.
-                alone = found[0] if len(found) == 1 and found[0] is not None else found
-                self._hand_over(Transfer(action.stage - 1, microbatch, True), alone)
-        if self._meter is not None:
-            self._meter.ran(action)
+        if self._sends.in_flight:  # they may have left during the step; then the background thread need not stay awake
+            self._sends.look()
 
     def _forward(self, action: Action) -> None:
         index, _, microbatch = action
         batch, stage, is_last = self._batch, self._stages[index], index == self._num_stages - 1
-        number = self._numbers[index][microbatch]
-        forward = forward_of(stage, self._input(action), microbatch, batch, number, is_last=is_last)
+        if index == 0:
+            assert batch.inputs is not None
+            value: Value = batch.inputs[microbatch]
+        else:
+            value = self._here.pop(Handover(index, microbatch, False))
+        forward = forward_of(stage, value, microbatch, batch, self._numbers[index][microbatch], is_last=is_last)
         if not self._trains:
             made = forward.run()
         else:
@@ -274,7 +267,7 @@ class Interpreter:
             if is_last and batch.loss_fn is not None:
                 self._take_loss(microbatch, *made.roots)
         if not is_last:
-            self._hand_over(Transfer(index + 1, microbatch, False), made.output)
+            self._hand_over(Handover(index + 1, microbatch, False), made.output)
             return
         if batch.keeps_outputs:
             batch.outputs[microbatch] = detached(made.output)
@@ -282,6 +275,19 @@ class Interpreter:
             with torch.no_grad():
                 found = check_metrics(batch.metrics(made.output, batch.targets[microbatch]), batch.measured)
             batch.measured[microbatch] = found
+
+    def _backward(self, action: Action) -> None:
+        index, kind, microbatch = action
+        stage = self._stages[index]
+        if kind == "W":
+            stage.backward_weight(microbatch)
+            return
+        backward = stage.backward if kind == "B" else stage.backward_input
+        found = backward(microbatch, self._gradients(index, microbatch))
+        if index > 0:
+            # Fast path: most stages have one input. A bare tensor has no structure to write and parse.
+            alone = found[0] if len(found) == 1 and found[0] is not None else found
+            self._hand_over(Handover(index - 1, microbatch, True), alone)
 
     def _take_loss(self, microbatch: int, loss: torch.Tensor) -> None:
         assert self._batch.scale is not None
@@ -294,31 +300,24 @@ class Interpreter:
             refuse_if_not_finite(microbatch, loss.item(), "no gradient of it was added")
         self._batch.losses[microbatch] = loss.detach()
 
-    def _input(self, action: Action) -> Value:
-        if action.stage == 0:
-            assert self._batch.inputs is not None
-            return self._batch.inputs[action.microbatch]
-        return self._here.pop(Transfer(action.stage, action.microbatch, False))
-
-    def _gradients(self, action: Action) -> list[Gradient]:
-        if action.stage < self._num_stages - 1:
-            found = self._here.pop(Transfer(action.stage, action.microbatch, True))
+    def _gradients(self, index: int, microbatch: int) -> list[Gradient]:
+        if index < self._num_stages - 1:
+            found = self._here.pop(Handover(index, microbatch, True))
             return found if isinstance(found, list) else [found]  # type: ignore[list-item]
         if self._batch.loss_fn is None:
-            return list(self._batch.grad_outputs[action.microbatch])
+            return list(self._batch.grad_outputs[microbatch])
         assert self._batch.scale is not None
         # The scale enters as the gradient of the loss. The sum of the weights over replicas is waited for here: it was
         # in flight during the first forwards.
-        loss = self._batch.losses[action.microbatch]
-        return [torch.full_like(loss, self._batch.scale.gradient_factor(action.microbatch))]
+        return [torch.full_like(self._batch.losses[microbatch], self._batch.scale.gradient_factor(microbatch))]
 
-    def _hand_over(self, transfer: Transfer, value: Value) -> None:
+    def _hand_over(self, handover: Handover, value: Value) -> None:
         """Keeps a value for the other stage if that is on this rank, else until the Send instruction."""
-        if self._placement[transfer.stage] != self._group.rank:
-            self._made[transfer] = value
+        if self._placement[handover.stage] != self._group.rank:
+            self._made[handover] = value
         else:
             # As from another rank, activations enter the next stage without a graph: each stage has its own.
-            self._here[transfer] = value if transfer.backward else detached(value)
+            self._here[handover] = value if handover.backward else detached(value)
 
 
 def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number: int, *, is_last: bool) -> Forward:
@@ -330,7 +329,7 @@ def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number
         with Seeded(number):
             output = stage.call(value, kwargs)
             if loss_fn is None:
-                return Made(output, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
+                return Made(output, tensors_of(output))
             # loss_fn is not called for weight 0: its mean over nothing would be NaN.
             if batch.scale is not None and not batch.scale.counts(microbatch):
                 return Made(output, [no_loss(output)])
@@ -341,9 +340,9 @@ def forward_of(stage: Stage, value: Value, microbatch: int, batch: Batch, number
 
 def _is_of_backward(instruction: Instruction) -> bool:
     match instruction:
-        case program.Receive(transfer):
-            return transfer.backward
-        case program.Compute(step):
+        case Receive(handover):
+            return handover.backward
+        case Compute(step):
             return any(action.kind != "F" for action in actions_of(step))
         case _:
-            return isinstance(instruction, program.Recompute)
+            return isinstance(instruction, Recompute)

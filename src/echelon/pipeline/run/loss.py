@@ -153,7 +153,12 @@ class LossScale:
         if self._sum is not None:
             self._total, self._sum = float(self._sum.wait().item()), None
         if not self._total > 0:
-            raise SizeMismatch("weights that add up to more than 0", self._total, "loss_weight", "nothing would count")
+            raise SizeMismatch(
+                "weights that add up to more than 0",
+                self._total,
+                "loss_weight",
+                "give a weight above 0 to at least one microbatch",
+            )
         return self._weights[microbatch] / self._total
 
     def gradient_factor(self, microbatch: int) -> float:
@@ -169,7 +174,7 @@ def _weight(target: Value, reduction: Reduction, weigh: Callable[[Value], float]
     weight = weigh(target)  # the user's function: checked like an argument
     number = _number(weight)
     if number is None or not 0 <= float(number) < math.inf:
-        raise SizeMismatch("a number of at least 0", weight, "loss_weight(target)", "say how much a microbatch counts")
+        raise SizeMismatch("a number of at least 0", weight, "loss_weight(target)", "return the weight of a microbatch")
     return float(number)
 
 
@@ -254,7 +259,7 @@ def check_metrics(found: object, measured: Mapping[int, Mapping[str, Number]]) -
                         f"{list(others)}, as of microbatch {microbatch}",
                         list(numbers),
                         "names of metrics(output, target)",
-                        "name the same ones always",
+                        "return the same names for every microbatch",
                     )
             return numbers
     raise SizeMismatch(

@@ -17,7 +17,7 @@ from echelon.pipeline.run.microbatch import merge
 from echelon.pipeline.run.runtime import Runtime
 from echelon.pipeline.run.step import Batch
 from echelon.pipeline.run.weights import Replicas
-from echelon.pipeline.schedules.forward_then_backward import forward_then_backward
+from echelon.pipeline.schedules.forward_only import forward_then_backward
 from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
 
 
@@ -97,7 +97,7 @@ def _cut(outputs: Sequence[Value], grad_outputs: Value) -> list[list[torch.Tenso
             f"{len(rows[0])} gradients, one for each tensor of the outputs that requires one",
             len(given),
             "backward(grad_outputs)",
-            "pass None where nothing depends on one",
+            "pass None for an output that nothing depends on",
         )
     cut: list[list[torch.Tensor | None]] = [[] for _ in outputs]
     for column, gradient in zip(zip(*rows, strict=True), given, strict=True):

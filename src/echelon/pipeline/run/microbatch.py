@@ -44,6 +44,8 @@ def split_arguments(inputs: tuple[Value, ...], num_microbatches: int) -> list[tu
 
 def split_keywords(kwargs: Mapping[str, Value], num_microbatches: int) -> list[dict[str, Value]]:
     """Cuts keyword arguments, as `split` does."""
+    if not kwargs:
+        return [{}] * num_microbatches
     return [part for part in split(dict(kwargs), num_microbatches) if isinstance(part, dict)]
 
 

@@ -12,19 +12,18 @@ import torch
 
 from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, ScheduleError, Timeout, failure_of
 from echelon.group.group import ProcessGroup
-from echelon.pipeline.plan.action import Action
+from echelon.pipeline.plan.action import Action, Handover
 from echelon.pipeline.plan.fuse import fused, split_stages
-from echelon.pipeline.plan.program import Program, Transfer, check_program, lower
+from echelon.pipeline.plan.program import Program, check_program, lower
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.run.interpreter import Interpreter, Loaded, forward_of
 from echelon.pipeline.run.loss import Memory, Meter
 from echelon.pipeline.run.step import Batch
-from echelon.pipeline.run.transfer import Buffers, Transfers
+from echelon.pipeline.run.transfer import Buffers, Receiver, Sender
 from echelon.pipeline.stage.nested import Value, tensors_of
-from echelon.pipeline.stage.probe import Finding, probe
 from echelon.pipeline.stage.replay import number_of
 from echelon.pipeline.stage.split_backward import address
-from echelon.pipeline.stage.stage import Stage
+from echelon.pipeline.stage.stage import Finding, Stage
 
 _MOST_BYTES = 900
 """Limit of the reason that is sent to other ranks; the note of a message holds some more."""
@@ -90,7 +89,7 @@ class Failures:
     def _revoke(self, failure: Failure) -> Failure:
         """Revokes the groups of the replicas and of the pipeline. Returns the first cause that is known."""
         for group in (*self._replicas, self._group):
-            failure = group.backend.revoke(group.context, group.ranks, failure)
+            failure = group.backend.control.revoke(group.context, group.ranks, failure)
         return failure
 
 
@@ -172,7 +171,7 @@ class Runtime:
         if not split_stages(schedule):
             return schedule
         findings = dict(self._probe(schedule, batch))
-        reasons = {index: finding.reason for index, finding in findings.items() if finding.halves is None}
+        reasons = {index: finding.refusal for index, finding in findings.items() if finding.refusal}
         with self.failures.told():
             told = self._group.all_gather_object(list(reasons))
         # Each rank probes only its own stages, and all must plan the same schedule.
@@ -268,15 +267,14 @@ class Runtime:
             schedule.check()
             program = lower(schedule, () if schedule.forward_only else self._recomputed)
             check_program(program)
-            loaded = Loaded(program, Transfers(self._group, self.buffers), split_stages(schedule))
-            self._loaded[schedule] = loaded
+            loaded = self._loaded[schedule] = Loaded.of(program, self._group, self.buffers)
         self._latest = schedule, loaded
         return loaded
 
     def _probe(self, schedule: Schedule, batch: Batch) -> Iterator[tuple[int, Finding]]:
         """Probes each stage of this rank with the first microbatch, which passes from stage to stage."""
-        # Transfers and buffers of its own: the trial leaves no expected shapes to the program.
-        ports, placement, me = Transfers(self._group, Buffers()), schedule.placement, self._group.rank
+        # Ends and buffers of its own: the trial leaves no expected shapes to the program.
+        group, buffers, placement, me = self._group, Buffers(), schedule.placement, self._group.rank
         value: Value = None
         for index in [stage for stage, rank in enumerate(placement) if rank == me]:
             with self.failures.told(partial("the trial of I and W in stage {}".format, index)):
@@ -284,16 +282,16 @@ class Runtime:
                     assert batch.inputs is not None
                     value = batch.inputs[0]
                 elif placement[index - 1] != me:
-                    value = ports.post(Transfer(index, 0, False), placement[index - 1]).wait()
+                    receiver = Receiver(group, Handover(index, 0, False), placement[index - 1], buffers)
+                    receiver.post()
+                    value = receiver.wait()
                 stage, is_last = self._stages[index], index == len(placement) - 1
                 number = number_of(batch.key, index, 0)
-                finding = probe(stage, forward_of(stage, value, 0, batch, number, is_last=is_last))
-                if finding.halves is not None:
-                    stage.halves = finding.halves
+                finding = stage.probe(forward_of(stage, value, 0, batch, number, is_last=is_last))
                 value = finding.output
                 if not is_last and placement[index + 1] != me:
-                    for work in ports.send(Transfer(index + 1, 0, False), placement[index + 1], value):
-                        work.wait(self._group.timeout)
+                    for work in Sender(group, Handover(index + 1, 0, False), placement[index + 1]).send(value):
+                        work.wait(group.timeout)
             yield index, finding
 
     def _meter_of(self, batch: Batch) -> Meter:

@@ -14,7 +14,7 @@ steps apart. So state that both ends have prepared for a message serves the next
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import NamedTuple, TypeAlias
 
@@ -24,12 +24,13 @@ from echelon._torch_private import storage_users
 from echelon.backends.admission import check_values
 from echelon.backends.formats.wire import MAX_NOTE_BYTES, Tag
 from echelon.backends.memory import plain
+from echelon.backends.messages import PreparedReceive, PreparedSend
 from echelon.backends.work import Message, Work
 from echelon.errors import PeerFailed, Timeout, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.group.message_wait import MessageLateness, wait_for
-from echelon.pipeline.plan.program import Transfer
-from echelon.pipeline.stage.nested import Value, is_bare, map_tensors, num_tensors, structure_of, tensors_of, value_of
+from echelon.pipeline.plan.action import Handover
+from echelon.pipeline.stage.nested import BARE, Value, map_tensors, num_tensors, structure_of, tensors_of, value_of
 
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -95,22 +96,24 @@ class PendingSends:
             group: the group whose backend sends.
         """
         self._group = group
-        self._under_way: list[Work[None]] = []
+        self.in_flight: list[Work[None]] = []
+        """Sends that had not left when `look` was last called. Call it again while there are some."""
         self._left: list[Work[None]] = []
-        self._attendance: ExitStack | None = None
+        self._waits: AbstractContextManager[object] | None = None
+        """Scope of the promise to wait; None while it is withdrawn."""
 
     def __enter__(self) -> PendingSends:
-        self._attend()
+        self._promise(True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._leave()
+        self._promise(False)
 
     def add(self, works: list[Work[None]]) -> None:
-        """Adds sends that were started."""
-        self._under_way += works
+        """Adds sends that were started and did not leave at once."""
+        self.in_flight += works
         self.look()
 
     def look(self) -> None:
@@ -119,19 +122,16 @@ class PendingSends:
         Raises:
             PeerFailed, Timeout: a send failed.
         """
-        under_way = []
-        for work in self._under_way:
+        in_flight = []
+        for work in self.in_flight:
             if not work.is_completed():
-                under_way.append(work)
+                in_flight.append(work)
             elif error := work.exception():
                 raise error
             else:
                 self._left.append(work)
-        self._under_way = under_way
-        if under_way:
-            self._leave()
-        else:
-            self._attend()
+        self.in_flight = in_flight
+        self._promise(not in_flight)
 
     def flush(self) -> None:
         """Waits until all sends have left.
@@ -140,20 +140,18 @@ class PendingSends:
             PeerFailed, Timeout: a send failed, or did not leave in time.
         """
         # Finished Works too: on a device, `wait` has its stream wait for the send.
-        for work in (*self._left, *self._under_way):
+        for work in (*self._left, *self.in_flight):
             work.wait(self._group.timeout)
         self._left.clear()
-        self._under_way.clear()
+        self.in_flight.clear()
 
-    def _attend(self) -> None:
-        if self._attendance is None:
-            self._attendance = ExitStack()
-            self._attendance.enter_context(self._group.backend.will_wait())
-
-    def _leave(self) -> None:
-        if self._attendance is not None:
-            self._attendance.close()
-            self._attendance = None
+    def _promise(self, waits: bool) -> None:
+        if waits and self._waits is None:
+            self._waits = self._group.backend.messages.will_wait()
+            self._waits.__enter__()
+        elif not waits and self._waits is not None:
+            scope, self._waits = self._waits, None
+            scope.__exit__(None, None, None)
 
 
 _APART = "+"
@@ -165,78 +163,100 @@ TRANSFERS = 1 << 63
 """First sequence number of transfers. The collectives of the same group have smaller ones."""
 
 
-class _Spec(NamedTuple):
-    """Shape, dtype and device of a tensor that was received."""
+class _Expected(NamedTuple):
+    """Tensor like the one that was received last."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    is_lent: bool
+    """Whether it comes in memory that the sender wrote to, so that it needs no buffer."""
 
 
-class Transfers:
-    """This rank's end of the transfers of one program."""
+class Sender:
+    """Sending end of a handover. It is prepared once, and used in every step."""
 
-    def __init__(self, group: ProcessGroup, buffers: Buffers) -> None:
-        """Makes the ends.
+    __slots__ = ("_backend", "_dst", "_group", "_handles", "_tag")
 
-        Args:
-            group: the ranks of the pipeline.
-            buffers: memory for received tensors.
-        """
-        self._group = group
-        self._buffers = buffers
-        self._seen: dict[Transfer, list[_Spec]] = {}
-        self._tags: dict[Transfer, Tag] = {}
+    def __init__(self, group: ProcessGroup, handover: Handover, peer: int) -> None:
+        """Prepares to send to rank `peer` of the pipeline."""
+        self._group, self._backend = group, group.backend
+        self._dst = group.ranks[peer]
+        self._tag = _tag(group, handover)
+        # By number of the tensor in the value: its shape, dtype and note, and what sends it.
+        self._handles: dict[int, tuple[tuple[torch.Size, torch.dtype, str], PreparedSend]] = {}
 
-    def post(self, transfer: Transfer, peer: int) -> PendingReceive:
-        """Returns the receive of a value from rank `peer`. Does not wait."""
-        seen = self._seen.setdefault(transfer, [])
-        return PendingReceive(self._group, self._group.ranks[peer], transfer, self._tag(transfer), seen, self._buffers)
-
-    def send(self, transfer: Transfer, peer: int, value: Value) -> list[Work[None]]:
-        """Starts to send a value to rank `peer`. Its tensors must not change before all returned Works are done.
+    def send(self, value: Value) -> list[Work[None]]:
+        """Starts to send a value. Its tensors must not change before all returned Works are done.
 
         Raises:
             UnsupportedOp: the value has more than 1023 tensors or one without memory of its own, or is no nested value.
         """
-        backend, dst, tag = self._group.backend, self._group.ranks[peer], self._tag(transfer)
-        works = []
-        for tensor, note in _messages(value):
+        works: list[Work[None]] = []
+        if isinstance(value, torch.Tensor):  # fast path: most stages pass one tensor
+            messages = [(_sendable(value), "[true]" if value.requires_grad else "[false]")]
+        else:
+            messages = _messages(value)
+        for part, (tensor, note) in enumerate(messages):
+            handle = self._handle(part, tensor, note)
             # Fast path: a message that can leave now needs no Work. Within a step a send took 143 us, and takes 100
             # (benchmarks/pipeline).
-            if not backend.send_at_once(tensor, dst, tag, note=note):
-                work = backend.isend(tensor, dst, tag, note=note)
-                work.lateness = MessageLateness(backend, (dst,), self._group.ranks, self._group.context)
+            if not handle.at_once(tensor):
+                work = handle.start(tensor)
+                work.lateness = MessageLateness(self._backend, (self._dst,), self._group.ranks, self._group.context)
                 works.append(work)
-            tag = tag._replace(step=tag.step + 1)
         return works
 
-    def _tag(self, transfer: Transfer) -> Tag:
-        """Returns the tag of the first message of a transfer. Each message after it has the next step."""
-        tag = self._tags.get(transfer)
-        if tag is None:
-            sequence = TRANSFERS | transfer.stage << 1 | transfer.backward
-            tag = self._tags[transfer] = Tag(self._group.context, sequence, transfer.microbatch * _PARTS)
-        return tag
+    def _handle(self, part: int, tensor: torch.Tensor, note: str) -> PreparedSend:
+        """Returns the handle that sends a tensor. Prepared again only if its shape, dtype or note is another."""
+        kind = tensor.shape, tensor.dtype, note
+        known = self._handles.get(part)
+        if known is None or known[0] != kind:
+            tag = self._tag._replace(step=self._tag.step + part)
+            handle = self._backend.messages.prepare_send(self._dst, tag, tensor.shape, tensor.dtype, note=note)
+            known = self._handles[part] = kind, handle
+        return known[1]
 
 
-class PendingReceive:
-    """Receive of a value, posted early so that the value can arrive while this rank computes."""
+class Receiver:
+    """Receiving end of a handover. It is prepared once, and used in every step: `post`, then `wait`."""
 
-    __slots__ = ("_buffers", "_group", "_seen", "_src", "_tag", "_transfer", "_works")
+    __slots__ = (
+        "_backend",
+        "_buffers",
+        "_expected",
+        "_group",
+        "_handles",
+        "_handover",
+        "_src",
+        "_tag",
+        "_works",
+        "is_kept",
+    )
 
-    def __init__(
-        self, group: ProcessGroup, src: int, transfer: Transfer, tag: Tag, seen: list[_Spec], buffers: Buffers
-    ) -> None:
-        self._group = group
-        self._src = src
-        self._transfer = transfer
-        self._tag = tag
-        self._seen = seen
+    def __init__(self, group: ProcessGroup, handover: Handover, peer: int, buffers: Buffers) -> None:
+        """Prepares to receive from rank `peer` of the pipeline.
+
+        Args:
+            group: the ranks of the pipeline.
+            handover: the value.
+            peer: the rank that sends it.
+            buffers: memory for received tensors.
+        """
+        self._group, self._backend = group, group.backend
+        self._handover = handover
+        self._src = group.ranks[peer]
+        self._tag = _tag(group, handover)
         self._buffers = buffers
+        self.is_kept = self._backend.messages.keeps_messages(self._src)
+        """Whether its messages stay in memory until they are received. An early receive gains nothing then."""
+        self._expected: list[_Expected] = []
         self._works: list[Work[torch.Tensor]] = []
-        if not group.backend.keeps_messages(src):
-            self._works += [self._post(part) for part in range(max(1, len(seen)))]
+        self._handles: list[PreparedReceive] = []
+
+    def post(self) -> None:
+        """Posts the receive, so that the value can arrive while this rank computes. Needless if `is_kept`."""
+        self._works = [self._post(part) for part in range(max(1, len(self._expected)))]
 
     def wait(self) -> Value:
         """Waits for the value. Its tensors are leaves, and require a gradient if the sender's tensors did.
@@ -245,76 +265,87 @@ class PendingReceive:
             PeerFailed, Timeout: the value will not come, or did not come in time.
         """
         try:
-            structure, arrived = self._arrived()
+            first, note = self._take(0)
+            # Fast path: one bare tensor like the last one. A bare value has no structure to parse.
+            is_alone = note in BARE and len(self._works) < 2 and len(self._expected) == 1
+            if not is_alone or self._expected[0][:2] != (first.shape, first.dtype):
+                return self._put_together(first, note)
         except PeerFailed as error:
             raise error.noticed_by(self._operation()) from error
         except Timeout as error:
             raise Timeout(f"{self._operation()}: {error}", error.ranks) from error
-        tensors = iter(arrived)
-        return value_of(structure, lambda requires_grad: _leaf(next(tensors), requires_grad))
+        self._works = []
+        return _leaf(first, BARE[note])
 
     def withdraw(self) -> None:
-        """Cancels the receives, so that the next value with the same tags does not arrive here."""
+        """Cancels a posted receive, so that the next value with the same tags does not arrive here."""
         for work in self._works:
-            self._group.backend.cancel(work)
+            self._backend.messages.cancel(work)
+        self._works = []
 
-    def _arrived(self) -> tuple[str, list[torch.Tensor]]:
-        """Waits for all messages. Returns the structure and the tensors."""
-        first, note = self._take(0)
-        if is_bare(note) and len(self._works) < 2 and self._looks_as_before(first):
-            return note, [first]  # fast path: one bare tensor of the expected shape
+    def _put_together(self, first: torch.Tensor, note: str) -> Value:
+        """Waits for the messages after the first one, and returns their value."""
         structure = bytes(first.numpy()).decode() if note == _APART else note
         count = num_tensors(structure) + (note == _APART)
         # Fewer or more tensors than the last time: receives without a message are cancelled, missing ones are posted.
         for work in self._works[count:]:
-            self._group.backend.cancel(work)
+            self._backend.messages.cancel(work)
         if self._works:
             self._works += [self._post(part) for part in range(len(self._works), count)]
         arrived = [first, *(self._take(part).tensor for part in range(1, count))]
-        self._seen[:] = [_Spec(tensor.shape, tensor.dtype, tensor.device) for tensor in arrived]
-        return structure, arrived[note == _APART :]
-
-    def _looks_as_before(self, tensor: torch.Tensor) -> bool:
-        return len(self._seen) == 1 and self._seen[0][:2] == (tensor.shape, tensor.dtype)
+        self._works = []
+        self._expected = [
+            _Expected(each.shape, each.dtype, each.device, self._backend.messages.brings_memory(self._src, each.nbytes))
+            for each in arrived
+        ]
+        tensors = iter(arrived[note == _APART :])
+        return value_of(structure, lambda requires_grad: _leaf(next(tensors), requires_grad))
 
     def _take(self, part: int) -> Message:
-        group = self._group
         if self._works:
             work = self._works[part]
         else:
-            tag, place = self._tag_of(part), self._place(part)
-            # Fast path, as in `Transfers.send`: within a step a receive took 133 us, and takes 80.
-            if message := group.backend.recv_at_once(self._src, tag, out=place, note=None):
+            place = self._place(part)
+            # Fast path, as in `Sender.send`: within a step a receive took 133 us, and takes 80.
+            if message := self._handle(part).at_once(place):
                 return message
             work = self._post(part, place)
-        return Message(wait_for(group.backend, work, [self._src], group.ranks, group.context, group.timeout), work.note)
+        group = self._group
+        tensor = wait_for(self._backend, work, [self._src], group.ranks, group.context, group.timeout)
+        return Message(tensor, work.note)
 
     def _operation(self) -> str:
         """Returns this rank's operation in words, for errors."""
-        return f"rank {self._group.backend.rank}, waiting for {_in_words(self._transfer)}"
-
-    def _tag_of(self, part: int) -> Tag:
-        return self._tag._replace(step=self._tag.step + part) if part else self._tag
+        return f"rank {self._backend.rank}, waiting for {_in_words(self._handover)}"
 
     def _place(self, part: int) -> torch.Tensor | None:
-        """Returns a buffer for a tensor like the last one. None if there was none, or the sender's memory is used."""
-        if part >= len(self._seen):
+        """Returns a buffer for a tensor like the last one. None if there was none, or if it needs no buffer."""
+        if part >= len(self._expected) or self._expected[part].is_lent:
             return None
-        spec = self._seen[part]
-        num_bytes = spec.shape.numel() * spec.dtype.itemsize
-        return None if self._group.backend.brings_memory(self._src, num_bytes) else self._buffers.take(*spec)
+        return self._buffers.take(*self._expected[part][:3])
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
         place = self._place(part) if place is None else place
-        # must_fit=False: shapes may change from step to step, and are known only when the message is there.
-        return self._group.backend.irecv(self._src, self._tag_of(part), out=place, note=None, must_fit=False)
+        return self._handle(part).start(place)
+
+    def _handle(self, part: int) -> PreparedReceive:
+        if part == len(self._handles):
+            tag = self._tag._replace(step=self._tag.step + part)
+            # must_fit=False: shapes may change from step to step, and are known only when the message is there.
+            receive = self._backend.messages.prepare_receive(self._src, tag, note=None, must_fit=False)
+            self._handles.append(receive)
+        return self._handles[part]
+
+
+def _tag(group: ProcessGroup, handover: Handover) -> Tag:
+    """Returns the tag of the first message of a handover. Each message after it has the next step."""
+    sequence = TRANSFERS | handover.stage << 1 | handover.backward
+    return Tag(group.context, sequence, handover.microbatch * _PARTS)
 
 
 def _messages(value: Value) -> list[tuple[torch.Tensor, str]]:
     """Returns the messages of a value: tensors and their notes."""
     structure = structure_of(value)
-    if isinstance(value, torch.Tensor):  # fast path: most stages pass one tensor
-        return [(_sendable(value), structure)]
     tensors = [_sendable(tensor) for tensor in tensors_of(value)]
     if len(tensors) >= _PARTS:
         raise UnsupportedOp(f"{len(tensors)} tensors pass between two stages: at most {_PARTS - 1} can; stack some")
@@ -339,12 +370,12 @@ def what_passes(tag: Tag) -> str:
     """Describes the transfer that a message with this tag belongs to. Empty if it belongs to none."""
     if tag.sequence < TRANSFERS:
         return ""
-    return _in_words(Transfer(tag.sequence >> 1 & _STAGES, tag.step // _PARTS, bool(tag.sequence & 1)))
+    return _in_words(Handover(tag.sequence >> 1 & _STAGES, tag.step // _PARTS, bool(tag.sequence & 1)))
 
 
-def _in_words(transfer: Transfer) -> str:
-    value = "gradient" if transfer.backward else "input"
-    return f"the {value} of microbatch {transfer.microbatch} for stage {transfer.stage}"
+def _in_words(handover: Handover) -> str:
+    value = "gradient" if handover.backward else "input"
+    return f"the {value} of microbatch {handover.microbatch} for stage {handover.stage}"
 
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

@@ -5,12 +5,10 @@ Strategy. A schedule is two decisions: the order in which each rank runs its for
 
     problem           costs and limits as whole numbers; the lower bound, which ends the search when it is reached
     weight_placement  plays a skeleton, and puts each W where its rank would idle, or where memory requires it
-    slots             builds a skeleton: warm-up forwards, then one backward and one forward per rank in turn
-    warm_ups          shapes of warm-up to try
+    slots             builds a skeleton: warm-up forwards of many shapes, then one backward and one forward per rank
     list_scheduler    improves a skeleton: actions with an input overtake actions without
     local_search      plays complete orders; improves warm-ups by hill climbing, and complete orders by swaps
-    search_placement  runs all of this for one placement, also with perturbed costs of W and transfers
-    engine            searches every placement, compares with the named schedules, and returns the best
+    engine            runs all of this for every placement, compares with the named schedules, and returns the best
 
 Idle time is shared out. A rank whose next W would delay an F or I waits instead, as long as it has not waited more than
 the rank that has waited most. Only the longest span of any rank counts, so that wait is free. This rule and the slots

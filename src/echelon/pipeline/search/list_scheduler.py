@@ -1,9 +1,8 @@
 """List scheduler that improves a skeleton: ready actions overtake actions whose input has not arrived.
 
 Each rank runs the skeleton on a clock. If the input of its next action is in flight and one of the following actions is
-ready, that action goes first, if it fits the memory limit. The building blocks of the V-shaped schedules lose little by
-this and gain most of their warm-up and drain, as the authors of Pipeline Parallelism with Controllable Memory (Qi et
-al., 2024) found.
+ready, that action goes first, if it fits the memory limit. The V-shaped schedules lose little by this and gain
+most of their warm-up and drain (Pipeline Parallelism with Controllable Memory, Qi et al., 2024).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from echelon.pipeline.search.problem import Problem
-from echelon.pipeline.search.warm_ups import Shape
+from echelon.pipeline.search.slots import Shape
 from echelon.pipeline.search.weight_placement import Key
 
 Orders: TypeAlias = Sequence[Sequence[Key]]

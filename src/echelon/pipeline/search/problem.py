@@ -21,8 +21,8 @@ def lower_bound(problem: Problem) -> int:
     It is the largest of three bounds. The first holds for any placement, the others for one stage per rank:
 
     1. A rank needs the time of its own work.
-    2. Between the first F and the last W of a rank lie the way down to a later rank, the later rank's F and I of every
-       microbatch and the W that its memory requires before its last F, and the way back.
+    2. Between the first F and the last W of a rank lie the way down to a later rank and the way back. In between are
+       the later rank's F and I of every microbatch, and the W that its memory requires before its last F.
     3. Before its first I a rank waits for the way down and back. Meanwhile it can only run as many F as it may hold.
     """
     best = max(problem.work)

@@ -1,48 +1,47 @@
-"""Slot scheduler: warm-up forwards, then in each slot one backward and one forward on every rank.
+"""Slot scheduler: warm-up forwards of many shapes, then in each slot one backward and one forward on every rank.
 
 A rank with several stages takes the stage nearest to the end of the microbatch's way whose input is known: the last
 stage for a forward, the first for a backward. That frees memory soonest. A rank without room for a forward skips the
-slot. With `backward_first`, a rank also skips it if the next rank has enough forwards and a gradient would have to wait
-for this one.
+slot.
+
+A shape of warm-up says how many forwards each rank starts with. With one stage per rank it is one row of numbers. On a
+V it has two rows: forwards of a rank's first stage, then pairs of forwards of its second and first stage. One more
+forward of the second stage ends the warm-up.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
-from echelon.pipeline.plan.action import Kind
+from echelon.pipeline.plan.action import Kind, loop, vee
 from echelon.pipeline.search.problem import Problem
 from echelon.pipeline.search.weight_placement import Filled, Filler
 
 
-def fill_slots(
-    problem: Problem, warm_ups: Sequence[Sequence[int]], patience: int = 0, backward_first: bool = False
-) -> Filled | None:
+def fill_slots(problem: Problem, warm_ups: Sequence[Sequence[int]]) -> Filled | None:
     """Returns a schedule that starts with the warm-ups. None if they do not fit the limits, or ranks deadlock.
 
     Args:
         problem: The problem to solve.
         warm_ups: For each rank, the stages of its first forwards.
-        patience: See `Filler`.
-        backward_first: Forwards give way to gradients. For one stage per rank.
     """
-    slots = _Slots(problem, patience)
+    slots = _Slots(problem)
     if not slots.warm_up(warm_ups):
         return None
     left = 2 * problem.num_stages * problem.num_microbatches - sum(map(len, warm_ups))
     while left:
-        done = slots.backwards()
-        done += slots.giving_way() if backward_first else slots.forwards()
-        # If every rank gives way nothing happens, so forwards run after all.
-        if not done and not (done := slots.forwards()):
+        done = slots.backwards() + slots.forwards()
+        if not done:
             return None
         left -= done
     return slots.filler.finish()
 
 
 class _Slots:
-    def __init__(self, problem: Problem, patience: int) -> None:
-        self.filler = Filler(problem, patience)
+    def __init__(self, problem: Problem) -> None:
+        self.filler = Filler(problem)
         self._problem = problem
         self._num_ranks = problem.num_ranks
         self._num_microbatches = problem.num_microbatches
@@ -68,28 +67,11 @@ class _Slots:
         """Places one forward on each rank that has one, from the first rank on. Returns their number."""
         return sum(self._put_first("F", reversed(stages)) for stages in self._stages)
 
-    def giving_way(self) -> int:
-        """Places forwards as `forwards` does, except on ranks that give way and on the ranks before them."""
-        last = self._num_ranks - 1
-        first = next((rank + 1 for rank in reversed(range(last)) if self._gives_way(rank)), 0)
-        return sum(self._put_first("F", [stage]) for stage in range(first, last + 1))
-
-    def _gives_way(self, rank: int) -> bool:
-        """Whether the next rank has pending forwards, and an F here would end after the next gradient arrives."""
-        problem, filler = self._problem, self.filler
-        done = self._next["F"]
-        if done[rank] >= self._num_microbatches or done[rank] < done[rank + 1] + 2:
-            return False
-        gradient = filler.free_at(rank + 1) + problem.forward[rank + 1] + problem.backward_input[rank + 1]
-        gradient += problem.transfer[rank]
-        start = filler.free_at(rank) + filler.time_to_room(rank, problem.activation[rank])
-        return start + problem.forward[rank] > gradient and filler.may_wait(rank, gradient)
-
     def backwards(self) -> int:
         """Places one backward on each rank that has one, and returns their number.
 
-        Ranks whose gradient was known when the slot began come first. The other ranks may use gradients of this slot,
-        but only in their unfinished stage that is last in the model, so as not to break the order of their stages.
+        Ranks whose gradient was known when the slot began come first. The other ranks may use gradients of this slot.
+        They do so only in their last unfinished stage of the model, which keeps the order of their stages.
         """
         put, rest = 0, []
         picks = [next((stage for stage in own if self._on_its_way("I", stage)), None) for own in self._stages]
@@ -123,3 +105,134 @@ class _Slots:
             return False
         self._next[kind][stage] = microbatch + 1
         return True
+
+
+Shape: TypeAlias = tuple[tuple[int, ...], ...]
+"""Rows of numbers, one column per rank."""
+
+# Forwards per later rank: 1 is the warm-up of 1F1B and ZB-H1, 2 that of ZB-H2.
+_SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
+_DROPS = (0, 1, 2, 3)
+
+
+class WarmUps(ABC):
+    """Warm-ups of one kind of placement."""
+
+    @abstractmethod
+    def starts(self) -> list[Shape]:
+        """Returns the shapes to begin with."""
+
+    @abstractmethod
+    def repaired(self, shape: Shape) -> Shape:
+        """Returns the nearest shape that can run."""
+
+    @abstractmethod
+    def forwards(self, shape: Shape) -> list[list[int]]:
+        """Returns for each rank the stages of its first forwards, in order."""
+
+
+def warm_ups_of(problem: Problem) -> WarmUps | None:
+    """Returns the warm-ups for the problem's placement. None if it is neither one stage per rank nor a V."""
+    if problem.placement == loop(problem.num_ranks):
+        return _Line(problem)
+    if problem.placement == vee(problem.num_ranks):
+        return _Vee(problem)
+    return None
+
+
+class _Line(WarmUps):
+    """Warm-ups for one stage per rank."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
+
+    def starts(self) -> list[Shape]:
+        """Returns shapes that fill the time until the first gradient, constant slopes, and as many forwards as fit.
+
+        Each shape also comes in variants whose numbers drop from rank to rank by at least 0, 1, 2 or 3.
+        """
+        # If two neighbours hold equally many forwards, each microbatch pays for the way to and fro. So drops are tried.
+        ranks = self._problem.num_ranks
+        bases = [self._until_gradient(early=False), self._until_gradient(early=True), list(self._most)]
+        bases += [[int(slope * (ranks - 1 - rank)) + 1 for rank in range(ranks)] for slope in _SLOPES]
+        shapes = [self._dropping(base, drop) for base in bases for drop in _DROPS]
+        return list(dict.fromkeys(shapes))
+
+    def repaired(self, shape: Shape) -> Shape:
+        """Clamps to at least 1 forward, the memory limit, and the number of the rank before."""
+        return self._dropping(list(shape[0]), 0)
+
+    def forwards(self, shape: Shape) -> list[list[int]]:
+        """Returns forwards of the rank's one stage."""
+        return [[rank] * count for rank, count in enumerate(shape[0])]
+
+    def _dropping(self, counts: list[int], drop: int) -> Shape:
+        dropped: list[int] = []
+        for rank, count in enumerate(counts):
+            above = dropped[-1] - drop if rank else count
+            dropped.append(max(1, min(count, above, self._most[rank])))
+        return (tuple(dropped),)
+
+    def _until_gradient(self, early: bool) -> list[int]:
+        """Returns the number of forwards until the first gradient arrives, rounded up, or down if `early`."""
+        problem = self._problem
+        forward, transfer, last = problem.forward, problem.transfer, problem.num_ranks - 1
+        starts = [0]
+        for rank in range(last):
+            starts.append(starts[-1] + forward[rank] + transfer[rank])
+        counts = [1] * problem.num_ranks
+        gradient = starts[last] + forward[last] + problem.backward_input[last]
+        # Back from the last rank, whose gradient leaves after one F and one I.
+        for rank in reversed(range(last)):
+            gradient += transfer[rank]
+            time = gradient - starts[rank]
+            fit = time // forward[rank] if forward[rank] else self._most[rank]
+            if not early and forward[rank] and time % forward[rank]:
+                fit += 1
+            counts[rank] = max(1, min(fit, self._most[rank]))
+            gradient = max(gradient, starts[rank] + counts[rank] * forward[rank]) + problem.backward_input[rank]
+        return counts
+
+
+class _Vee(WarmUps):
+    """Warm-ups for two stages per rank, down the ranks and back up."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._most = [_capacity(problem, rank) for rank in range(problem.num_ranks)]
+
+    def starts(self) -> list[Shape]:
+        """Returns the warm-up of ZB-V, scaled by factors from 1.0 to 0.3 for smaller memory limits."""
+        ranks = self._problem.num_ranks
+        shapes = []
+        for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
+            first = tuple(max(1, int(share * (2 * (ranks - rank) - 1))) for rank in range(ranks))
+            pairs = tuple(int(share * rank) for rank in range(ranks))
+            shapes.append(self.repaired((first, pairs)))
+        return list(dict.fromkeys(shapes))
+
+    def repaired(self, shape: Shape) -> Shape:
+        """Clamps to at least one forward of the first stage, the existing microbatches, and the memory limit."""
+        count = self._problem.num_microbatches
+        first, pairs = [], []
+        for rank, (one, two) in enumerate(zip(*shape, strict=True)):
+            one = max(1, min(one, count, 2 * self._most[rank] - 1))
+            two = max(0, min(two, count - one, (2 * self._most[rank] - 1 - one) // 2))
+            first.append(one)
+            pairs.append(two)
+        return tuple(first), tuple(pairs)
+
+    def forwards(self, shape: Shape) -> list[list[int]]:
+        """Returns forwards of the first stage, then pairs, then one of the second stage."""
+        last = self._problem.num_stages - 1
+        return [
+            [rank] * one + [last - rank, rank] * two + [last - rank]
+            for rank, (one, two) in enumerate(zip(*shape, strict=True))
+        ]
+
+
+def _capacity(problem: Problem, rank: int) -> int:
+    """Returns the number of microbatches that a rank has room for, at least 1."""
+    each = sum(problem.activation[stage] for stage in problem.stages_of(rank))
+    return max(1, min(problem.num_microbatches, problem.limits[rank] // each if each else problem.num_microbatches))

@@ -53,12 +53,12 @@ class Filler:
 
     Args:
         problem: The problem to solve.
-        patience: Total wait that is free for every rank. It grows to the longest wait of any rank.
     """
 
-    def __init__(self, problem: Problem, patience: int = 0) -> None:
+    def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._longest_wait = patience
+        self._longest_wait = 0
+        """Total wait that is free for every rank: the longest of any rank so far."""
         count = problem.num_ranks
         self._free = [0] * count
         self._held = [0] * count
@@ -79,21 +79,6 @@ class Filler:
     def free_at(self, rank: int) -> int:
         """Returns the end of the rank's last action."""
         return self._free[rank]
-
-    def time_to_room(self, rank: int, amount: int) -> int:
-        """Returns the time of the W that must run before the rank has room for `amount` more."""
-        problem, time = self._problem, 0
-        over = self._held[rank] + amount - problem.limits[rank]
-        for stage, _ in self._undone[rank][self._next_weight[rank] :]:
-            if over <= 0:
-                break
-            over -= problem.kept[stage]
-            time += problem.backward_weight[stage]
-        return time
-
-    def may_wait(self, rank: int, until: int) -> bool:
-        """Whether the rank's total wait, if it waits until `until`, stays within the longest wait of any rank."""
-        return self._waits[rank] + until - self._free[rank] <= self._longest_wait
 
     def arrival(self, kind: Kind, stage: int, microbatch: int) -> int | None:
         """Returns the arrival of an F's or I's input. None if its producer is not placed yet."""
@@ -171,9 +156,9 @@ class Filler:
         return True
 
 
-def fill(problem: Problem, skeleton: Skeleton, patience: int = 0) -> Filled | None:
+def fill(problem: Problem, skeleton: Skeleton) -> Filled | None:
     """Plays a skeleton and places its W. None if it does not fit the limits, or deadlocks."""
-    filler = Filler(problem, patience)
+    filler = Filler(problem)
     position = [0] * problem.num_ranks
     waiting: dict[Key, int] = {}
     ready: list[tuple[int, int, int]] = []

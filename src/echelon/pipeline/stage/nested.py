@@ -21,14 +21,16 @@ from echelon.errors import ProtocolError, UnsupportedOp
 Value: TypeAlias = object
 """A nested value."""
 
-_BARE = ("[true]", "[false]")
-"""Structures of a single tensor, with and without gradient. Most transfers are one, and skip JSON."""
+BARE = {"[true]": True, "[false]": False}
+"""Structures of a single tensor, and whether it requires a gradient. Most handovers are one, and skip JSON."""
 
 _PLAIN = (type(None), bool, int, float, str)
 
 
 def tensors_of(value: Value) -> list[torch.Tensor]:
     """Returns the tensors in a value, from left to right."""
+    if isinstance(value, torch.Tensor):  # fast path: most values are one tensor
+        return [value]
     return list(_tensors(value))
 
 
@@ -82,13 +84,8 @@ def _apart(value: Value) -> _Apart:
 def structure_of(value: Value) -> str:
     """Returns the structure of a value as text, with whether each tensor requires a gradient. `value_of` reads it."""
     if isinstance(value, torch.Tensor):
-        return _BARE[not value.requires_grad]
+        return "[true]" if value.requires_grad else "[false]"
     return json.dumps(_describe(value), separators=(",", ":"))
-
-
-def is_bare(structure: str) -> bool:
-    """Whether the structure is that of a single tensor."""
-    return structure in _BARE
 
 
 def value_of(structure: str, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
@@ -97,8 +94,8 @@ def value_of(structure: str, next_tensor: Callable[[bool], torch.Tensor]) -> Val
     Raises:
         ProtocolError: the text is not a structure.
     """
-    if structure in _BARE:
-        return next_tensor(structure == _BARE[0])
+    if structure in BARE:
+        return next_tensor(BARE[structure])
     try:
         return _build(json.loads(structure), next_tensor)
     # The text comes from a peer and is not trusted: it may be nested so deep that parsing it overflows the stack.
@@ -112,7 +109,7 @@ def num_tensors(structure: str) -> int:
     Raises:
         ProtocolError: the text is not a structure.
     """
-    if structure in _BARE:
+    if structure in BARE:
         return 1
     found: list[bool] = []
 

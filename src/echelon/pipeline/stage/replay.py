@@ -106,8 +106,11 @@ class Seeded:
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __enter__(self) -> None:
-        self._states = [(generator, generator.get_state()) for generator in _generators()]
-        for generator, _ in self._states:
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        for generator in generators:
+            self._states.append((generator, generator.get_state()))
             generator.manual_seed(self._number)
 
     def __exit__(self, *_: object) -> None:
@@ -120,10 +123,3 @@ def number_of(key: Key, stage: int, microbatch: int) -> int:
     # A run that is resumed with a later version must draw the same, so the text and the hash are fixed.
     text = f"{key.step} {stage} {microbatch} {key.replica} {key.seed}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _generators() -> list[torch.Generator]:
-    """Returns the default generators of the CPU, and of the current GPU if CUDA is initialised."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]

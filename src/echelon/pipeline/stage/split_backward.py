@@ -8,55 +8,25 @@ At each junction, I keeps the incoming gradient. W starts from these gradients a
 repeats no product of I, and does not run the path beyond a junction.
 
 Junctions without a weight in common are run one by one, straight into the weights' .grad. Junctions that share a weight
-(a layer applied twice) first compute the gradients on their edges that leave the path. All of these then go on
-together: shared nodes are run once, and contributions are added in the order of a whole backward.
+through views of it (experts that are slices of one weight) first compute the gradients on their edges that leave the
+path. All of these then go on together: shared nodes are run once, and contributions are added in the order of a whole
+backward. A weight that several operations take directly has no edge of its own for each, and is refused.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private import run_backward, version_of
 from echelon.errors import UnsupportedOp
-
-
-class SeparateUses(TorchFunctionMode):
-    """Mode that gives each use of some parameters an edge of its own in the graph.
-
-    At each call of a torch function, these parameters are replaced by new views. Gradients stay the same, but a node
-    that belongs to this use alone stands between the weight and the node that uses it.
-    """
-
-    def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
-        super().__init__()
-        self._ids = {id(parameter) for parameter in parameters}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # .grad and the like belong to the weight itself
-            return func(*args, **(kwargs or {}))
-        named = {name: self._view(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._view, args), **named)
-
-    def _view(self, value: Any) -> Any:
-        if isinstance(value, torch.nn.Parameter) and id(value) in self._ids:
-            return value.view_as(value)
-        if isinstance(value, tuple | list):  # as torch.cat takes them
-            return type(value)(map(self._view, value)) if any(id(item) in self._ids for item in value) else value
-        return value
-
 
 Gradient: TypeAlias = torch.Tensor | None
 
@@ -67,7 +37,7 @@ class CannotSplit(UnsupportedOp):
     def __init__(self, reason: str, weights: Iterable[Node] = ()) -> None:
         self.reason = reason
         self.weights = tuple(weights)
-        super().__init__(f"{reason}: use a schedule with whole backwards (B) for this stage")
+        super().__init__(f"a module of this stage {reason}: use a schedule with whole backwards (B) for it")
 
 
 class Root(NamedTuple):
@@ -204,7 +174,7 @@ def _refuse_shared_ends(group: Group, parents: _Parents) -> None:
     for node, side in group.junctions:
         for edge in side:
             if any(parent is not node for parent in parents[edge.node]):
-                raise CannotSplit("a weight is used in several places", group.leaves)
+                raise CannotSplit("is used in several places", group.leaves)
 
 
 class _Box:
@@ -333,7 +303,7 @@ class SplitBackward:
         """Runs I. Returns the gradients of the inputs; None for an input that nothing depends on.
 
         Args:
-            saved: saved tensors; the ones that `run_weights` will read again are marked to be kept.
+            saved: saved tensors. Those that `run_weights` will not read again are released.
         """
         handles = []
         for group in self.groups:
@@ -344,23 +314,21 @@ class SplitBackward:
         try:
             if not self._roots:
                 return [None for _ in self._inputs]
-            return run_backward(self._roots, inputs=self._inputs, keep_graph=True)  # W runs a part of it again
+            with nullcontext() if saved is None else saved.dropping():
+                return run_backward(self._roots, inputs=self._inputs, keep_graph=True)  # W runs a part of it again
         finally:  # the hooks must not see W, which runs the same nodes
             for handle in handles:
                 handle.remove()
             self._roots = ()
 
-    def run_weights(self, before: Callable[[Group], None] | None = None, *, into_leaves: bool = True) -> None:
+    def run_weights(self, *, into_leaves: bool = True) -> None:
         """Runs W: adds the gradients of the weights into .grad, and drops the graph.
 
         Args:
-            before: called with each group before it is run.
             into_leaves: False: compute the gradients, and discard them.
         """
         groups, self.groups = self.groups, ()
         for group in groups:
-            if before is not None:
-                before(group)
             leaves = [GradientEdge(leaf, 0) for leaf in group.leaves]
             if len(group.junctions) == 1 and not group.roots:
                 self._run_again(group.junctions[0].node, leaves, into_leaves)
@@ -400,3 +368,46 @@ class SplitBackward:
 
 def _after(saved: SavedTensors) -> Callable[[object, object], None]:
     return lambda _inputs, _outputs: saved.leave()
+
+
+# Operations that compute all of their gradients in one kernel, whichever are asked for: fused recurrent layers on the
+# CPU (MkldnnRnnLayerBackward0) and on GPUs (CudnnRnnBackward0, MiopenRnnBackward0, LstmMpsBackward0).
+_ALL_AT_ONCE = ("Rnn", "Lstm", "Gru")
+
+
+class _ForwardsAgain(TorchFunctionMode):
+    """Detector of forwards inside of a backward, as torch.utils.checkpoint runs them."""
+
+    found = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Gradients are off in a backward. Only a forward that is run again switches them on.
+        self.found = self.found or torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))
+
+
+def try_halves(split: SplitBackward, saved: SavedTensors) -> bool:
+    """Runs I and W once, and discards the weights' gradients. Returns whether I released memory that W does not need.
+
+    Raises:
+        CannotSplit: an operation would do its work in both halves, or refuses to run in halves.
+    """
+    for group in split.groups:
+        for node, _ in group.junctions:
+            # A formula in Python is called in both halves, and does not know which gradients are wanted.
+            if isinstance(node, BackwardCFunction) or any(word in node.name() for word in _ALL_AT_ONCE):
+                raise CannotSplit(f"computes all of its gradients at once ({node.name()})", group.leaves)
+    forwards = _ForwardsAgain()
+    before = num_bytes(saved.tensors())
+    try:
+        with torch.no_grad(), forwards:
+            split.run_input(saved)
+            released = num_bytes(saved.tensors()) < before
+            split.run_weights(into_leaves=False)
+    except RuntimeError as error:
+        raise CannotSplit(f"refuses it ({str(error).splitlines()[0]})") from error
+    if forwards.found:
+        raise CannotSplit("runs its forward again in both halves, as torch.utils.checkpoint does")
+    return released

@@ -8,21 +8,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from echelon._torch_private import run_backward
 from echelon.errors import ScheduleError
 from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
-from echelon.pipeline.stage.replay import Autocast, same_buffers
+from echelon.pipeline.stage.replay import Autocast, outside_autocast, same_buffers
 from echelon.pipeline.stage.split_backward import (
+    CannotSplit,
     Gradient,
     Root,
     SavedTensors,
-    SeparateUses,
     SplitBackward,
     edge_of,
     num_bytes,
+    try_halves,
 )
+
+_NOTHING = nullcontext()
 
 
 class _Entry(torch.autograd.Function):
@@ -44,25 +47,21 @@ class _Entry(torch.autograd.Function):
         ctx.gradient = gradient
 
 
-def enter(value: Value) -> Value:
-    """Returns the value with tensors that a stage may write to in place, and that collect their gradients."""
-    return map_tensors(_enter, value)
+class Entered(NamedTuple):
+    """Value that has entered a stage, which may write to it in place."""
+
+    value: Value
+    edges: Sequence[GradientEdge]
+    """Edges at which its gradients leave the stage, one for each tensor that requires a gradient."""
 
 
-def entries(value: Value) -> list[GradientEdge]:
-    """Returns the edges at which the gradients of a value leave a stage, one for each tensor that requires a gradient.
-
-    Args:
-        value: the result of `enter`, before the stage has run.
-    """
-    return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
-
-
-def gradient_at(entry: GradientEdge) -> Gradient:
-    """Returns the gradient that a backward brought to an entry. None if nothing depended on the tensor."""
-    node: Any = entry.node
-    gradient: Gradient = node.gradient
-    return gradient
+def enter(value: Value) -> Entered:
+    """Returns the value with tensors that collect their gradients."""
+    if isinstance(value, torch.Tensor):  # fast path: most stages have one input
+        entered = _enter(value)
+        return Entered(entered, [GradientEdge(entered.grad_fn, 0)] if entered.grad_fn is not None else ())
+    whole = map_tensors(_enter, value)
+    return Entered(whole, [edge_of(tensor) for tensor in tensors_of(whole) if tensor.requires_grad])
 
 
 def copied(value: Value) -> Value:
@@ -70,8 +69,9 @@ def copied(value: Value) -> Value:
     return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value)
 
 
-def _enter(tensor: torch.Tensor) -> Value:
-    return _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+def _enter(tensor: torch.Tensor) -> torch.Tensor:
+    entered: torch.Tensor = _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return entered
 
 
 class Made(NamedTuple):
@@ -79,7 +79,7 @@ class Made(NamedTuple):
 
     output: Value
     roots: list[torch.Tensor]
-    """Tensors at which the backward will start: output tensors that require a gradient, or the loss."""
+    """Tensors at which the backward will start, if they require a gradient: those of the output, or the loss."""
 
 
 class Forward(NamedTuple):
@@ -94,12 +94,8 @@ class Forward(NamedTuple):
     """Called with the three fields above. The stage may write to them in place."""
 
     def run(self) -> Made:
-        """Runs the forward. A backward returns the gradient of the value only after `entered`."""
+        """Runs the forward. A backward returns no gradient of the value."""
         return self.make(self.value, self.kwargs, self.target)
-
-    def entered(self) -> Forward:
-        """Returns this forward with its value entered into the stage."""
-        return Forward(enter(self.value), self.kwargs, self.target, self.make)
 
     def on_copies(self) -> Forward:
         """Returns this forward with copied arguments, so that this one can be run again later."""
@@ -107,26 +103,23 @@ class Forward(NamedTuple):
         return self._replace(value=copied(self.value), kwargs=kwargs, target=copied(self.target))
 
 
-class Halves(NamedTuple):
-    """Settings of a stage's split backward (I and W), found by `probe`."""
+class Finding(NamedTuple):
+    """Result of `Stage.probe`."""
 
-    reused: tuple[nn.Parameter, ...] = ()
-    """Parameters that are used in several places; each use gets an edge of its own in the graph."""
-    frees: bool = True
-    """Whether I uses saved tensors that W does not need, so that releasing them in between saves memory."""
+    output: Value
+    """Output of the stage; its tensors that require a gradient are leaves."""
+    refusal: str = ""
+    """Reason why the backward cannot be split, beginning with the name of the module. Empty if it can."""
 
 
 class _Microbatch:
     """State of one microbatch between forward and the end of backward."""
 
-    __slots__ = ("again", "entries", "roots", "saved", "split")
-
-    def __init__(self) -> None:
-        self.entries: list[GradientEdge] = []
-        self.roots: list[GradientEdge] = []
-        self.saved: SavedTensors | None = None
-        self.split: SplitBackward | None = None
-        self.again: tuple[Forward, Autocast] | None = None
+    entries: Sequence[GradientEdge] = ()
+    roots: Sequence[GradientEdge] = ()
+    saved: SavedTensors | None = None
+    split: SplitBackward | None = None
+    again: tuple[Forward, Autocast] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [
@@ -153,10 +146,11 @@ class Stage:
         self.prefix = prefix
         self.recomputes = False
         """Whether only the input is kept from forward to backward, and the forward is run again."""
-        self.halves = Halves()
         self.is_metered = False
         """Whether `num_bytes` is available. Metering costs some microseconds per layer."""
         self._spreads = spreads
+        self._releases = True
+        """Whether I reads saved tensors that W does not need, so that releasing them in between saves memory."""
         self._held: dict[int, _Microbatch] = {}
 
     def __repr__(self) -> str:
@@ -198,7 +192,8 @@ class Stage:
         # The first run saves no tensors, since the backward goes through the graph of the second. It runs on copies,
         # because the stage may write to its input, which the second run needs as it was.
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_not_kept):
-            return forward.on_copies().entered().run()
+            copies = forward.on_copies()
+            return copies.make(enter(copies.value).value, copies.kwargs, copies.target)
 
     def recompute(self, microbatch: int, *, splits: bool) -> None:
         """Runs the forward again, with the same random numbers and autocast setting.
@@ -226,7 +221,7 @@ class Stage:
         # Without roots (a frozen stage, whose input needs no gradient) there is nothing to compute.
         if roots := self._roots(held, microbatch, gradients):
             run_backward(roots, into_leaves=True)
-        return [gradient_at(entry) for entry in held.entries]
+        return [entry.node.gradient for entry in held.entries]  # type: ignore[attr-defined]
 
     def backward_input(self, microbatch: int, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Runs I: returns the gradients of the inputs, and keeps the state for `backward_weight`.
@@ -237,11 +232,8 @@ class Stage:
         """
         held = self._held[microbatch]
         split = SplitBackward(self._roots(held, microbatch, gradients), held.entries)
-        held.split, held.roots = split, []
-        if held.saved is None:
-            return split.run_input()
-        with held.saved.dropping():
-            return split.run_input(held.saved)
+        held.split, held.roots = split, ()
+        return split.run_input(held.saved)
 
     def backward_weight(self, microbatch: int) -> None:
         """Runs W: adds the parameters' gradients into .grad."""
@@ -249,20 +241,50 @@ class Stage:
         assert held.split is not None, "I comes before W"
         held.split.run_weights()
 
+    def probe(self, forward: Forward) -> Finding:
+        """Runs forward, I and W of one microbatch, and reports whether the backward can be split.
+
+        Gradients, buffers and the state of random generators are the same afterwards. The user's hooks see
+        one run more.
+        """
+        held, self._releases = _Microbatch(), True
+        with torch.random.fork_rng(devices=[]), same_buffers(self.module), torch.enable_grad():
+            made = self._make(held, forward.on_copies(), splits=True)
+            output = map_tensors(_leaf, made.output)
+            roots = [Root(edge_of(tensor), torch.ones_like(tensor)) for tensor in made.roots if tensor.requires_grad]
+            del made  # only `held` and the roots hold the graph now, as in a step
+            assert held.saved is not None
+            try:
+                with outside_autocast():
+                    self._releases = try_halves(SplitBackward(roots, held.entries), held.saved)
+            except CannotSplit as error:
+                return Finding(output, f"{self._owners(error.weights)} {error.reason}")
+        return Finding(output)
+
+    def _owners(self, weights: Sequence[Node]) -> str:
+        """Returns the names of the modules that hold some weights, for the warning."""
+        ids = {id(getattr(node, "variable", None)) for node in weights}
+        names = [
+            f"{f'{self.prefix}{name}'.rstrip('.')} ({type(module).__name__})".lstrip()
+            for name, module in self.module.named_modules()
+            if any(id(parameter) in ids for parameter in module.parameters(recurse=False))
+        ]
+        return " and ".join(names) or f"a module of its {type(self.module).__name__}"
+
     def forget(self) -> None:
         """Drops the state of all microbatches, after a step that failed."""
         self._held.clear()
 
     def _make(self, held: _Microbatch, forward: Forward, splits: bool) -> Made:
-        # Hooks on saved tensors take some microseconds per layer: only to count bytes, or if I can release some.
-        if self.is_metered or (splits and self.halves.frees):
+        # Hooks on saved tensors take 20 us per layer, a sixth of F, I and W of one small layer. So they are there only
+        # to count bytes, or if I can release some.
+        if self.is_metered or (splits and self._releases):
             held.saved = SavedTensors()
-        separate = SeparateUses(self.halves.reused) if splits and self.halves.reused else nullcontext()
+        value = forward.value
         if self.index > 0:  # the first stage's input is the user's: no gradient of it is returned
-            forward = forward.entered()
-            held.entries = entries(forward.value)
-        with nullcontext() if held.saved is None else held.saved.saving(), separate:
-            made = forward.run()
+            value, held.entries = enter(value)
+        with _NOTHING if held.saved is None else held.saved.saving():
+            made = forward.make(value, forward.kwargs, forward.target)
         held.roots = [edge_of(tensor) for tensor in made.roots if tensor.requires_grad]
         return made
 
@@ -276,10 +298,14 @@ class Stage:
         if gradients and not found:
             raise ScheduleError(
                 f"no gradient came back for the output of stage {self.index} for microbatch {microbatch}: stage "
-                f"{self.index + 1} does not use it, or detaches it; if that is meant, freeze stages 0 to {self.index}"
+                f"{self.index + 1} does not use it, or detaches it; if intended, freeze stages 0 to {self.index}"
             )
         return found
 
 
 def _was_not_kept(_: None) -> torch.Tensor:
     raise ScheduleError("a backward came before its forward was run again: plan it with the stage in `recomputed`")
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

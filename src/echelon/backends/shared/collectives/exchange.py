@@ -25,11 +25,11 @@ import torch
 
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import as_bytes, copy_contiguous
-from echelon.backends.native import Call
 from echelon.backends.shared.collectives.rank_region import Shared, SmallBuffers
 from echelon.backends.shared.collectives.streaming import pass_by, stream
 from echelon.backends.shared.collectives.symmetric import SymmetricView
 from echelon.errors import ProtocolError
+from echelon.operation_records import OperationRecord
 
 
 class Meeting(NamedTuple):
@@ -41,7 +41,7 @@ class Meeting(NamedTuple):
     """Copies of the tensors of all ranks, if all were written beside the announcements."""
 
 
-def meet_with(shared: Shared, call: Call, flat: torch.Tensor, small: SmallBuffers | None = None) -> Meeting:
+def meet_with(shared: Shared, call: OperationRecord, flat: torch.Tensor, small: SmallBuffers | None = None) -> Meeting:
     """Announces a large operation on a flat tensor. Blocks until all ranks have announced it.
 
     Args:
@@ -55,11 +55,10 @@ def meet_with(shared: Shared, call: Call, flat: torch.Tensor, small: SmallBuffer
     """
     board = shared.board
     reach = shared.symmetric.reach(as_bytes(flat))
-    board.announce(call, reach.words)
     # Written before `meet`, so one meeting both synchronises and transfers.
     if small is not None and not reach.has_tensor:
         small.write(flat)
-    board.meet(call)
+    board.meet(call, reach.words)
     # Fast path: the group has never allocated symmetric memory.
     if not shared.symmetric.count:
         return Meeting(None, None if small is None else small.places)
@@ -71,7 +70,7 @@ def meet_with(shared: Shared, call: Call, flat: torch.Tensor, small: SmallBuffer
     return Meeting(None if everywhere is None else [part.view(flat.dtype) for part in everywhere], None)
 
 
-def exit_barrier(shared: Shared, call: Call) -> None:
+def exit_barrier(shared: Shared, call: OperationRecord) -> None:
     """Blocks until all ranks are done. No rank reads or writes another's tensor after it."""
     shared.board.tick()
     shared.board.wait_for_all(1, call)
@@ -116,7 +115,7 @@ class Exchange(NamedTuple):
     """Blocks that all ranks have announced. Each rank calls `collect` once, even if it reads nothing."""
 
     shared: Shared
-    call: Call
+    call: OperationRecord
     whole: torch.Tensor | None
     heads: Sequence[Head]
     """Headers, by rank."""
@@ -127,7 +126,7 @@ class Exchange(NamedTuple):
     def meet(
         cls,
         shared: Shared,
-        call: Call,
+        call: OperationRecord,
         whole: torch.Tensor | None,
         sizes: tuple[int, ...],
         facts: tuple[int, ...] = (),
@@ -149,11 +148,10 @@ class Exchange(NamedTuple):
         rooms, number = shared.rooms, call.sequence
         reach = shared.symmetric.reach(whole)
         head = _head(sizes, facts, unread, memory_layout.SHOWN_BYTES)
-        shared.board.announce(call, reach.words)
         rooms.write_text(number, head.text)
         if head.is_shown and whole is not None and sizes:
             _write(rooms.small_at(shared.rank, number), whole.data_ptr(), head)
-        shared.board.meet(call)
+        shared.board.meet(call, reach.words)
         heads = [
             head if rank == shared.rank else _read_head(rooms.read_text(rank, number))
             for rank in range(shared.num_ranks)
@@ -213,7 +211,7 @@ class Exchange(NamedTuple):
             size = head.sizes[number]
             # An error, no assert: under `python -O` a peer's wrong sizes would overwrite memory behind the result.
             if target + size > end:
-                raise ProtocolError(f"rank {owner} of the group showed {size} bytes, for which its rows have no room")
+                raise ProtocolError(f"rank {owner} of the group published {size} bytes, more than its rows take")
             ctypes.memmove(target, source, size)
             target += size
 

@@ -11,14 +11,15 @@ operation of a group maps the group's region, which its first rank allocates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, TypeVarTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from echelon.backends.collective import Collective, CollectiveExecutor, Run
+from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
-from echelon.backends.native import Allocate, AllocateAny, Call, Gathered, NativeCollectives
-from echelon.backends.operators import Operator
 from echelon.backends.shared.collectives import moving, reducing
 from echelon.backends.shared.collectives.rank_region import RankRegions, Shared
 from echelon.backends.shared.collectives.symmetric import SymmetricMemory
@@ -26,9 +27,7 @@ from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Segment, Window
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.errors import PeerFailed
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
+from echelon.operation_records import OperationRecord
 
 
 class Host(Protocol):
@@ -48,7 +47,7 @@ class Host(Protocol):
         """Raises if the group cannot begin an operation."""
         ...
 
-    def check_liveness(self, call: Call, context: int, rank: int | None, board: SyncBlock | None) -> None:
+    def check_liveness(self, call: OperationRecord, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises if waiting for `rank` of the world is in vain. None: this rank waits for its own turn."""
         ...
 
@@ -56,12 +55,12 @@ class Host(Protocol):
         """Returns the time, in seconds."""
         ...
 
-    def map_region(self, call: Call, context: int, ranks: tuple[int, ...]) -> Window:
+    def map_region(self, call: OperationRecord, context: int, ranks: tuple[int, ...]) -> Window:
         """Maps the region of a group. Called once, by its first operation."""
         ...
 
 
-class SharedCollectives(NativeCollectives):
+class SharedMemoryExecutor(CollectiveExecutor):
     """Collectives of one group on one rank."""
 
     def __init__(self, host: Host, context: int, ranks: tuple[int, ...], rank: int) -> None:
@@ -77,62 +76,28 @@ class SharedCollectives(NativeCollectives):
         self._context = context
         self._ranks = ranks
         self._rank = rank
-        self._turnstile = InOrder()
+        self._turns = InOrder()
         # Set by the first operation, as mapping blocks for the offset from the group's first rank.
         self._shared: Shared | None = None
         # Number of the operation in which this rank stopped half-way. Its ticks no longer match the peers', so no later
         # operation may run.
         self._interrupted: int | None = None
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, operator: Operator) -> None:  # noqa: D102
-        self._pass(call, reducing.all_reduce, tensor, operator)
+    def prepare(self, collective: Collective) -> Run:  # noqa: D102
+        run = partial(self._run, _ACTS[collective.kind](collective))
+        return collective.checked(run) if collective.kind == "all_to_all" else run
 
-    def reduce(self, call: Call, tensor: torch.Tensor, dst: int, operator: Operator) -> None:  # noqa: D102
-        self._pass(call, reducing.reduce, tensor, dst, operator)
-
-    def reduce_scatter(  # noqa: D102
-        self, call: Call, tensor: torch.Tensor, operator: Operator, place: Allocate
-    ) -> torch.Tensor:
-        return self._pass(call, reducing.reduce_scatter, tensor, operator, place)
-
-    def broadcast(self, call: Call, tensor: torch.Tensor, src: int) -> None:  # noqa: D102
-        self._pass(call, moving.broadcast, tensor, src)
-
-    def all_gather(self, call: Call, rows: torch.Tensor, place: Allocate) -> torch.Tensor:  # noqa: D102
-        return self._pass(call, moving.all_gather, rows, place)
-
-    def gather(  # noqa: D102
-        self, call: Call, rows: torch.Tensor, dst: int, place: Allocate
-    ) -> torch.Tensor | None:
-        return self._pass(call, moving.gather, rows, dst, place)
-
-    def scatter(  # noqa: D102
-        self, call: Call, tensor: torch.Tensor | None, src: int, place: AllocateAny
-    ) -> torch.Tensor:
-        return self._pass(call, moving.scatter, tensor, src, place)
-
-    def all_to_all(  # noqa: D102
-        self, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate
-    ) -> Gathered:
-        return self._pass(call, moving.all_to_all, rows, splits, place)
-
-    def barrier(self, call: Call) -> None:  # noqa: D102
-        self._pass(call, moving.barrier)
-
-    def empty(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:  # noqa: D102
-        return self._pass(call, _allocate, shape, dtype)
-
-    def _pass(self, call: Call, act: Callable[[Shared, Call, *Ts], T], *arguments: *Ts) -> T:
+    def _run(self, act: _Act, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None) -> Any:
         """Runs an operation when its turn has come. Blocks for earlier ones of the group."""
-        number = call.sequence
+        turns, number = self._turns, call.sequence
         # Fast path: mostly no operation is before this one, and its turn takes no lock.
-        if not self._turnstile.is_open_to(number):
-            self._turnstile.enter(number, lambda: self._host.check_liveness(call, self._context, None, None))
+        if turns.next != number:
+            turns.enter(number, lambda: self._host.check_liveness(call, self._context, None, None))
         try:
             self._host.check(self._context)
             if self._interrupted is not None:
                 raise PeerFailed(self._ranks[self._rank], f"its operation #{self._interrupted} was interrupted")
-            return act(self._shared or self._open(call), call, *arguments)
+            return act(self._shared or self._open(call), call, tensor, out)
         except BaseException:
             # KeyboardInterrupt as well: however the operation ended, peers must not read its announcement as valid.
             self._interrupted = self._interrupted or number
@@ -142,15 +107,14 @@ class SharedCollectives(NativeCollectives):
                 self._shared.board.withdraw(call)
             raise
         finally:
-            self._turnstile.leave(number)
+            turns.leave(number)
 
-    def _open(self, call: Call) -> Shared:
+    def _open(self, call: OperationRecord) -> Shared:
         host, context, ranks = self._host, self._context, self._ranks
         region = host.map_region(call, context, ranks)
 
-        # Refers neither to the board nor to `self`, so no cycle keeps the region mapped after the
-        # group.
-        def check_liveness(board: SyncBlock, rank: int, has_come: Callable[[], bool], call: Call) -> None:
+        # Refers neither to the board nor to `self`, so no cycle keeps the region mapped after the group.
+        def check_liveness(board: SyncBlock, rank: int, has_come: Callable[[], bool], call: OperationRecord) -> None:
             host.check_liveness(call, context, ranks[rank], board)
             # After the cheap checks: asking a rank for its progress is a message over TCP.
             if host.now() >= call.lookout.next_check_at:
@@ -165,5 +129,32 @@ class SharedCollectives(NativeCollectives):
         return self._shared
 
 
-def _allocate(shared: Shared, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return shared.symmetric.allocate(shared.board, call, shape, dtype)
+_Act: TypeAlias = Callable[[Shared, OperationRecord, Any, torch.Tensor | None], Any]
+"""This rank's part of an operation whose turn has come."""
+
+
+def _all_reduce(collective: Collective) -> _Act:
+    is_small = collective.num_bytes <= memory_layout.SMALL_BYTES
+    return partial(reducing.small_all_reduce if is_small else reducing.large_all_reduce, collective.reduction)
+
+
+def _allocate(collective: Collective, shared: Shared, call: OperationRecord, *_: object) -> torch.Tensor:
+    assert collective.shape is not None
+    assert collective.dtype is not None
+    return shared.symmetric.allocate(shared.board, call, collective.shape, collective.dtype)
+
+
+_ACTS: Mapping[str, Callable[[Collective], _Act]] = {
+    "all_reduce": _all_reduce,
+    "reduce": lambda collective: partial(reducing.reduce, collective.root, collective.reduction),
+    "reduce_scatter": lambda collective: partial(reducing.reduce_scatter, collective.reduction),
+    "broadcast": lambda collective: partial(moving.broadcast, collective.root),
+    "all_gather": lambda _: moving.all_gather,
+    "gather": lambda collective: partial(moving.gather, collective.root),
+    "scatter": lambda collective: partial(moving.scatter, collective.root),
+    "all_to_all": lambda collective: partial(moving.all_to_all, collective),
+    # Only gathers exchange numbers of rows. All but the source have none.
+    "broadcast_rows": lambda _: moving.all_gather,
+    "barrier": lambda _: moving.barrier,
+    "empty": lambda collective: partial(_allocate, collective),
+}

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from echelon.backends.collective import Collective, received_buffer, result_buffer
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import dtype_code, dtype_of
-from echelon.backends.native import Allocate, AllocateAny, Call, Gathered
 from echelon.backends.shared.collectives.exchange import Exchange
 from echelon.backends.shared.collectives.rank_region import Shared
+from echelon.operation_records import OperationRecord
 
 _CPU = torch.device("cpu")
 
 
-def barrier(shared: Shared, call: Call) -> None:
+def barrier(shared: Shared, call: OperationRecord, _: None, __: torch.Tensor | None) -> None:
     """Blocks until all ranks have called it."""
-    shared.board.announce(call)
     shared.board.meet(call)
 
 
-def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> None:
+def broadcast(
+    src: int, shared: Shared, call: OperationRecord, tensor: torch.Tensor, _: torch.Tensor | None
+) -> torch.Tensor:
     """Overwrites `tensor` in place with rank `src`'s."""
     is_source = shared.rank == src
     # All ranks know the size here, so small tensors need no header with sizes, and take the path below.
@@ -34,32 +35,36 @@ def broadcast(shared: Shared, call: Call, tensor: torch.Tensor, src: int) -> Non
         exchange.collect(None if is_source else flat, (src,))
         if not is_source and flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
-        return
+        return tensor
     small = shared.rooms.small(call.sequence, tensor.shape, tensor.dtype)
-    shared.board.announce(call)
     if is_source:
         small.write(tensor)
     shared.board.meet(call)
     if not is_source:
         small.read(src, tensor)
+    return tensor
 
 
-def all_gather(shared: Shared, call: Call, rows: torch.Tensor, place: Allocate) -> torch.Tensor:
+def all_gather(shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Returns the rows of all ranks, in rank order. Ranks may have different numbers of rows."""
-    return _collect(_show_rows(shared, call, rows, None), rows, place)
+    return _collect(_show_rows(shared, call, rows, None), rows, out)
 
 
-def gather(shared: Shared, call: Call, rows: torch.Tensor, dst: int, place: Allocate) -> torch.Tensor | None:
+def gather(
+    dst: int, shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor | None:
     """Returns the rows of all ranks on rank `dst`. None on the others."""
     if shared.rank == dst:
         # Block 0 of `dst` is marked unread: nobody else needs its rows, so they are not written.
-        return _collect(_show_rows(shared, call, rows, 0), rows, place)
+        return _collect(_show_rows(shared, call, rows, 0), rows, out)
     # Reads nothing, but must take part: readers of its block may still be busy.
     _show_rows(shared, call, rows, None).collect(None, ())
     return None
 
 
-def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, place: AllocateAny) -> torch.Tensor:
+def scatter(
+    src: int, shared: Shared, call: OperationRecord, tensor: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
     """Returns this rank's part of rank `src`'s tensor, split along dim 0. Only `src` knows its shape and dtype."""
     rank, count = shared.rank, shared.num_ranks
     if tensor is not None and rank == src:
@@ -70,36 +75,36 @@ def scatter(shared: Shared, call: Call, tensor: torch.Tensor | None, src: int, p
         exchange = Exchange.meet(shared, call, None, ())
     # Shape and dtype travel as facts in the header of `src`.
     code, num_rows, *rest = exchange.heads[src].facts
-    part = place((_even(num_rows, count, 0).counts[rank], *rest), dtype_of(code), _CPU)
+    part = received_buffer(out, (_even(num_rows, count, 0).counts[rank], *rest), dtype_of(code), _CPU, tensor)
     exchange.collect(part, (src,), rank)
     return part
 
 
 def all_to_all(
-    shared: Shared, call: Call, rows: torch.Tensor, splits: Sequence[int] | None, place: Allocate
-) -> Gathered:
-    """Sends `splits[r]` rows to each rank r, and returns the rows received, in rank order.
+    collective: Collective, shared: Shared, call: OperationRecord, rows: torch.Tensor, out: torch.Tensor | None
+) -> tuple[torch.Tensor, list[int]]:
+    """Sends `in_splits[r]` rows to each rank r. Returns the rows received, in rank order, and their numbers.
 
-    Without `splits`, rows are split as torch.tensor_split does.
+    Without `in_splits`, rows are split as torch.tensor_split does.
     """
-    rank, count, rows = shared.rank, shared.num_ranks, rows.contiguous()
-    row_bytes = _row_bytes(rows)
-    parts = _even(len(rows), count, row_bytes) if splits is None else _Parts.of(tuple(splits), row_bytes)
-    exchange = Exchange.meet(shared, call, rows, parts.sizes, parts.counts, rank)
+    rank, count, whole = shared.rank, shared.num_ranks, rows.contiguous()
+    row_bytes, splits = _row_bytes(whole), collective.in_splits
+    parts = _even(len(whole), count, row_bytes) if splits is None else _Parts.of(splits, row_bytes)
+    exchange = Exchange.meet(shared, call, whole, parts.sizes, parts.counts, rank)
     counts = [head.facts[rank] for head in exchange.heads]
-    result = place((sum(counts), *rows.shape[1:]))
+    result = result_buffer(out, (sum(counts), *rows.shape[1:]), rows)
     exchange.collect(result, range(count), rank)
-    return Gathered(result, counts)
+    return result, counts
 
 
-def _show_rows(shared: Shared, call: Call, rows: torch.Tensor, unread: int | None) -> Exchange:
+def _show_rows(shared: Shared, call: OperationRecord, rows: torch.Tensor, unread: int | None) -> Exchange:
     whole = rows.contiguous()
     return Exchange.meet(shared, call, whole, (whole.nbytes,), (len(whole),), unread)
 
 
-def _collect(exchange: Exchange, rows: torch.Tensor, place: Allocate) -> torch.Tensor:
-    """Reads the rows of all ranks into a new result."""
-    result = place((sum([head.facts[0] for head in exchange.heads]), *rows.shape[1:]))
+def _collect(exchange: Exchange, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Reads the rows of all ranks into `out` if they fit there, else into a new result."""
+    result = result_buffer(out, (sum([head.facts[0] for head in exchange.heads]), *rows.shape[1:]), rows)
     exchange.collect(result, range(exchange.shared.num_ranks))
     return result
 

@@ -22,6 +22,8 @@ class SmallBuffers(NamedTuple):
 
     rank: int
     """This rank."""
+    own: int
+    """Address of this rank's buffer."""
     places: tuple[torch.Tensor, ...]
     """The buffers, by rank."""
     addresses: tuple[int, ...]
@@ -32,7 +34,7 @@ class SmallBuffers(NamedTuple):
         """Copies a tensor into this rank's buffer."""
         # memmove costs 0.6 us, a call of torch 1.5.
         if tensor.is_contiguous():
-            ctypes.memmove(self.addresses[self.rank], tensor.data_ptr(), self.num_bytes)
+            ctypes.memmove(self.own, tensor.data_ptr(), self.num_bytes)
         else:
             self.places[self.rank].copy_(tensor)
 
@@ -54,8 +56,9 @@ class RankRegions:
         self._starts = [rank * memory_layout.ROOM_BYTES for rank in range(num_ranks)]
         self._memory = region.memory
         self._words = memoryview(region.memory).cast("Q")
-        # The number in the keys is that of the copy, 0 or 1: operations use the two in turns.
-        self._small: dict[tuple[int, torch.Size, torch.dtype], SmallBuffers] = {}
+        self.known: dict[tuple[int, torch.Size, torch.dtype], SmallBuffers] = {}
+        """Buffers that `small` has returned, by number of the copy, shape and dtype. Operations use copies 0 and 1 in
+        turns."""
         self._small_parts: dict[tuple[int, torch.Size, torch.dtype], tuple[tuple[torch.Tensor, ...], ...]] = {}
         self.slot_bytes = memory_layout.slot_bytes(num_ranks)
         """Size of a slot."""
@@ -64,15 +67,15 @@ class RankRegions:
     def small(self, number: int, shape: torch.Size, dtype: torch.dtype) -> SmallBuffers:
         """Returns the buffers of all ranks for the data of small operation `number`."""
         key = (number & 1, shape, dtype)
-        small = self._small.get(key)
+        small = self.known.get(key)
         if small is None:
-            if len(self._small) >= _MAX_CACHED:
-                self._small.clear()
+            if len(self.known) >= _MAX_CACHED:
+                self.known.clear()
             size = shape.numel() * dtype.itemsize
             starts = [start + memory_layout.small_at(number) for start in self._starts]
             views = tuple(self._data[start : start + size].view(dtype).view(shape) for start in starts)
             addresses = tuple(self._address + start for start in starts)
-            small = self._small[key] = SmallBuffers(self._rank, views, addresses, size)
+            small = self.known[key] = SmallBuffers(self._rank, addresses[self._rank], views, addresses, size)
         return small
 
     def small_parts(self, number: int, shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -107,7 +110,7 @@ class RankRegions:
         num_words = self._words[start // memory_layout.WORD_BYTES]
         if num_words > memory_layout.PLACE_BYTES // memory_layout.WORD_BYTES:
             raise ProtocolError(
-                f"rank {rank} of the group showed a text of {num_words} words: {memory_layout.PLACE_BYTES} bytes fit"
+                f"rank {rank} published a header of {num_words} words: {memory_layout.PLACE_BYTES} bytes fit"
             )
         return self._memory[start : start + num_words * memory_layout.WORD_BYTES]
 

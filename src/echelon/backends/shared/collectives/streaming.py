@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echelon.backends.formats.slot_order import pipeline
-from echelon.backends.native import Call
 from echelon.backends.shared.collectives.rank_region import Shared
+from echelon.operation_records import OperationRecord
 
 # All that there are with more than 2 ranks (SLOTS_BYTES / 2 MiB). 3 stages with lag 1 need 3.
 NUM_SLOTS = 4
@@ -16,7 +16,7 @@ Stage = Callable[[int, int], None]
 """Action of one stage: takes the numbers of a piece and of its slot."""
 
 
-def stream(shared: Shared, call: Call, num_pieces: int, *stages: Stage) -> None:
+def stream(shared: Shared, call: OperationRecord, num_pieces: int, *stages: Stage) -> None:
     """Takes every piece through all stages on this rank. Blocks until its last stage is done.
 
     All ranks must have announced the operation and passed `meet`.

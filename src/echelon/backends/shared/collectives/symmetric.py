@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from echelon.backends.native import Call
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory.segment import Segment, Window
 from echelon.errors import ProtocolError, UnsupportedOp
+from echelon.operation_records import OperationRecord
 
 # Views per block: operations repeat the same tensors.
 _MAX_CACHED = 64
@@ -54,7 +54,9 @@ class _Block:
         if view is None:
             # A peer announced the offset: it is checked against the part before it is used.
             if start + num_bytes > self.part_bytes:
-                raise ProtocolError(f"rank {rank} announced {num_bytes} bytes at {start}, of {self.part_bytes}")
+                raise ProtocolError(
+                    f"rank {rank} announced {num_bytes} bytes at {start}, outside its {self.part_bytes}"
+                )
             if len(self.views) >= _MAX_CACHED:
                 self.views.clear()
             begin = rank * self.part_bytes + start
@@ -123,7 +125,9 @@ class SymmetricMemory:
         # This rank's parts in order of address: begin and end in this process, and the block's number.
         self._starts: list[tuple[int, int, int]] = []
 
-    def allocate(self, board: SyncBlock, call: Call, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(
+        self, board: SyncBlock, call: OperationRecord, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Returns a new tensor with undefined values. Collective: blocks until all ranks have called it.
 
         Raises:
@@ -132,8 +136,7 @@ class SymmetricMemory:
         size = torch.Size(shape).numel() * dtype.itemsize
         part_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         first = self._rank == 0
-        board.announce(call, [self._segment.allocate(part_bytes * self._num_ranks) if first else 0])
-        board.meet(call)
+        board.meet(call, [self._segment.allocate(part_bytes * self._num_ranks) if first else 0])
         offset = board.word(0, 0)
         self.count += 1
         window = self._segment.map(offset, part_bytes * self._num_ranks)
@@ -142,7 +145,9 @@ class SymmetricMemory:
         try:
             os.posix_fallocate(self._segment.fd, offset + own, part_bytes)
         except OSError as error:
-            raise UnsupportedOp(f"no memory for a shared tensor of {size} bytes ({error.strerror})") from error
+            raise UnsupportedOp(
+                f"no memory for a shared tensor of {size} bytes: {error.strerror}: free some"
+            ) from error
         # A second mapping, whose end tells that no tensor or view refers to the part any more. The window stays in the
         # block.
         part = self._segment.map(offset + own, part_bytes)

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from echelon.backends.formats import memory_layout
 from echelon.backends.formats.wire import as_sent
-from echelon.backends.native import Call
 from echelon.backends.shared.memory import waiting
 from echelon.backends.shared.memory.segment import Window
 from echelon.backends.shared.memory.waiting import SpinThenSleep
 from echelon.errors import CollectiveMismatch
+from echelon.operation_records import OperationRecord
 
-LookAround = Callable[["SyncBlock", int, Callable[[], bool], Call], None]
+LookAround = Callable[["SyncBlock", int, Callable[[], bool], OperationRecord], None]
 """Callback of a waiting rank, at least every 50 ms: takes the sync block, the awaited rank of the group, a function
 that returns whether it has come, and the operation. Raises to end the wait."""
 
@@ -87,12 +87,15 @@ class SyncBlock:
         self._text = b""
         self._mark = 0
 
-    def announce(self, call: Call, words: Sequence[int] = ()) -> None:
-        """Writes the announcement of this rank's next operation. Peers see it with the next tick.
+    def meet(self, call: OperationRecord, words: Sequence[int] = ()) -> None:
+        """Announces an operation with all data written so far, then blocks until all peers have announced it.
 
         Args:
             call: the operation.
             words: up to 14 numbers for the peers, which read them by `word`.
+
+        Raises:
+            CollectiveMismatch: a peer has announced another one.
         """
         self._number = number = call.sequence & 1
         room = self._rooms[number][self.rank]
@@ -104,13 +107,23 @@ class SyncBlock:
         # The mark holds the number and the signature of all calls so far, so one comparison of words detects most
         # disagreements.
         self._mark = mark = (call.sequence & _LOW_BITS) << 32 | call.signature
-        self._words[room.mark] = mark
+        words_of_all, memory = self._words, self._memory
+        words_of_all[room.mark] = mark
         if words:
             for index, word in enumerate(words, room.mark + 1):
-                self._words[index] = word
+                words_of_all[index] = word
         self._announced = self._ticks
+        self.tick()
+        level = self._announced + 1
+        for peer in self._others[number]:
+            # Fast path: a peer that came earlier costs a comparison and no call.
+            if words_of_all[peer.tick] < level:
+                self._wait(peer, level, call)
+            # Read after the tick, so mark and note are those of the announcement.
+            if words_of_all[peer.mark] != mark or memory[peer.note : peer.note + len(text)] != text:
+                raise self._disagreement(peer, call)
 
-    def withdraw(self, call: Call) -> None:
+    def withdraw(self, call: OperationRecord) -> None:
         """Withdraws the announcement of an operation that this rank gives up."""
         self._words[self._rooms[call.sequence & 1][self.rank].mark] = _WITHDRAWN
 
@@ -129,24 +142,7 @@ class SyncBlock:
                 waiting.wake(self._address + self._own.tick * memory_layout.WORD_BYTES)
                 return
 
-    def meet(self, call: Call) -> None:
-        """Ticks, then blocks until all peers have announced the same operation.
-
-        Raises:
-            CollectiveMismatch: a peer has announced another one.
-        """
-        self.tick()
-        level = self._announced + 1
-        words, memory, text, mark = self._words, self._memory, self._text, self._mark
-        for peer in self._others[self._number]:
-            # Fast path: a peer that came earlier costs a comparison and no call.
-            if words[peer.tick] < level:
-                self._wait(peer, level, call)
-            # Read after the tick, so mark and note are those of the announcement.
-            if words[peer.mark] != mark or memory[peer.note : peer.note + len(text)] != text:
-                raise self._disagreement(peer, call)
-
-    def wait_for_all(self, count: int, call: Call) -> None:
+    def wait_for_all(self, count: int, call: OperationRecord) -> None:
         """Blocks until all peers have made `count` ticks of this operation after their announcement."""
         level = self._announced + 1 + count
         words = self._words
@@ -192,10 +188,10 @@ class SyncBlock:
     def _agrees(self, peer: _Peer, mark: int) -> bool:
         return mark == self._mark and self._memory[peer.note : peer.note + len(self._text)] == self._text
 
-    def _wait(self, peer: _Peer, level: int, call: Call) -> None:
+    def _wait(self, peer: _Peer, level: int, call: OperationRecord) -> None:
         self._wait_for_word(peer, peer.tick, level, call)
 
-    def _wait_for_word(self, peer: _Peer, index: int, level: int, call: Call) -> None:
+    def _wait_for_word(self, peer: _Peer, index: int, level: int, call: OperationRecord) -> None:
         self._waiter.wait(
             self._words,
             index,
@@ -205,7 +201,7 @@ class SyncBlock:
             lambda: self._look_around(self, peer.rank, lambda: self._words[index] >= level, call),
         )
 
-    def _disagreement(self, peer: _Peer, call: Call) -> CollectiveMismatch:
+    def _disagreement(self, peer: _Peer, call: OperationRecord) -> CollectiveMismatch:
         """Returns the mismatch with a peer. If that has withdrawn, blocks until the cause is known and raises it."""
         while (mark := self._words[peer.mark]) == _WITHDRAWN:
             self._wait_for_word(peer, peer.mark, _WITHDRAWN + 1, call)

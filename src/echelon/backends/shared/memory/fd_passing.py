@@ -54,7 +54,7 @@ class FdServer:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise ConnectError(f"processes {missing} did not come for the shared memory") from None
+                raise ConnectError(f"processes {missing} did not fetch the shared memory in time") from None
             with connection:
                 # The process is checked before anything is read, so a stranger cannot make this rank wait for its
                 # token.
@@ -94,7 +94,7 @@ def dial(name: str, token: bytes, giver: int, timeout: float) -> socket.socket:
         connection.settimeout(timeout)
         connection.connect(f"\0{name}")
         if _caller(connection) != giver:
-            raise AuthenticationError(f"another process than {giver} listens on the Unix socket for its shared memory")
+            raise AuthenticationError(f"another process, not {giver}, listens on its Unix socket for shared memory")
         connection.sendall(token)
     except OSError as error:
         connection.close()
@@ -117,13 +117,13 @@ def take(connection: socket.socket, count: int) -> list[int]:
                 _, fds, _, _ = socket.recv_fds(connection, 1, min(count - len(taken), _FDS_AT_ONCE))
                 taken += fds
                 if not fds:
-                    raise ConnectError("no shared memory came over the Unix socket: it was closed")
+                    raise ConnectError("the Unix socket was closed before the shared memory came")
     except OSError as error:
         for fd in taken:
             os.close(fd)
         if isinstance(error, ConnectError):
             raise
-        raise ConnectError(f"no shared memory came over the Unix socket: {error}") from error
+        raise ConnectError(f"the shared memory did not come over the Unix socket: {error}") from error
     # The kernel installs received files without close-on-exec.
     for fd in taken:
         os.set_inheritable(fd, False)

@@ -1,7 +1,7 @@
 """Mappings of shared memory that become private copies in a forked child.
 
 Strategy. Right after a fork, the child replaces each mapping at its address by a private one of the same file
-(MAP_PRIVATE), so its writes reach neither the parent nor another rank. Pages that it has not written still show later
+(MAP_PRIVATE). So its writes reach neither the parent nor another rank. Pages that it has not written still show later
 writes to the file. Received tensors must not change so: the parent reuses their memory once it drops them. The forking
 thread therefore copies them before the fork, and the child puts the copies in place. All of this runs in the one
 forking thread and takes no lock, as a lock held by another thread of the parent would never be released in the child.

@@ -68,7 +68,9 @@ class Segment:
             raise ConnectError("the file received as shared memory cannot be sealed: it is no memfd") from None
         if not stat.S_ISREG(facts.st_mode) or not sealed or facts.st_size != self._size:
             self.close()
-            raise ConnectError(f"shared memory of {facts.st_size} bytes came, not {self._size} sealed against changes")
+            raise ConnectError(
+                f"expected shared memory of {self._size} bytes with sealed size, got {facts.st_size} bytes"
+            )
 
     @property
     def fd(self) -> int:
@@ -112,7 +114,7 @@ class Segment:
         size = _whole_pages(num_bytes)
         # The offset may come from a peer. Beyond the file's end a mapping succeeds, and its first access is a SIGBUS.
         if offset % mmap.PAGESIZE or not 0 <= offset <= self._size - size or size <= 0:
-            raise ConnectError(f"bytes {offset} to {offset + size} are not in a shared memory of {self._size} bytes")
+            raise ConnectError(f"bytes {offset} to {offset + size} are outside a shared memory of {self._size} bytes")
         assert self._file is not None, "mapped after close"
         try:
             memory = Mapping.of(self._file, size, offset)

@@ -134,10 +134,10 @@ class _Meeting:
 
     def _tell(self, rank: int, value: dict[str, str]) -> None:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        self._backend.send(data, rank, Tag(0, _SEQUENCE), self._timeout)
+        self._backend.messages.send(data, rank, Tag(0, _SEQUENCE), self._timeout)
 
     def _hear(self, rank: int) -> dict[str, Any]:
-        data = self._backend.recv(rank, Tag(0, _SEQUENCE), timeout=self._timeout)
+        data = self._backend.messages.recv(rank, Tag(0, _SEQUENCE), timeout=self._timeout)
         try:
             return dict(json.loads(bytes(data.numpy())))
         except (ValueError, TypeError, RecursionError) as error:

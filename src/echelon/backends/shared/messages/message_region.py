@@ -43,6 +43,39 @@ class ArenaWindow(NamedTuple):
     """The window as 64-bit numbers."""
 
 
+class Doorbells:
+    """Eventfds with which the ranks of one host wake each other, one for each."""
+
+    def __init__(self, fds: Sequence[int], number: int) -> None:
+        """Takes over the files.
+
+        Args:
+            fds: by rank.
+            number: of this rank.
+        """
+        self.own = fds[number]
+        """The eventfd that wakes this rank."""
+        self._fds = fds
+        # For each rank, the sleep for which this rank has rung already. One ring is enough, and a ring takes 20 us.
+        self._rung = [0] * len(fds)
+        self._ringing = threading.RLock()  # re-entrant: a tensor may die, and ring, in the very thread that closes
+
+    def ring(self, rank: int, sleep: int) -> None:
+        """Wakes a rank from a sleep, unless this rank has done so already."""
+        if sleep != self._rung[rank]:
+            with self._ringing:  # a closed doorbell's number may be another file's a moment later
+                if self._fds:
+                    self._rung[rank] = sleep
+                    os.eventfd_write(self._fds[rank], 1)
+
+    def close(self) -> None:
+        """Closes the files."""
+        with self._ringing:
+            fds, self._fds = self._fds, ()
+            for fd in fds:
+                os.close(fd)
+
+
 class MessageRegion:
     """Region with the counters and rings of all pairs of one host, as one rank maps it."""
 
@@ -67,7 +100,7 @@ class MessageRegion:
         self.number = number
         self.num_ranks = len(doorbells)
         self._segment = segment
-        self._doorbells = doorbells
+        self.doorbells = Doorbells(doorbells, number)
         region = segment.map(0, _region_bytes(self.num_ranks, sizes))
         self.region = region
         self.words = memoryview(region.memory).cast("Q")
@@ -79,16 +112,8 @@ class MessageRegion:
         self._asleep_words = 2 * self.num_ranks * row // 8
         self._own_asleep = self._asleep_words + number * message_layout.NUM_WORDS
         self._seen_news = self._seen_answers = bytes(row)  # zeros, not a read: a peer may have written already
-        # For each rank, the sleep for which this rank has rung already. One ring is enough, and a ring takes 20 us.
-        self._rung = [0] * self.num_ranks
-        self._ringing = threading.RLock()  # re-entrant: a tensor may die, and ring, in the very thread that closes
         self.num_waiting = 0
         """Number of senders that wait for answers."""
-
-    @property
-    def doorbell(self) -> int:
-        """Eventfd of this rank."""
-        return self._doorbells[self.number]
 
     def news(self, writer: int, reader: int) -> int:
         """Returns the index of the first counter that `writer` stores for `reader`."""
@@ -120,8 +145,8 @@ class MessageRegion:
         fence()
         sleep = self.words[self._asleep_words + rank * message_layout.NUM_WORDS]
         # Odd means asleep, and every sleep has a number of its own: a second message does not ring for the same sleep.
-        if sleep & 1 and sleep != self._rung[rank]:
-            self._ring(rank, sleep)
+        if sleep & 1:
+            self.doorbells.ring(rank, sleep)
 
     def answer(self, writer: int) -> None:
         """Wakes a rank if it waits for answers and sleeps. Called after an answer was stored for it."""
@@ -130,13 +155,8 @@ class MessageRegion:
         if self.words[self.news(writer, self.number) + message_layout.WAITING]:
             self.wake(writer)
 
-    def _ring(self, rank: int, sleep: int) -> None:
-        with self._ringing:  # a closed doorbell's number may be another file's a moment later
-            if self._doorbells:
-                self._rung[rank] = sleep
-                os.eventfd_write(self._doorbells[rank], 1)
-
     # Polling
+
     def has_news(self) -> bool:
         """Whether a peer has stored news since `look`, or an answer that this rank waits for."""
         memory = self.region.memory
@@ -169,13 +189,6 @@ class MessageRegion:
     def wake_up(self) -> None:
         """Marks this rank as awake again."""
         self.words[self._own_asleep] = (self.words[self._own_asleep] | 1) + 1
-
-    def close(self) -> None:
-        """Closes the doorbells."""
-        with self._ringing:
-            doorbells, self._doorbells = self._doorbells, ()
-            for fd in doorbells:
-                os.close(fd)
 
 
 def fence() -> None:

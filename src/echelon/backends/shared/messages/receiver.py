@@ -25,7 +25,8 @@ from echelon.backends.modes import normal_mode
 from echelon.backends.shared.memory.mapping import add_lender
 from echelon.backends.shared.messages import message_region
 from echelon.backends.shared.messages.message_region import MessageRegion
-from echelon.backends.tcp.link import Arrivals, Head
+from echelon.backends.tcp.inbox import Head, Inbox
+from echelon.backends.tcp.link import Receiver
 from echelon.backends.work import Message
 from echelon.errors import EchelonError, ProtocolError, UnsupportedOp
 
@@ -102,8 +103,10 @@ class _Arrival:
         delivery.wrote(self._done)
 
 
-class RingReceiver:
+class RingReceiver(Receiver):
     """Reader of one peer's messages to this rank."""
+
+    is_in_memory = True
 
     def __init__(self, at: MessageRegion, writer: int, max_message_bytes: int) -> None:
         """Starts without an arena, which is mapped at the first large message.
@@ -128,24 +131,18 @@ class RingReceiver:
         self._pieces = 0
         self._arrival: _Arrival | None = None
         self.delivery: IncomingMessage | None = None
-        """The message that is being written, if there is one."""
         self._parts: _Parts | None = None
         # Decoded headers by their bytes: most messages repeat one.
         self._heads: dict[bytes, Head] = {}
         self._latest: dict[Tag, _Known] = {}
         """Last small point-to-point message with each tag."""
 
-    def take_in(self, arrivals: Arrivals) -> bool:
-        """Takes in the next message, or the pieces of it that are there. True if another may follow.
-
-        Raises:
-            ProtocolError: the peer's bytes are no valid message.
-        """
+    def take_in(self, inbox: Inbox) -> bool:  # noqa: D102
         if self._arrival is not None:
             return self._go_on(self._arrival)
         ring_bytes = self._sizes.ring_bytes
         available = self._words[self._news + message_layout.RECORDS] - self._taken
-        if not available:
+        if not available or inbox.is_full():
             return False
         at = self._taken % ring_bytes
         begin = self._ring + at
@@ -153,24 +150,20 @@ class RingReceiver:
             self._memory[begin : begin + message_layout.PREFIX_BYTES], available, at, ring_bytes
         )
         if prefix.head_bytes:
-            self._open(prefix, begin, arrivals)
+            self._open(prefix, begin, inbox)
         self._take_out(prefix.record_bytes)
         return self._arrival is not None or available != prefix.record_bytes
 
-    def has_record(self) -> bool:
-        """Whether the ring holds a record that was not taken in."""
+    def brings_memory(self, num_bytes: int) -> bool:  # noqa: D102
+        # Between these sizes the message lies in its part as a whole, so the part can become the tensor.
+        return self._sizes.inline_bytes < num_bytes <= self._sizes.whole_bytes
+
+    def has_written(self) -> bool:  # noqa: D102
         return self._words[self._news + message_layout.RECORDS] != self._taken
 
     def take(self, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
-        """Fast path for a message whose header equals the last one with this tag. None in all other cases.
-
-        Most messages repeat an earlier header byte for byte, so it need not be decoded or checked again.
-
-        Args:
-            tag: of the message.
-            out: receives the payload; None: a new tensor does.
-            note: the note that the message must have; None: any.
-        """
+        """Takes in the next message if its header equals the last one with `tag`; see `Receiver.take`."""
+        # Most messages repeat an earlier header byte for byte, so it need not be decoded or checked again.
         known = self._latest.get(tag)
         # A large message that is still arriving comes before any record in the ring.
         if known is None or self._arrival is not None:
@@ -200,29 +193,28 @@ class RingReceiver:
             self._told_taken = self._words[self._answers + message_layout.TAKEN] = self._taken
             self._post.answer(self._writer)
 
-    def fail(self, error: EchelonError) -> None:
-        """Fails the message that is being written."""
+    def fail(self, error: EchelonError) -> None:  # noqa: D102
         if self._arrival is not None:
             self._arrival.delivery.fail(error)
             self._arrival = self.delivery = None
 
-    def _open(self, prefix: message_layout.Prefix, begin: int, arrivals: Arrivals) -> None:
+    def _open(self, prefix: message_layout.Prefix, begin: int, inbox: Inbox) -> None:
         start = begin + message_layout.PREFIX_BYTES
         data = self._memory[start : start + prefix.head_bytes]
         head = self._head(data)
         if head.num_bytes > self._sizes.inline_bytes:
-            self._open_part(head, prefix, arrivals)
+            self._open_part(head, prefix, inbox)
             return
         # The peer wrote header and lengths: a payload must end inside its record.
         payload = message_layout.payload_at(prefix.head_bytes)
         if payload + head.num_bytes > prefix.record_bytes:
-            raise ProtocolError(f"record of {prefix.record_bytes} bytes for a payload of {head.num_bytes}")
+            raise ProtocolError(f"payload of {head.num_bytes} bytes in a record of {prefix.record_bytes}")
         # Messages of collectives are not kept: their tag has a new sequence number each time, so none would match.
         if not head.is_signed:
             if len(self._latest) >= _MAX_CACHED:
                 self._latest.clear()
             self._latest[head.tag] = _Known(head, prefix.encode() + data, prefix.record_bytes, payload)
-        arrivals.take_small(head, self._address + begin + payload)
+        inbox.take_small(head, self._address + begin + payload)
 
     def _head(self, data: bytes) -> Head:
         """Decodes a message's header. Cached, as most messages repeat one."""
@@ -230,22 +222,22 @@ class RingReceiver:
         if head is None:
             header, extra = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
             if len(header) < wire.HEADER_BYTES or wire.extra_bytes(header) != len(extra):
-                raise ProtocolError(f"head of {len(data)} bytes: the peer does not speak this protocol")
+                raise ProtocolError(f"header of {len(data)} bytes: the peer does not speak this protocol")
             head = Head.of(wire.decode(header, extra, self._max_message_bytes))
             if len(self._heads) >= _MAX_CACHED:
                 self._heads.clear()
             self._heads[data] = head
         return head
 
-    def _open_part(self, head: Head, prefix: message_layout.Prefix, arrivals: Arrivals) -> None:
+    def _open_part(self, head: Head, prefix: message_layout.Prefix, inbox: Inbox) -> None:
         size = head.num_bytes
         expected = self._sizes.part_bytes(size)
         # The peer wrote offset and length: both are checked before the arena is read.
         if prefix.part_bytes != expected or prefix.part % MIN_PART_BYTES or prefix.part + expected > ARENA_BYTES:
-            raise ProtocolError(f"part of {prefix.part_bytes} bytes at {prefix.part} for a payload of {size}")
+            raise ProtocolError(f"payload of {size} bytes in a part of {prefix.part_bytes} at {prefix.part}")
         if self._parts is None:
             self._parts = _Parts(self._post, self._writer)
-        self.delivery = arrivals.open(head, comes_whole=expected == size)
+        self.delivery = inbox.open(head, comes_whole=expected == size)
         self._arrival = _Arrival(head, self.delivery, prefix, self._parts, self._pieces)
 
     def _go_on(self, arrival: _Arrival) -> bool:

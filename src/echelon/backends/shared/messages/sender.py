@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections import deque
 
 import torch
 
@@ -18,6 +17,7 @@ from echelon.backends.formats.wire import Tag
 from echelon.backends.shared.memory.segment import Window
 from echelon.backends.shared.messages import message_region
 from echelon.backends.shared.messages.message_region import MessageRegion
+from echelon.backends.tcp.link import Outgoing, Sender, SendQueue
 from echelon.backends.work import Work
 from echelon.errors import EchelonError, ProtocolError
 
@@ -25,17 +25,15 @@ from echelon.errors import EchelonError, ProtocolError
 _KEPT_BYTES = 64 << 20
 
 
-class _Outgoing:
+class _Message(Outgoing):
     """Queued message."""
 
-    __slots__ = ("first", "head", "num_pieces", "num_written", "part", "slots", "tag", "tensor", "work")
+    __slots__ = ("first", "head", "num_pieces", "num_written", "part", "slots", "tensor")
 
     def __init__(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None], num_pieces: int) -> None:
+        super().__init__(tag, work)
         self.head = head
         self.tensor = tensor
-        self.tag = tag
-        self.work: Work[None] | None = work
-        """None if nobody waits for it."""
         self.part = -1
         self.num_pieces = num_pieces
         self.num_written = 0
@@ -44,7 +42,74 @@ class _Outgoing:
         self.slots = message_layout.Slots(0)
 
 
-class RingSender:
+class _Parts:
+    """Arena that this rank writes for one peer."""
+
+    def __init__(self, at: MessageRegion, reader: int) -> None:
+        self._region = at
+        self._reader = reader
+        self._arena = Arena()
+        self._window: Window | None = None
+        self._words = memoryview(bytearray()).cast("B")
+        self._lent: dict[int, int] = {}
+        """Size of each part that the reader has not freed yet, by its offset."""
+        self._num_freed = 0
+
+    def take(self, part_bytes: int) -> int | None:
+        """Allocates a part and returns its offset. None if there is no room."""
+        self._collect()
+        part = self._arena.take(part_bytes)
+        if part is None:
+            return None
+        self._lent[part[0]] = part[1]
+        return part[0]
+
+    def give_back(self, start: int) -> None:
+        """Takes back a part that the reader never saw."""
+        self._free(start, self._lent.pop(start))
+
+    def write(self, source: int, num_bytes: int, piece: int, start: int, slot: int) -> None:
+        """Copies a piece of a message.
+
+        Args:
+            source: address of the piece in this process.
+            num_bytes: its size.
+            piece: its number among all pieces.
+            start: offset of the part.
+            slot: the piece's place in the part, in pieces.
+        """
+        at = self._mapped().address + message_region.PARTS + start + slot * self._region.sizes.piece_bytes
+        # The slot is stored before the piece is counted, so the reader finds it with the counter.
+        self._words[message_region.SLOT_WORDS + piece % message_region.NUM_SLOT_WORDS] = slot
+        ctypes.memmove(at, source, num_bytes)
+
+    def _collect(self) -> None:
+        """Takes back the parts that the reader has freed."""
+        while self._lent:
+            # In the order of their numbers: a part whose word is late keeps later ones waiting, and none is missed.
+            number = self._num_freed
+            part = message_layout.freed_part(self._words[number % message_region.NUM_FREED_WORDS], number)
+            if part is None:
+                return
+            size = self._lent.pop(part * MIN_PART_BYTES, None)
+            if size is None:
+                raise ProtocolError(f"part {part} freed, which was not in use: the peer does not speak this protocol")
+            self._num_freed = number + 1
+            self._free(part * MIN_PART_BYTES, size)
+
+    def _free(self, start: int, size: int) -> None:
+        whole = self._arena.give_back(start, size)
+        # MADV_REMOVE frees the pages of the file for all processes; the range is wholly free, so no tensor lies in it.
+        if whole is not None and whole >= _KEPT_BYTES:
+            self._mapped().memory.madvise(mmap.MADV_REMOVE, message_region.PARTS + whole, MAX_PART_BYTES)
+
+    def _mapped(self) -> Window:
+        if self._window is None:
+            self._window, self._words = self._region.map_arena(self._region.number, self._reader)
+        return self._window
+
+
+class RingSender(Sender):
     """Writer of this rank's messages to one peer."""
 
     def __init__(self, at: MessageRegion, reader: int) -> None:
@@ -65,43 +130,22 @@ class RingSender:
         self._memory = at.region.memory
         self._ring = at.ring(at.number, reader)
         self._ring_address = at.region.address + self._ring
-        self.queue: deque[_Outgoing] = deque()
-        """Messages that are not wholly written yet, in order."""
+        self.queue: SendQueue[_Message] = SendQueue()
         self._waits = False
         self._records = self._pieces = 0
-        self._arena = Arena()
-        self._window: Window | None = None
-        self._arena_words = memoryview(bytearray()).cast("B")
-        self._lent: dict[int, int] = {}
-        """Size of each part that the reader has not freed yet, by its offset."""
-        self._num_freed = 0
+        self._parts = _Parts(at, reader)
 
-    @property
-    def owes(self) -> bool:
-        """Whether a queued message has a caller that waits for it."""
-        return any(outgoing.work is not None for outgoing in self.queue)
-
-    def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:
-        """Writes a message, or queues it. `work` completes when all of it is written.
-
-        Args:
-            head: the frame without its payload.
-            tensor: contiguous; it must not change before `work` is done.
-            tag: of the message.
-            work: completed or failed by this sender.
-        """
-        if self.put(head, tensor):
+    def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:  # noqa: D102
+        if self.put(head, tensor, tag):
             work.complete()
             return
-        self.queue.append(_Outgoing(head, tensor, tag, work, self._sizes.num_pieces(tensor.nbytes)))
+        self.queue.append(_Message(head, tensor, tag, work, self._sizes.num_pieces(tensor.nbytes)))
         self.flush()
 
-    def put(self, head: bytes, tensor: torch.Tensor) -> bool:
-        """Fast path: writes a small message if the queue is empty and it fits. False otherwise."""
+    def put(self, head: bytes, tensor: torch.Tensor, tag: Tag) -> bool:  # noqa: ARG002, D102
         return not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor)
 
-    def flush(self) -> None:
-        """Writes as much of the queue as there is room for."""
+    def flush(self) -> None:  # noqa: D102
         self._write_all()
         if self.queue and not self._waits:
             # Then tries again: room made before `waiting` was stored rang for nobody, and another thread of this rank
@@ -123,34 +167,12 @@ class RingSender:
             if outgoing.work is not None:
                 outgoing.work.complete()
 
-    def abandon(self, context: int, error: EchelonError) -> None:
-        """Fails the queued messages of a context's collectives.
-
-        A message that has begun is still written to its end, since its reader expects all pieces, but nobody waits for
-        it.
-        """
-        kept: deque[_Outgoing] = deque()
-        for outgoing in self.queue:
-            if not outgoing.tag.is_collective_of(context):
-                kept.append(outgoing)
-                continue
-            if outgoing.work is not None:
-                outgoing.work.complete(error=error)
-                outgoing.work = None
-            if outgoing.part >= 0:
-                kept.append(outgoing)
-        self.queue = kept
-
-    def fail(self, error: EchelonError) -> None:
-        """Fails all queued messages."""
-        for outgoing in self.queue:
-            if outgoing.work is not None:
-                outgoing.work.complete(error=error)
-        self.queue.clear()
+    def fail(self, error: EchelonError) -> None:  # noqa: D102
+        super().fail(error)
         self._post.num_waiting -= self._waits
         self._waits = False
 
-    def _write(self, outgoing: _Outgoing) -> bool:
+    def _write(self, outgoing: _Message) -> bool:
         """Writes as much of a message as there is room for. True if all of it is written."""
         tensor = outgoing.tensor
         if tensor.nbytes <= self._inline_bytes:
@@ -163,7 +185,7 @@ class RingSender:
             slot = outgoing.slots.next(words[self._answers + message_layout.DRAINED] - outgoing.first)
             if slot is None:
                 return False
-            self._copy_piece(outgoing, slot)
+            self._write_piece(outgoing, slot)
             outgoing.num_written += 1
             self._pieces += 1
             # Memory order: the piece first, then its counter, then the bell. x86-64 keeps the order of stores.
@@ -189,24 +211,23 @@ class RingSender:
         self._post.wake(self._reader)
         return True
 
-    def _begin(self, outgoing: _Outgoing) -> bool:
+    def _begin(self, outgoing: _Message) -> bool:
         """Allocates a part for a large message and writes its record into the ring. False if there is no room."""
         size = message_layout.record_bytes(len(outgoing.head), 0)
         num_bytes = outgoing.tensor.nbytes
         part_bytes = self._sizes.part_bytes(num_bytes)
-        self._collect()
-        part = self._arena.take(part_bytes)
+        part = self._parts.take(part_bytes)
         if part is None:
             return False
         at = self._room(size)
         if at is None:
-            self._give_back(*part)
+            self._parts.give_back(part)
             return False
-        outgoing.part = part[0]
+        outgoing.part = part
+        outgoing.has_begun = True
         outgoing.first = self._pieces
         outgoing.slots = message_layout.Slots(self._sizes.num_pieces(part_bytes))
-        self._lent[part[0]] = part[1]
-        prefix = message_layout.Prefix(size, len(outgoing.head), part[0], part_bytes).encode()
+        prefix = message_layout.Prefix(size, len(outgoing.head), part, part_bytes).encode()
         begin = self._ring + at
         self._memory[begin : begin + len(prefix) + len(outgoing.head)] = prefix + outgoing.head
         self._records += size
@@ -229,35 +250,8 @@ class RingSender:
             self._records += place.skip
         return place.start
 
-    def _copy_piece(self, outgoing: _Outgoing, slot: int) -> None:
-        num_bytes, piece_bytes = outgoing.tensor.nbytes, self._sizes.piece_bytes
+    def _write_piece(self, outgoing: _Message, slot: int) -> None:
+        tensor, piece_bytes = outgoing.tensor, self._sizes.piece_bytes
         done = outgoing.num_written * piece_bytes
-        at = self._mapped().address + message_region.PARTS + outgoing.part + slot * piece_bytes
-        # The slot is stored before the piece is counted, so the reader finds it with the counter.
-        self._arena_words[message_region.SLOT_WORDS + self._pieces % message_region.NUM_SLOT_WORDS] = slot
-        ctypes.memmove(at, outgoing.tensor.data_ptr() + done, min(piece_bytes, num_bytes - done))
-
-    def _collect(self) -> None:
-        """Takes back the parts that the reader has freed."""
-        while self._lent:
-            # In the order of their numbers: a part whose word is late keeps later ones waiting, and none is missed.
-            number = self._num_freed
-            part = message_layout.freed_part(self._arena_words[number % message_region.NUM_FREED_WORDS], number)
-            if part is None:
-                return
-            size = self._lent.pop(part * MIN_PART_BYTES, None)
-            if size is None:
-                raise ProtocolError(f"part {part} freed, which it does not have: the peer does not speak this protocol")
-            self._num_freed = number + 1
-            self._give_back(part * MIN_PART_BYTES, size)
-
-    def _give_back(self, start: int, size: int) -> None:
-        whole = self._arena.give_back(start, size)
-        # MADV_REMOVE frees the pages of the file for all processes; the range is wholly free, so no tensor lies in it.
-        if whole is not None and whole >= _KEPT_BYTES:
-            self._mapped().memory.madvise(mmap.MADV_REMOVE, message_region.PARTS + whole, MAX_PART_BYTES)
-
-    def _mapped(self) -> Window:
-        if self._window is None:
-            self._window, self._arena_words = self._post.map_arena(self._post.number, self._reader)
-        return self._window
+        num_bytes = min(piece_bytes, tensor.nbytes - done)
+        self._parts.write(tensor.data_ptr() + done, num_bytes, self._pieces, outgoing.part, slot)

@@ -24,6 +24,7 @@ def binomial_scatter(num_ranks: int, src: int) -> Plan:
     while half > 1:
         half //= 2
         steps: dict[int, Round] = {}
+        # A holder is left out if there are no ranks behind it: p need be no power of two.
         for holder in range(0, num_ranks - half, 2 * half):
             first = holder + half
             chunks = tuple((relative + src) % num_ranks for relative in range(first, min(first + half, num_ranks)))
@@ -62,6 +63,7 @@ def binomial_broadcast(num_ranks: int, src: int) -> Plan:
 
     In every round each rank that has the chunk sends it to a rank that does not (Thakur, Rabenseifner and Gropp, 2005).
     """
+    # Relative ranks below `reached` have the chunk. Their number doubles in each round.
     rounds: list[list[Round]] = [[] for _ in range(num_ranks)]
     reached = 1
     while reached < num_ranks:

@@ -10,7 +10,7 @@ from echelon.collectives.plans.plan import Copy, Numbers, Plan, Program, Recv, R
 
 def joined(name: str, *plans: Plan) -> Plan:
     """Returns the plan that runs plans of equally many ranks one after the other."""
-    num_chunks = max(plan.num_chunks for plan in plans)
+    num_chunks = max(plan.num_chunks for plan in plans)  # chunks keep their numbers from plan to plan
     programs = zip(*(plan.rounds for plan in plans), strict=True)
     return Plan(name, num_chunks, tuple(sum(parts, ()) for parts in programs))
 
@@ -30,6 +30,7 @@ def mirrored(name: str, plan: Plan, reduces: bool = False) -> Plan:
 
 def _returned(step: Step, reduces: bool) -> Step:
     assert not isinstance(step, Copy), "a copy cannot be taken back"
+    # The receiver of a message sends it back: a reduction of a reduce-scatter becomes a send of the all-gather.
     if not isinstance(step, Send):
         return Send(step.peer, step.chunks)
     return Reduce(step.peer, step.chunks) if reduces else Recv(step.peer, step.chunks)
@@ -58,6 +59,7 @@ class Part(NamedTuple):
 def assembled(name: str, num_ranks: int, num_chunks: int, parts: Iterable[Part]) -> Plan:
     """Returns the plan in which every rank runs its parts one after the other."""
     programs: list[Program] = [()] * num_ranks
+    # Parts of disjoint ranks run at the same time: only messages order ranks, not the numbers of rounds.
     for part in parts:
         for rank, program in part.programs():
             programs[rank] += program

@@ -17,6 +17,7 @@ def dissemination_barrier(num_ranks: int) -> Plan:
     distance = 1
     while distance < num_ranks:
         for rank in range(num_ranks):
+            # Without chunks: that the message comes is all that it says.
             rounds[rank].append((Send((rank + distance) % num_ranks, ()), Recv((rank - distance) % num_ranks, ())))
         distance *= 2
     return Plan("dissemination barrier", 0, tuple(map(tuple, rounds)))

@@ -30,9 +30,9 @@ from echelon.collectives.plans.plan import Numbers, Plan
 def hierarchical_all_gather(hosts: Hosts) -> Plan:
     """Brings chunk r of every rank r to all ranks: ceil(log2 h) + ceil(log2 k) rounds.
 
-    All-gathers between the i-th ranks of all hosts, (h - 1) n / p bytes from each rank over the network, then inside
-    each host, n (k - 1) / k bytes. With hosts of different sizes: a binomial gather, an all-gather between the first
-    ranks, a binomial broadcast of all n bytes.
+    First all-gathers between the i-th ranks of all hosts: (h - 1) n / p bytes from each rank over the network. Then
+    all-gathers inside each host: n (k - 1) / k bytes. With hosts of different sizes: a binomial gather, an all-gather
+    between the first ranks, a binomial broadcast of all n bytes.
     """
     members = members_of(hosts)
     between = recursive_doubling_all_gather(len(members))
@@ -53,10 +53,11 @@ def hierarchical_all_gather(hosts: Hosts) -> Plan:
 def hierarchical_reduce_scatter(hosts: Hosts) -> Plan:
     """Leaves chunk r, combined over all ranks, on rank r: ceil(log2 k) + ceil(log2 h) rounds.
 
-    Reduce-scatters inside each host, n (k - 1) / k bytes from each rank, then between the i-th ranks of all hosts,
-    (h - 1) n / p bytes over the network. With hosts of different sizes: a binomial reduce of all n bytes, a
+    First reduce-scatters inside each host: n (k - 1) / k bytes from each rank. Then between the i-th ranks of all
+    hosts: (h - 1) n / p bytes over the network. With hosts of different sizes: a binomial reduce of all n bytes, a
     reduce-scatter between the first ranks, a binomial scatter.
     """
+    # Inside first: only the sums of a host cross the network, not the tensors of its ranks.
     members = members_of(hosts)
     between = recursive_halving_reduce_scatter(len(members))
     if is_even(members):
@@ -123,6 +124,7 @@ def hierarchical_all_reduce(hosts: Hosts) -> Plan:
         if is_even(members)
         else (lambda size: binomial_reduce(size, 0), lambda size: binomial_broadcast(size, 0))
     )
+    # On even hosts each rank takes its own share to the other hosts, so all ranks use the network at once.
     parts = [Part(scatter(len(ranks)), ranks, shares) for ranks in members]
     for speaker, share in enumerate(shares):
         column = tuple(ranks[speaker] for ranks in members)
@@ -165,6 +167,7 @@ def hierarchical_barrier(hosts: Hosts) -> Plan:
         parts = [Part(dissemination_barrier(len(ranks)), ranks, ()) for ranks in members]
         parts += [Part(between, column, ()) for column in zip(*members, strict=True)]
     else:
+        # Gather and broadcast of no chunks: messages that only say that a rank has come, or may go.
         parts = [Part(binomial_gather(len(ranks), 0), ranks, [()] * len(ranks)) for ranks in members]
         parts.append(Part(between, tuple(ranks[0] for ranks in members), ()))
         parts += [Part(binomial_broadcast(len(ranks), 0), ranks, [()]) for ranks in members]

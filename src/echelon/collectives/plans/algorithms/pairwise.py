@@ -18,6 +18,7 @@ def pairwise_all_to_all(num_ranks: int) -> Plan:
     def program(rank: int) -> Program:
         pairs = (((rank + far) % num_ranks, (rank - far) % num_ranks) for far in range(1, num_ranks))
         exchanges = ((Send(dst, (dst,)), Recv(src, (num_ranks + src,))) for dst, src in pairs)
+        # Results have chunks of their own, so no message overwrites a part that is still to be sent.
         return ((Copy(rank, num_ranks + rank),), *exchanges)
 
     return Plan("pairwise all-to-all", 2 * num_ranks, tuple(map(program, range(num_ranks))))

@@ -16,9 +16,10 @@ def recursive_doubling_all_reduce(num_ranks: int) -> Plan:
     In round k partners 2^k apart exchange their values (Thakur, Rabenseifner and Gropp, 2005, section 4.3). Both
     combine the lower rank's value with the higher rank's, in this order, so the results are bit-identical.
 
-    If p is no power of two, there are 2 more rounds: of the first 2 (p - 2^floor(log2 p)) ranks, every even rank sends
-    its value to the next rank in the first round, and gets the result from it in the last.
+    If p is no power of two, there are 2 more rounds for the first 2 (p - 2^floor(log2 p)) ranks. Every even one of
+    them sends its value to the next rank in the first round, and gets the result from it in the last.
     """
+    # Of each folded pair only the odd rank takes part, so that the active ranks are a power of two.
     num_active = 1 << num_ranks.bit_length() - 1
     num_folded = num_ranks - num_active
     active = [2 * index + 1 if index < num_folded else index + num_folded for index in range(num_active)]
@@ -35,6 +36,7 @@ def recursive_doubling_all_reduce(num_ranks: int) -> Plan:
 
 
 def _exchanges(index: int, active: list[int]) -> Program:
+    # The lower rank's value comes first on both sides, so both get the same bits.
     partners = (index ^ 1 << number for number in range(len(active).bit_length() - 1))
     return tuple(
         (Send(active[partner], _ALL), Reduce(active[partner], _ALL, received_first=partner < index))

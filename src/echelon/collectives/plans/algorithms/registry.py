@@ -77,6 +77,7 @@ def _rooted(make: Callable[[int, int], Plan]) -> Callable[[Hosts, int], Plan]:
     return lambda hosts, root: make(len(hosts), root)
 
 
+# Formulas are text: the docs show them, and the tests evaluate them and compare them with the simulation.
 _ALGORITHMS = (
     Algorithm(
         "all_reduce",

@@ -1,0 +1,111 @@
+"""Control plane of one rank: where the other ranks are, whether they live, and how a rank leaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from echelon.backends.inherited import inherited_error
+from echelon.backends.status import Question, Status
+from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, fails, reason_of
+from echelon.operation_records import FlightRecorder
+
+
+class ControlPlane(ABC):
+    """Knowledge of one rank about the others: hosts, status, failures; and the end of this rank."""
+
+    def __init__(
+        self, rank: int, world_size: int, recorder: FlightRecorder | None = None, hosts: Sequence[int] | None = None
+    ) -> None:
+        """Describes the rank.
+
+        Args:
+            rank: this rank.
+            world_size: number of ranks.
+            recorder: records the operations of this rank; None: a new one.
+            hosts: the host of each rank, by number; None: all share one.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.recorder = FlightRecorder() if recorder is None else recorder
+        """Records the last operations of this rank."""
+        self.hosts = (0,) * world_size if hosts is None else tuple(hosts)
+        """The host of each rank, by number: ranks with equal numbers share one. The same on every rank."""
+        self._process = os.getpid()
+
+    @abstractmethod
+    def close(self, timeout: float) -> None:
+        """Drains the sends, tells the peers and frees all connections. A second call does nothing.
+
+        Raises:
+            Timeout: a rank did not take all messages in `timeout` seconds. Everything is freed.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str, origin: int | None = None) -> None:
+        """Tells every peer that this rank gives up, then closes without waiting. Peers get PeerFailed with `reason`.
+
+        Args:
+            reason: the cause, in one line.
+            origin: the rank that it began with; None: this one.
+        """
+
+    @abstractmethod
+    def revoke(self, context: int, ranks: Iterable[int], failure: Failure) -> Failure:
+        """Revokes a context: its pending and future collectives fail with `failure` on all `ranks`.
+
+        Returns the first failure that this rank knows of for the context: `failure`, or an earlier one.
+
+        A collective that fails on one rank leaves others waiting for this rank, not for the one that is gone. They
+        raise the first cause instead of waiting for their timeout.
+        """
+
+    # Optional: more to say in errors
+
+    def ask(self, ranks: Iterable[int], question: Question, timeout: float) -> dict[int, Status]:  # noqa: ARG002
+        """Asks other ranks for their status. Returns the answers that come within `timeout` seconds."""
+        return {}
+
+    def last_heard(self, rank: int) -> str:  # noqa: ARG002
+        """Returns the note of the last collective message of a rank. Empty if there was none."""
+        return ""
+
+    # Optional: comparison of calls in `close`
+
+    def join(self, context: int, ranks: Sequence[int]) -> None:  # noqa: B027
+        """Adds a group to the groups whose calls `close` compares; `ranks` are the world's, this one included."""
+
+    def keep_silent(self) -> None:  # noqa: B027
+        """Switches off the comparison of calls in `close`: ranks may end with different numbers of calls."""
+
+    def difference(self) -> CollectiveMismatch | None:
+        """Returns, after `close`, the first difference to the calls of ranks that closed before.
+
+        None if there is none, or if it cannot be known.
+        """
+        return None
+
+    # For implementations
+
+    def close_reason(self) -> PeerFailed:
+        """Makes the failure that peers see when this rank closes: closed in good order, or because of an error."""
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            reason = reason_of(error) if fails(error) else "it has closed its group"
+        else:
+            during = "" if error is None else f" while it handled {type(error).__name__}: {error}"
+            reason = f"it has closed its group{during}"
+        return PeerFailed(self.rank, f"{reason}, {self.recorder.activity()}", has_closed=not fails(error))
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the rank's process, and so has no part in its world."""
+        return os.getpid() != self._process
+
+    def closed_error(self) -> Closed:
+        """Makes the error for a call after `close`, or in a forked child."""
+        if self.is_inherited:
+            return inherited_error(f"the backend of rank {self.rank}", self._process)
+        return Closed(f"the backend of rank {self.rank} is closed: make a new one")

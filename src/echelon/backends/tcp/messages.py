@@ -1,0 +1,232 @@
+"""Messages of one rank over the links to its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from echelon.backends.delivery import ANY, Receive
+from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
+from echelon.backends.memory import dtype_code
+from echelon.backends.messages import Messages, PreparedReceive, PreparedSend
+from echelon.backends.operators import Combine
+from echelon.backends.tcp.parting import Parting
+from echelon.backends.tcp.peers import Peers
+from echelon.backends.tcp.progress import WaitScope
+from echelon.backends.work import Message, Received, Work
+from echelon.errors import Closed, EchelonError, Timeout
+
+
+class TcpMessages(Messages):
+    """Sends and receives of one rank. A message takes the link of its peer: a socket, or memory that both map."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        peers: Peers,
+        parting: Parting,
+        closed_error: Callable[[], Closed],
+    ) -> None:
+        super().__init__(rank, world_size, timeout)
+        self.progress = progress = peers.progress
+        """Drives the Works of these messages."""
+        self._peers = peers
+        self._links = peers.links
+        self._look_for = peers.poller.look_for
+        self._may_spin = progress.may_spin
+        self._mailbox = peers.mailbox
+        self._failures = peers.mailbox.failures
+        self._parting = parting
+        self._closed_error = closed_error
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
+        self.check_send(tensor, dst)
+        if type(tag) is not Tag:
+            tag = Tag.of(tag)
+        return self.send_frame(message_head(tag, tensor.dtype, tensor.shape, note), tensor, dst, tag)
+
+    def send_frame(self, head: bytes, tensor: torch.Tensor, dst: int, tag: Tag) -> Work[None]:
+        """Starts to send a checked tensor behind the encoded head of its message."""
+        progress = self.progress
+        work: Work[None] = Work(progress, Passage("send to", dst, tag), self.timeout)
+        with progress.lock:
+            if progress.is_closed:
+                raise self._closed_error()
+            if error := self._failures.of(dst, tag):
+                work.complete(error=error)
+                return work
+            if tag.sequence == 0:
+                self._parting.sent[dst] += 1
+            sender = self._links[dst].sender
+            num_before = len(sender.queue)
+            try:
+                sender.send(head, tensor, tag, work)
+            except (OSError, EchelonError) as failure:
+                self._peers.on_send_error(dst, failure)
+            if num_before and len(sender.queue) <= num_before:
+                progress.wake_waiters()  # a message of another thread has left
+            if not work.has_ended:
+                progress.call_background()
+        return work
+
+    def irecv(  # noqa: D102
+        self,
+        src: int,
+        tag: int | Tag = 0,
+        *,
+        out: torch.Tensor | None = None,
+        note: str | None = "",
+        must_fit: bool = True,
+        combine: Combine | None = None,
+    ) -> Work[torch.Tensor]:
+        self.check_receive((src,), out)
+        if type(tag) is not Tag:
+            tag = Tag.of(tag)
+        work: Work[torch.Tensor] = Work(self.progress, Passage("receive from", src, tag), self.timeout)
+        self._post(Receive(work, src, tag, out, note, must_fit=must_fit, combine=combine))
+        return work
+
+    def irecv_any(  # noqa: D102
+        self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
+    ) -> Work[Received]:
+        self.check_receive(sources)
+        tag = Tag.of(tag)
+        work: Work[Received] = Work(self.progress, f"receive from any rank, {tag}", self.timeout)
+        self._post(Receive(work, ANY, tag, None, note, sources))
+        return work
+
+    def _post(self, receive: Receive) -> None:
+        progress = self.progress
+        with progress.lock:
+            if progress.is_closed:
+                raise self._closed_error()
+            self._mailbox.post(receive)
+            self._peers.reader.on_post(receive, self._links)
+            if not receive.work.has_ended:
+                progress.call_background()
+
+    def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
+        error = Timeout(f"{work.description}: withdrawn after its timeout")
+        with self.progress.lock:
+            self._mailbox.withdraw(work, error, self._peers.deliveries())
+            self.progress.wake()
+
+    def will_wait(self) -> WaitScope:  # noqa: D102
+        return self.progress.wait_scope
+
+    def prepare_send(  # noqa: D102
+        self, dst: int, tag: Tag, shape: torch.Size, dtype: torch.dtype, *, note: str = ""
+    ) -> PreparedSend:
+        return TcpSend(self, dst, tag, note, message_head(tag, dtype, shape, note))
+
+    def prepare_receive(  # noqa: D102
+        self, src: int, tag: Tag, *, note: str | None = "", must_fit: bool = True
+    ) -> PreparedReceive:
+        return TcpReceive(self, src, tag, note, must_fit)
+
+    def put(self, head: bytes, tensor: torch.Tensor, dst: int, tag: Tag) -> bool:
+        """Fast path of `TcpSend`."""
+        progress = self.progress
+        with progress.lock:
+            if progress.is_closed or self._failures.of(dst, tag):
+                return False
+            is_sent = self._links[dst].sender.put(head, tensor, tag)
+            if is_sent and tag.sequence == 0:
+                self._parting.sent[dst] += 1
+            return is_sent
+
+    def take(self, src: int, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Fast path of `TcpReceive`."""
+        link = self._links.get(src)
+        if link is None or (src, tag) in self._mailbox.unclaimed:
+            return None
+        receiver = link.receiver
+        # The link is polled before the lock is taken: `has_written` needs none.
+        if not (receiver.has_written() or (receiver.is_in_memory and self._may_spin() and self._look_for(receiver))):
+            return None
+        with self.progress.lock:
+            if self.progress.is_closed or not self._mailbox.is_free(src, tag):
+                return None
+            message = receiver.take(tag, out, note)
+            if message is not None and tag.sequence == 0:
+                self._mailbox.claimed[src] += 1
+            return message
+
+    def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: D102
+        link = self._links.get(src)
+        return link is not None and link.receiver.brings_memory(num_bytes)
+
+    def keeps_messages(self, src: int) -> bool:  # noqa: D102
+        link = self._links.get(src)
+        return link is not None and link.receiver.is_in_memory
+
+    # For messages that another way carries, announced here
+
+    def when_ended(self, work: Work[Any], callback: Callable[[], None]) -> None:
+        """Calls `callback` when a Work of these messages ends, in any thread and under the lock.
+
+        It must neither wait nor send.
+        """
+        with self.progress.lock:
+            work.on_completion(callback)
+
+    def end(self, complete: Callable[[], object]) -> None:
+        """Calls `complete`, which ends a Work that `progress` drives, and wakes the waiting threads."""
+        with self.progress.lock:
+            complete()
+            self.progress.wake()
+
+
+class TcpSend(PreparedSend):
+    """Sends of one shape and dtype, with the encoded head of the message."""
+
+    __slots__ = ("_head", "_tcp")
+
+    def __init__(self, messages: TcpMessages, dst: int, tag: Tag, note: str, head: bytes) -> None:
+        super().__init__(messages, dst, tag, note)
+        self._tcp = messages
+        self._head = head
+
+    def at_once(self, tensor: torch.Tensor) -> bool:  # noqa: D102
+        # `start` refuses the others.
+        if not (tensor.is_cpu and tensor.layout is torch.strided):
+            return False
+        return self._tcp.put(self._head, tensor, self.dst, self.tag)
+
+    def start(self, tensor: torch.Tensor) -> Work[None]:  # noqa: D102
+        return self._tcp.send_frame(self._head, tensor, self.dst, self.tag)
+
+
+class TcpReceive(PreparedReceive):
+    """Receives of one rank's messages, which may lie in memory already."""
+
+    __slots__ = ("_tcp",)
+
+    def __init__(self, messages: TcpMessages, src: int, tag: Tag, note: str | None, must_fit: bool) -> None:
+        super().__init__(messages, src, tag, note, must_fit)
+        self._tcp = messages
+
+    def at_once(self, out: torch.Tensor | None = None) -> Message | None:  # noqa: D102
+        return self._tcp.take(self.src, self.tag, out, self._note)
+
+
+class Passage(NamedTuple):
+    """Description of a Work for a message, formatted only when it is shown: most are not."""
+
+    what: str
+    rank: int
+    tag: Tag
+
+    def __str__(self) -> str:
+        return f"{self.what} rank {self.rank}, {self.tag}"
+
+
+def message_head(tag: Tag, dtype: torch.dtype, shape: torch.Size, note: str) -> bytes:
+    """Returns the encoded frame of a message, without its payload."""
+    num_bytes = shape.numel() * dtype.itemsize
+    return wire.Frame(wire.FrameKind.DATA, *tag, dtype_code(dtype), tuple(shape), note, num_bytes).encode()

@@ -1,0 +1,356 @@
+"""Synchronisation of one module's gradients: hooks on the module and its parameters report, and the reducer is driven.
+
+The hooks are on the module and its parameters, so it does not matter whether the wrapper or the module was called. They
+hold the synchronisation weakly. The hooks of a copied, or saved and loaded, module report to nobody.
+
+A forward in training needs a backward, so it counts as soon as it has ended well: one that failed may be retried. A
+forward in evaluation counts when a backward reaches its output, if ever. An optimizer is recognised by its parameters'
+hooks, so it may be made before or after the wrapper. A step compiled by torch.compile calls no hook; it counts in a
+tensor that is an attribute of the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from echelon._torch_private import at_end_of_backward, hooks_after_gradient
+from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_same_model, synchronize_buffers
+from echelon.data_parallel.hooks import GradientHook
+from echelon.data_parallel.join import Joining, Next, first_active
+from echelon.data_parallel.reducer import Average, GradientReducer, can_overlap
+from echelon.errors import UnsupportedOp
+from echelon.group.group import ProcessGroup
+
+_COMPILED_STEPS = "_echelon_compiled_steps"
+"""Attribute of a parameter that holds the counter of its `GradientSync` for compiled optimizer steps."""
+
+
+class ParamSnapshot:
+    """Snapshot of a module's parameters, and the hooks on them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Records the present parameters and which of them require gradients."""
+        self._module = module
+        self.named = list(module.named_parameters())
+        self.trainable = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
+        self._requires_grad = [parameter.requires_grad for _, parameter in self.named]
+        self.handles: list[RemovableHandle] = []
+        """Handles of the hooks, for `release`."""
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters, frozen ones too."""
+        return [parameter for _, parameter in self.named]
+
+    def is_current(self) -> bool:
+        """Whether the module still has the same parameters, and trains the same ones."""
+        # Runs before every forward, so it compares identities and flags only, and skips the names.
+        now = list(self._module.parameters())
+        return len(now) == len(self.named) and all(
+            parameter is known and parameter.requires_grad == trainable
+            for parameter, (_, known), trainable in zip(now, self.named, self._requires_grad, strict=True)
+        )
+
+    def added_since(self, earlier: ParamSnapshot) -> list[torch.nn.Parameter]:
+        """Returns the parameters that the earlier snapshot lacks."""
+        known = set(map(id, earlier.parameters))
+        return [parameter for parameter in self.parameters if id(parameter) not in known]
+
+    def release(self) -> None:
+        """Removes the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+
+class GradientSync:
+    """Synchronisation of a module's gradients and buffers in forward and backward."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup,
+        *,
+        bucket_mb: float,
+        buffers: Buffers,
+        average: Average,
+        hook: GradientHook | None,
+        options: list[str],
+    ) -> None:
+        """Makes the reducer, without parameters until `watch`. Blocks until all ranks have.
+
+        Args:
+            module: the module.
+            group: the ranks.
+            bucket_mb, buffers, average, hook: as for DistributedDataParallel.
+            options: the options as lines of text, which must be equal on all ranks.
+        """
+        self.module = module
+        self.hook = hook
+        self.is_on = True
+        """Whether backward reduces gradients, and forward synchronises buffers: not under `no_sync`."""
+        self.reducer = GradientReducer((), group, bucket_mb=bucket_mb, average=average, hook=hook, learns_order=True)
+        self.joining = Joining(self.reducer.group)
+        self._buffers_are = buffers
+        self._bucket_mb = bucket_mb
+        self._options = options
+        self._overlaps = True
+        self._is_armed = False
+        self._is_prepared = False
+        self._watched: ParamSnapshot | None = None
+
+    def watch(self) -> None:
+        """Plans buckets for the parameters that require gradients now, and hooks them. Blocks until all ranks have.
+
+        Raises:
+            UnsupportedOp: another wrapper reduces one of them.
+        """
+        before, now = self._watched, ParamSnapshot(self.module)
+        if before is not None:
+            before.release()
+        take_over(now.named)
+        group = self.reducer.group
+        if before is not None and (late := now.added_since(before)):
+            # In the reducer's group: if only this rank has new parameters, the others are in a reduction there, so
+            # the calls meet and raise CollectiveMismatch.
+            check_same_model(self.module, group, self._options)
+            broadcast_tensors(late, group, bucket_mb=self._bucket_mb)
+        self._watched = now
+        self.reducer.plan(now.trainable)
+        if self.reducer.is_needed:
+            now.handles = [*self._hook_parameters(now), *self._hook_module()]
+
+    def reduce(self) -> None:
+        """Reduces all gradients. Blocks; see `GradientReducer.reduce`."""
+        self.joining.announce(Next.REDUCTION)
+        self._is_prepared = False
+        self.reducer.reduce()
+
+    def shadow(self, step: Next, src: int) -> None:
+        """Takes part in a step of the ranks that still have batches, without gradients of its own. Blocks."""
+        if step != Next.REDUCTION:
+            self._prepare_forward(src)
+            return
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self.reducer.reduce()
+
+    def give_up(self) -> bool:
+        """Releases the parameters if a reduction has failed, so that another wrapper may have them. True if it did."""
+        if self.reducer.is_closed and self._watched is not None:
+            self._watched.release()
+        return self.reducer.is_closed
+
+    # Called by the hooks
+
+    def before_forward(self) -> None:
+        """A forward that records a graph begins. May block."""
+        if self._watched is None or not self._watched.is_current():
+            self.watch()
+        # Once per forward that ends well: the other ranks do not know that one failed and is retried, so a second
+        # round of collectives would find no partner.
+        if self.module.training and self.is_on and not self._is_prepared:
+            self._prepare_forward(first_active(self.joining.announce(Next.FORWARD)) or 0)
+            self._is_prepared = True
+
+    def on_forward(self, num_samples: int) -> None:
+        """A forward of `num_samples` samples counts. Called after it, or in a backward pass."""
+        self._is_prepared = False
+        counts = self.reducer.counts
+        counts.num_samples += num_samples
+        counts.num_forwards += self.is_on
+
+    def on_backward(self) -> None:
+        """A backward pass has begun. Called inside that pass, many times."""
+        if not self._is_armed:
+            self._is_armed = True
+            at_end_of_backward(self._on_end, self._on_failure)
+
+    def before_gradient(self, index: int) -> None:
+        """A gradient is complete. Autograd adds it to .grad next, unless it is for torch.autograd.grad."""
+        self.on_backward()
+        self.reducer.buckets.detach_rounded(index)
+
+    def on_gradient(self, index: int) -> None:
+        """A gradient has been added to .grad. Launches full buckets."""
+        reducer = self.reducer
+        if not self.is_on:
+            reducer.buckets.store(index)
+            return
+        if not self._is_armed:
+            self.on_backward()
+        if reducer.reduction is None:
+            self.joining.announce(Next.REDUCTION)
+            # Asked anew for each backward: the number of torch's threads may have changed.
+            self._overlaps = can_overlap(reducer.group)
+        reducer.ready(index, self._overlaps)
+
+    # Inside
+
+    def _on_end(self) -> None:
+        self._is_armed = False
+        reducer = self.reducer
+        reducer.buckets.restore_rounded()
+        # No reduction has begun after torch.autograd.grad, which sets no parameter's .grad.
+        if reducer.reduction is not None:
+            reducer.start()
+            # `finish` blocks, so it goes to the end of the queue: other models in this backward start their buckets
+            # first. Ranks may come to two models in different orders, and would wait for each other.
+            at_end_of_backward(reducer.finish, reducer.abandon)
+
+    def _on_failure(self) -> None:
+        self._is_armed = False
+        self.reducer.buckets.restore_rounded()
+        self.reducer.abandon()
+
+    def _prepare_forward(self, src: int) -> None:
+        """Runs the hook's `before_forward`, then synchronises the buffers, from rank `src`. Blocks."""
+        group = self.reducer.group
+        if self.hook is not None:
+            self.hook.before_forward(list(self.module.parameters()), group)
+        synchronize_buffers(list(self.module.buffers()), self._buffers_are, group, src, self._bucket_mb)
+
+    def _hook_parameters(self, watched: ParamSnapshot) -> Iterator[RemovableHandle]:
+        _watch_optimizers()
+        # The second hook per parameter is only for rounded gradients, which autograd must not add to.
+        is_wide = self.hook is not None and self.hook.dtype is not None
+        for index, (_, parameter) in enumerate(watched.trainable):
+            hook = _GradientHook(self, index)
+            yield parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            # Not for GPU parameters: a CPU tensor among them would cost the compiled step its CUDA graph.
+            if parameter.device.type == "cpu":
+                setattr(parameter, _COMPILED_STEPS, self.reducer.counts.compiled_steps)
+            if is_wide:
+                yield parameter.register_hook(hook.before)  # type: ignore[no-untyped-call]
+
+    def _hook_module(self) -> Iterator[RemovableHandle]:
+        hook = _ForwardHook(weakref.ref(self))
+        yield self.module.register_forward_pre_hook(hook.before)
+        yield self.module.register_forward_hook(hook.after, with_kwargs=True)
+
+
+def take_over(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Takes these parameters from wrappers that have failed.
+
+    Raises:
+        UnsupportedOp: a wrapper that has not failed has one of them. Each would read gradients that the other reduces.
+    """
+    for name, parameter in named:
+        for hook in hooks_after_gradient(parameter):
+            if isinstance(hook, _GradientHook) and (sync := hook.sync()) and not sync.give_up():
+                raise UnsupportedOp(
+                    f"the gradient of parameter {name!r} is reduced by another DistributedDataParallel already: wrap "
+                    "each module once, or del the other wrapper first"
+                )
+
+
+# Cached: one hook for all optimizers of the process, registered once. It finds the wrappers through the parameters.
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        _count_compiled_step(optimizer)
+        return
+    parameters = (parameter for each in optimizer.param_groups for parameter in each["params"])
+    hooks = (hook for parameter in parameters for hook in hooks_after_gradient(parameter))
+    told = {id(sync): sync for hook in hooks if isinstance(hook, _GradientHook) and (sync := hook.sync())}
+    for sync in told.values():
+        sync.reducer.counts.num_called_steps += 1
+
+
+def _count_compiled_step(optimizer: torch.optim.Optimizer) -> None:
+    # torch.compile traces this function into the step, so it may only use tensors and plain Python: a weak reference
+    # would break fullgraph=True.
+    counts: list[torch.Tensor] = []
+    for each in optimizer.param_groups:
+        for parameter in each["params"]:
+            count = getattr(parameter, _COMPILED_STEPS, None)
+            if count is not None and not any(count is other for other in counts):
+                counts.append(count)
+    for count in counts:
+        count.add_(1)
+
+
+class _GradientHook:
+    def __init__(self, sync: GradientSync, index: int) -> None:
+        self.sync = weakref.ref(sync)
+        self._index = index
+
+    def before(self, _: Tensor) -> None:
+        if sync := self.sync():
+            sync.before_gradient(self._index)
+
+    def __call__(self, _: Tensor) -> None:
+        if sync := self.sync():
+            sync.on_gradient(self._index)
+
+
+class _ForwardHook:
+    def __init__(self, sync: weakref.ref[GradientSync] | None) -> None:
+        self._sync = sync
+
+    # A weak reference cannot be pickled, and the module with its hooks must be: deepcopy and torch.save go this way.
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[None]]:
+        return _ForwardHook, (None,)
+
+    def _told(self) -> GradientSync | None:
+        return self._sync() if self._sync is not None and torch.is_grad_enabled() else None
+
+    def before(self, _: nn.Module, __: tuple[Any, ...]) -> None:
+        if sync := self._told():
+            sync.before_forward()
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        sync = self._told()
+        if sync is None:
+            return
+        first = next(_tensors_of([*args, *kwargs.values()]), None)
+        passed = _Forward(sync, len(first) if first is not None and first.dim() else 0)
+        if module.training:
+            passed.count()
+        for tensor in _tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(passed.on_gradient)  # type: ignore[no-untyped-call]
+
+
+class _Forward:
+    """One forward. The hooks on its output tensors refer to it."""
+
+    def __init__(self, sync: GradientSync, num_samples: int) -> None:
+        self._sync = weakref.ref(sync)
+        self._num_samples = num_samples
+        self._has_counted = False
+
+    def count(self) -> None:
+        sync = self._sync()
+        if sync and not self._has_counted:
+            self._has_counted = True  # a forward counts once, however many outputs and backwards it has
+            sync.on_forward(self._num_samples)
+
+    def on_gradient(self, _: Tensor) -> None:
+        self.count()
+        if sync := self._sync():
+            sync.on_backward()
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_of(item)

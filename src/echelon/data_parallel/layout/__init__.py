@@ -1,1 +1,0 @@
-"""Layouts of gradient buckets and optimizer shards, as values. Pure."""
