@@ -74,7 +74,7 @@ def _connect(store: Store, rank: int, world_size: int, timeout: float) -> Proces
     seconds = min(timeout, _CONNECT_SECONDS)
     tcp = connect_ranks(store, rank, world_size, timeout, seconds)
     table = agreed_table(tcp, seconds)
-    tcp.keep_silent()  # torch allows ranks to end with different calls
+    tcp.control.keep_silent()  # torch allows ranks to end with different calls
     group = ProcessGroup(carry(tcp, name, seconds), table=table)
     end_with_program(group)
     return group
