@@ -14,7 +14,7 @@ from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import bytes_of, dtype_code
-from echelon.backends.tcp.connection import Connection
+from echelon.backends.tcp.connection import Connection, SocketSender
 from echelon.backends.tcp.inbox import Inbox
 from echelon.backends.work import Work
 from echelon.errors import PeerFailed, ProtocolError
@@ -239,6 +239,39 @@ def test_nobody_is_owed_what_was_abandoned(pair):
     assert connection.sender.queue
     assert not connection.sender.owes
     assert drain(connection, theirs).endswith(wire.Frame(wire.FrameKind.CLOSE).encode())
+
+
+class Narrow:
+    """Socket with room for a number of bytes."""
+
+    def __init__(self, room):
+        self.room = room
+        self.sent = b""
+
+    def sendmsg(self, parts):
+        if not self.room:
+            raise BlockingIOError
+        taken = b"".join(map(bytes, parts))[: self.room]
+        self.sent += taken
+        self.room -= len(taken)
+        return len(taken)
+
+
+def test_the_peer_is_owed_the_rest_of_a_message_whose_send_is_done():
+    """`close` gave it up after five seconds, and said nothing."""
+    tensor, end = torch.arange(100.0), wire.Frame(wire.FrameKind.CLOSE).encode()
+    data = message(tensor)
+    sock = Narrow(len(data) - 10)
+    sender = SocketSender(sock, lambda _: None)
+    assert sender.put(data[: -tensor.nbytes], tensor, Tag())
+    tensor.zero_()
+    assert sender.owes
+    sender.send_word(end)
+    assert sender.owes
+    sock.room = 1 << 20
+    sender.flush()
+    assert sock.sent == data + end
+    assert not sender.owes
 
 
 def test_a_failure_ends_both_directions(pair):

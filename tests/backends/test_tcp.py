@@ -1,6 +1,7 @@
 """What a TCP rank does with peers that are slow, silent, broken or gone, and with several threads of its own."""
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -19,7 +20,7 @@ from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.tcp.connection import Connection
-from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout
+from echelon.errors import Closed, PeerFailed, SizeMismatch, Timeout, UnsupportedOp
 from tests.helpers.forked_ranks import run_forked
 from tests.helpers.worlds import header, rank_0_and_a_bare_peer, start, tcp_world
 
@@ -356,6 +357,39 @@ def test_a_send_to_a_peer_whose_connection_ended_is_a_peer_failure():
             backend.messages.recv(1, timeout=SECONDS)
         with pytest.raises(PeerFailed, match="rank 1 failed"):
             backend.messages.send(torch.ones(1), 1, timeout=SECONDS)
+
+
+class Breaking:
+    """Socket that breaks after the first bytes of a message."""
+
+    def __init__(self):
+        self.room = 10
+
+    def sendmsg(self, _):
+        if not self.room:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        room, self.room = self.room, 0
+        return room
+
+
+def test_a_connection_that_ends_in_the_middle_of_a_send_is_a_peer_failure(monkeypatch):
+    """It was a bare BrokenPipeError."""
+    with rank_0_and_a_bare_peer() as (backend, _):
+        tensor, tag = torch.ones(3), Tag(1, 0, 5)
+        handle = backend.messages.prepare_send(1, tag, tensor.shape, tensor.dtype)
+        monkeypatch.setattr(backend.messages._links[1].sender, "_sock", Breaking())
+        assert not handle.at_once(tensor)
+        with pytest.raises(PeerFailed, match="Broken pipe"):
+            handle.start(tensor).wait(SECONDS)
+
+
+def test_a_handle_refuses_a_tensor_without_memory():
+    with rank_0_and_a_bare_peer() as (backend, _):
+        tensor = torch.ones(3, device="meta")
+        handle = backend.messages.prepare_send(1, Tag(1, 0, 5), tensor.shape, tensor.dtype)
+        assert not handle.at_once(tensor)
+        with pytest.raises(UnsupportedOp):
+            handle.start(tensor)
 
 
 def test_a_note_over_the_limit_is_no_disagreement():

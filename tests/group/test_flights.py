@@ -49,6 +49,18 @@ def test_a_rank_remembers_what_it_called_where_and_how_it_ended(on_backend):
         assert all(record.group == "world" and record.started <= record.ended for record in records)
 
 
+def coalesced(group):
+    tensors = [torch.ones(5), torch.ones(2).int()]
+    group.all_gather_coalesced(tensors)
+    group.gather_coalesced(tensors, 0)
+    group.reduce_scatter_coalesced(tensors)
+    return [record.num_bytes for record in echelon.flight_recorder()[-4:]]
+
+
+def test_a_record_counts_the_bytes_of_the_tensors_not_of_their_packing(on_backend):
+    assert on_backend(coalesced, 2) == [[28, 28, 20, 8]] * 2
+
+
 def fail(group):
     if group.rank == 0:
         group.barrier(timeout=0.01)

@@ -360,6 +360,9 @@ def bad_calls(group):
         lambda: group.all_reduce(torch.ones(1), ["sum"]),
         lambda: group.all_reduce(uneven),
         lambda: group.send(uneven, 1 - group.rank),
+        lambda: group.all_reduce(torch.ones(1), ""),
+        lambda: group.reduce_scatter(torch.ones(2), None),
+        lambda: group.reduce(torch.ones(1), 0, []),
     ):
         with pytest.raises(echelon.EchelonError) as caught:
             call()
@@ -377,7 +380,19 @@ def test_bad_arguments_get_one_line_and_do_no_harm(run):
         assert "op=['sum']: use one of sum" in messages[9]
         assert "all_reduce takes a dense tensor, not a nested one" in messages[10]
         assert "send takes a dense tensor, not a nested one" in messages[11]
+        assert all("use one of sum" in message for message in messages[12:])
         assert not any("\n" in message for message in messages)
+
+
+def true_is_one(group):
+    here = torch.full((2,), float(group.rank))
+    group.broadcast(here, True if group.rank else 1)
+    rows = group.all_to_all(torch.arange(4.0), in_splits=[True, 3])
+    return here.tolist(), len(rows)
+
+
+def test_a_bool_is_the_number_that_it_equals(run):
+    assert run(true_is_one, 2) == [([1.0, 1.0], 2), ([1.0, 1.0], 6)]
 
 
 def leave_early(group):

@@ -36,6 +36,8 @@ _NOTES = {
     "empty": "empty of {whole}",
 }
 """Text that ranks compare. It holds what must be equal on all ranks: the numbers of rows may differ."""
+REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+"""Collectives with a reduction."""
 
 
 class Collective(NamedTuple):

@@ -310,4 +310,4 @@ def check_splits(splits: object, what: str) -> tuple[int, ...] | None:
         return None
     if not isinstance(splits, Sequence) or not all(isinstance(rows, int) for rows in splits):
         raise InvalidArgument(f"all_to_all: {what}={splits!r}: give a list with a number of rows for each rank")
-    return tuple(splits)
+    return tuple(map(int, splits))  # a bool is an int to Python, but not to torch

@@ -26,7 +26,7 @@ from echelon._torch_private import wraps_new_tensors
 from echelon.arguments import check_seconds
 from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend
-from echelon.backends.collective import Collective, Run
+from echelon.backends.collective import REDUCTIONS, Collective, Run
 from echelon.backends.inherited import inherited_error
 from echelon.backends.memory import describe, is_ordinary, is_plain
 from echelon.backends.modes import announce_changes, overwrite
@@ -204,8 +204,9 @@ class CollectiveRunner:
         self.check_open()
         values, around = admit(self._backend, kind, tensor, out, writes=writes)
         shape, dtype = (None, None) if values is None else (values.shape, values.dtype)
-        name = check_op(op) if op else op
-        collective = Collective(kind, shape, dtype, name, root, in_splits, out_splits)
+        name = check_op(op) if kind in REDUCTIONS else ""
+        # int: True equals 1 in the key, but is another word in the note.
+        collective = Collective(kind, shape, dtype, name, int(root), in_splits, out_splits)
         prepared = self.prepare(collective)
         if name is not op and isinstance(op, str):
             # The same under torch's spelling of the reduction.
@@ -229,6 +230,8 @@ class CollectiveRunner:
             around: Steps in place of `unpack`.
         """
         prepared = self.prepare(packed.collective)
+        if packed.num_bytes is not None:
+            prepared = prepared._replace(num_bytes=packed.num_bytes)
         return self.start(
             prepared, packed.tensor, None, async_op, timeout, changes, around or Around(nothing, packed.unpack)
         )

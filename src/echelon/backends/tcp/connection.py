@@ -130,7 +130,7 @@ class SocketSender(Sender):
     def owes(self) -> bool:
         """Whether a frame is queued that the peer still needs."""
         # The rest of an abandoned message is of no use to the peer, but cannot be left out of the stream.
-        return bool(self.queue) and (self.queue[0].tag is None or self.queue.is_awaited)
+        return bool(self.queue) and (self.queue[0].tag is None or self.queue.is_needed)
 
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:  # noqa: D102
         payload = bytes_of(tensor)

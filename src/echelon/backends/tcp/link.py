@@ -22,7 +22,7 @@ from echelon.errors import EchelonError
 class Outgoing:
     """Message, or control frame, that is not wholly written yet."""
 
-    __slots__ = ("has_begun", "tag", "work")
+    __slots__ = ("has_begun", "is_abandoned", "tag", "work")
 
     def __init__(self, tag: Tag | None, work: Work[None] | None) -> None:
         self.tag = tag
@@ -31,6 +31,8 @@ class Outgoing:
         """None: nobody waits for it."""
         self.has_begun = False
         """Whether a part of it may be written."""
+        self.is_abandoned = False
+        """Whether the peer does not need it any more."""
 
 
 E = TypeVar("E", bound=Outgoing)
@@ -40,9 +42,10 @@ class SendQueue(deque[E]):
     """Messages of one sender that are not wholly written yet, in order."""
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a thread may wait for one of them."""
-        return any(outgoing.work is not None for outgoing in self)
+    def is_needed(self) -> bool:
+        """Whether the peer still needs one of these messages."""
+        # Not whether a caller waits: a send that counts as done may have left its last bytes here.
+        return any(outgoing.tag is not None and not outgoing.is_abandoned for outgoing in self)
 
     def abandon(self, context: int, error: EchelonError) -> None:
         """Fails the messages of a context's collectives, and drops them unless they have begun.
@@ -55,6 +58,7 @@ class SendQueue(deque[E]):
                 if outgoing.work is not None:
                     outgoing.work.complete(error=error)
                     outgoing.work = None
+                outgoing.is_abandoned = True
                 if not outgoing.has_begun:
                     continue
             kept.append(outgoing)
@@ -78,7 +82,7 @@ class Sender(ABC):
     @property
     def owes(self) -> bool:
         """Whether a message is queued that the peer still needs."""
-        return self.queue.is_awaited
+        return self.queue.is_needed
 
     @abstractmethod
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:

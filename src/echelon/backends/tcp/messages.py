@@ -135,9 +135,16 @@ class TcpMessages(Messages):
         with progress.lock:
             if progress.is_closed or self._failures.of(dst, tag):
                 return False
-            is_sent = self._links[dst].sender.put(head, tensor, tag)
+            sender = self._links[dst].sender
+            try:
+                is_sent = sender.put(head, tensor, tag)
+            except (OSError, EchelonError) as failure:
+                self._peers.on_send_error(dst, failure)
+                return False  # `start` raises why
             if is_sent and tag.sequence == 0:
                 self._parting.sent[dst] += 1
+            if sender.queue:
+                progress.call_background()  # the last bytes of this message may have found no room
             return is_sent
 
     def take(self, src: int, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
@@ -199,6 +206,7 @@ class TcpSend(PreparedSend):
         return self._tcp.put(self._head, tensor, self.dst, self.tag)
 
     def start(self, tensor: torch.Tensor) -> Work[None]:  # noqa: D102
+        self._tcp.check_send(tensor, self.dst)
         return self._tcp.send_frame(self._head, tensor, self.dst, self.tag)
 
 

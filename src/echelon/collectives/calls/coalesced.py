@@ -33,6 +33,8 @@ class Packed(NamedTuple):
     tensor: Tensor | None
     unpack: Callable[[Any], Any]
     """Maps the result of the collective to that of the values."""
+    num_bytes: int | None = None
+    """Bytes of the values. None: of the tensor."""
 
 
 @in_normal_mode
@@ -72,7 +74,8 @@ def reduce_scatter_coalesced(
 
         # One row per rank. Ranks' parts may differ in size, so shorter rows are padded.
         packed = pad_sequence(parts, batch_first=True)
-        return Packed(Collective("reduce_scatter", packed.shape, packed.dtype, op, name=name), packed, unpack)
+        collective = Collective("reduce_scatter", packed.shape, packed.dtype, op, name=name)
+        return Packed(collective, packed, unpack, _num_bytes([tensors[number] for number in chosen]))
 
     return _for_each_dtype(note, tensors, op, pack)
 
@@ -83,7 +86,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor]) -> Packed:
     own = _rows_of(tensors)
     packed, name = _pack(own), f"all_gather_coalesced of rows of {_describe_rows(own)}"
     collective = Collective("all_gather", packed.shape, packed.dtype, name=name)
-    return Packed(collective, packed, lambda came: _unpack(came, own))
+    return Packed(collective, packed, lambda came: _unpack(came, own), _num_bytes(own))
 
 
 @in_normal_mode
@@ -92,7 +95,7 @@ def gather_coalesced(tensors: Sequence[Tensor], dst: int) -> Packed:
     own = _rows_of(tensors)
     packed, name = _pack(own), f"gather_coalesced(dst={dst}) of rows of {_describe_rows(own)}"
     collective = Collective("gather", packed.shape, packed.dtype, root=dst, name=name)
-    return Packed(collective, packed, lambda came: None if came is None else _unpack(came, own))
+    return Packed(collective, packed, lambda came: None if came is None else _unpack(came, own), _num_bytes(own))
 
 
 def _in_place(
@@ -150,6 +153,10 @@ def _summary(texts: Sequence[str]) -> str:
 
 def _rows_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach() if tensor.dim() else tensor.detach().reshape(1) for tensor in tensors]
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _padded(num_bytes: int) -> int:
