@@ -188,15 +188,16 @@ def plan(options: PlanOptions) -> None:
 
 
 def _compare(options: PlanOptions) -> None:
+    num_ranks, num_microbatches = options.sizes
     found = recommend(
         options.costs,
-        *options.sizes,
+        num_ranks,
+        num_microbatches,
         options.limit,
         search=options.search,
         **given(options, ("parameters",), amount),
         **given(options, ("capacity",), one_number),
     )
-    num_ranks, num_microbatches = options.sizes
     compared = list(map(values_compared, found))
     if options.as_json:
         print(to_json({"num_ranks": num_ranks, "num_microbatches": num_microbatches, "schedules": compared}))
