@@ -58,9 +58,14 @@ class Placing(Inbox):
         super().__init__(1, mailbox)
         self._places = places
 
-    def give_buffer(self, delivery):
+    def open(self, head, *, comes_whole):
+        delivery = super().open(head, comes_whole=comes_whole)
         if self._places:
             delivery.place()
+        return delivery
+
+    def give_buffer(self, delivery):
+        pass
 
 
 def take_in(connection, mailbox, places=True):

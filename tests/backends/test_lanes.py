@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from echelon.backends.lanes import Lanes
+from echelon.backends.lanes import ThreadLanes
 from echelon.errors import Closed, Timeout
 
 SECONDS = 20.0
@@ -15,7 +15,7 @@ SECONDS = 20.0
 
 @pytest.fixture
 def lanes():
-    made = Lanes("test", SECONDS)
+    made = ThreadLanes("test", SECONDS)
     yield made
     made.close(SECONDS)
 
@@ -82,7 +82,7 @@ def test_a_lane_that_rests_holds_no_tensor(lanes):
 
 def test_closing_runs_what_is_queued_and_leaves_no_thread():
     before = threading.active_count()
-    lanes = Lanes("test", SECONDS)
+    lanes = ThreadLanes("test", SECONDS)
     works = [lanes.start(lambda number=number: number, "number", number % 3) for number in range(9)]
     lanes.close(SECONDS)
     assert [work.result() for work in works] == list(range(9))
@@ -91,7 +91,7 @@ def test_closing_runs_what_is_queued_and_leaves_no_thread():
 
 def test_nothing_is_queued_behind_the_end():
     """It would never have run, and a wait for it only ended when its time was up."""
-    lanes = Lanes("test", SECONDS)
+    lanes = ThreadLanes("test", SECONDS)
     lanes.start(lambda: 1, "one", 0).wait(SECONDS)
     lanes.close(SECONDS)
     with pytest.raises(Closed):
@@ -117,7 +117,7 @@ def test_a_lane_runs_beside_its_caller_until_somebody_waits_for_it(lanes):
 def test_a_lane_that_is_idle_for_long_ends_its_thread_and_begins_again(monkeypatch):
     """A program that makes a group for each step would else keep a thread of each."""
     monkeypatch.setattr("echelon.backends.lanes.IDLE_SECONDS", 0.001)
-    lanes = Lanes("rank 0", 10.0)
+    lanes = ThreadLanes("rank 0", 10.0)
     before = set(threading.enumerate())
     for lane in range(20):
         assert lanes.start(lambda lane=lane: lane, "job", lane).wait() == lane
@@ -131,7 +131,7 @@ def test_a_lane_that_is_idle_for_long_ends_its_thread_and_begins_again(monkeypat
 
 def test_no_job_is_lost_to_a_lane_that_ends(monkeypatch):
     monkeypatch.setattr("echelon.backends.lanes.IDLE_SECONDS", 0.0)
-    lanes = Lanes("rank 0", 10.0)
+    lanes = ThreadLanes("rank 0", 10.0)
     works = [lanes.start(lambda number=number: number, "job", number % 2) for number in range(2000)]
     assert [work.wait() for work in works] == list(range(2000))
     lanes.close(10)

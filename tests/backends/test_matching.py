@@ -205,7 +205,7 @@ def test_messages_for_a_failed_context_are_not_kept():
     assert late.memory is None
     assert post(mailbox, tag=early).exception() is cause
     assert post(mailbox, tag=Tag(7, 2)).exception() is cause
-    assert not mailbox._unclaimed
+    assert not list(mailbox.unclaimed)
 
 
 @pytest.mark.parametrize("posted_first", [True, False])

@@ -87,8 +87,8 @@ def test_others_wait_until_rank_0_listens():
         with pytest.raises(AssertionError, match="still runs"):
             early(timeout=0.1)
         with TcpBackend(0, 2, address, secret=SECRET, connect_timeout=SECONDS) as zero, early() as one:
-            one.send(torch.ones(1), 0, timeout=SECONDS)
-            zero.recv(1, timeout=SECONDS)
+            one.messages.send(torch.ones(1), 0, timeout=SECONDS)
+            zero.messages.recv(1, timeout=SECONDS)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -132,7 +132,7 @@ def test_a_rank_0_that_accepts_and_says_nothing_is_named():
 def test_worlds_of_two_sizes_are_told_apart():
     with free_address() as address:
         zero = start(lambda: TcpBackend(0, 2, address, secret=SECRET, connect_timeout=0.5))
-        with pytest.raises(ConnectError, match=r"rank 1 of 3 was turned away: it belongs to .* of 3 ranks; this is"):
+        with pytest.raises(ConnectError, match=r"rank 1 of 3 was refused: it belongs to .* of 3 ranks; this is"):
             TcpBackend(1, 3, address, secret=SECRET, connect_timeout=SECONDS)
         with pytest.raises(ConnectError, match="rank 1 of 2 did not come"):
             zero()
@@ -284,8 +284,8 @@ def test_ranks_meet_inside_a_running_event_loop():
         with free_address() as address:
             one = start(lambda: TcpBackend(1, 2, address, secret=SECRET, connect_timeout=SECONDS))
             with TcpBackend(0, 2, address, secret=SECRET, connect_timeout=SECONDS) as zero, one() as one:
-                one.send(torch.tensor(5), 0, timeout=SECONDS)
-                return zero.recv(1, timeout=SECONDS).item()
+                one.messages.send(torch.tensor(5), 0, timeout=SECONDS)
+                return zero.messages.recv(1, timeout=SECONDS).item()
 
     assert asyncio.run(main()) == 5
 

@@ -33,17 +33,18 @@ def receive_when_it_is_late(group, how, step, num_elements):
             group.send(torch.full((num_elements,), value), 0)
             group.send(torch.ones(1), 0, tag=GONE)
         return []
-    original = getattr(group.backend, step)
+    part = group.backend.messages if step == "cancel" else group.backend.control
+    original = getattr(part, step)
 
     def stepping(*args):
-        setattr(group.backend, step, original)
+        setattr(part, step, original)
         group.send(torch.ones(1), 1, tag=GO)
         group.recv(1, tag=GONE)
         return original(*args)
 
     found = []
     for _ in range(2):
-        setattr(group.backend, step, stepping)
+        setattr(part, step, stepping)
         found.append(float(receive(group, how, torch.zeros(num_elements))[-1]))
     return found
 

@@ -537,7 +537,7 @@ def _each_death_is_told_to_one_receive_from_any(backend: Backend) -> None:
     error = expect_error(
         PeerFailed, lambda: backend.messages.irecv_any(sources).wait(SECONDS), "all others have closed"
     )
-    expect("nobody is left" in str(error), f"the error does not say that nobody is left: {error}")
+    expect("no rank is left" in str(error), f"the error does not say that no rank is left: {error}")
 
 
 @_clause(2)

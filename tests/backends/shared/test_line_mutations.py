@@ -76,8 +76,8 @@ MUTATIONS = [
     Mutation(
         "a piece counted before it is there",
         (RingSender, "_write"),
-        "self._copy_piece(outgoing, slot)\n",
-        "words[self._news + message_layout.PIECES] = self._pieces + 1\n        self._copy_piece(outgoing, slot)\n",
+        "self._write_piece(outgoing, slot)\n",
+        "words[self._news + message_layout.PIECES] = self._pieces + 1\n        self._write_piece(outgoing, slot)\n",
         "both ways",
     ),
     Mutation("no bell for a piece", (RingSender, "_write"), "self._post.wake(self._reader)\n", "pass\n", "both ways"),

@@ -132,7 +132,7 @@ class TcpControl(ControlPlane):
                         peers.tell(word, [rank])
             peers.tell(close_reason)
             begin = time.monotonic()
-            self._poll_while(lambda: _unsent(peers), timeout)
+            self._poll_while(lambda: _unconfirmed(peers) and _unsent(peers), timeout)
             seconds = min(timeout, _LINGER_SECONDS) - (time.monotonic() - begin)
             self._poll_while(lambda: _unconfirmed(peers), seconds)
             if not progress.is_closed and in_good_order:

@@ -92,8 +92,7 @@ class Reader:
         try:
             while self._to_read:
                 link = self._to_read.popleft()
-                if link in self.links:
-                    self._read_some(link)
+                self._read_some(link)
                 if link in self._broken and link in self.links:
                     connection, reason = self._broken.pop(link)
                     self.drain(connection)
@@ -107,7 +106,9 @@ class Reader:
         self.read(connection.link)
 
     def _read_some(self, link: Link) -> None:
-        receiver, inbox = link.receiver, self.links[link]
+        inbox, receiver = self.links.get(link), link.receiver
+        if inbox is None:  # its peer has failed meanwhile
+            return
         try:
             for _ in range(_MOST_AT_ONCE):
                 if not receiver.take_in(inbox):
