@@ -16,15 +16,15 @@ LENGTHS = (0, 1, 16, 17, 40, 128, 129, 400)
 def send(backend, number, length, tag):
     """Sends at once where that can be, as a group does; returns what is under way."""
     tensor = values(number, length)
-    if backend.messages.send_at_once(tensor, 1 - backend.rank, tag):
-        return []
-    return [backend.messages.isend(tensor, 1 - backend.rank, tag)]
+    handle = backend.messages.prepare_send(1 - backend.rank, tag, tensor.shape, tensor.dtype)
+    return [] if handle.at_once(tensor) else [handle.start(tensor)]
 
 
 def receive(backend, tag, out=None):
     """Receives at once where that can be, as a group does."""
-    message = backend.messages.recv_at_once(1 - backend.rank, tag, out=out)
-    return backend.messages.irecv(1 - backend.rank, tag, out=out).wait() if message is None else message.tensor
+    handle = backend.messages.prepare_receive(1 - backend.rank, tag)
+    message = handle.at_once(out)
+    return handle.start(out).wait() if message is None else message.tensor
 
 
 def check(tensor, number, length):
@@ -178,7 +178,8 @@ def flood(host, backends, seed):
     def write():
         for number, length in enumerate(lengths):
             for _ in range(100):
-                if backends[0].messages.send_at_once(values(number, length), 1, tag()):
+                tensor = values(number, length)
+                if backends[0].messages.prepare_send(1, tag(), tensor.shape, tensor.dtype).at_once(tensor):
                     break
                 host.give_way()
             else:

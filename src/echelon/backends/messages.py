@@ -15,10 +15,59 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from echelon.backends.formats.wire import Tag
-from echelon.backends.memory import check_tensor
+from echelon.backends.memory import check_tensor, is_ordinary
 from echelon.backends.operators import Combine
 from echelon.backends.work import Message, Received, Work
 from echelon.errors import EchelonError, InvalidRank, SelfSend, Timeout
+
+
+class PreparedSend:
+    """Sends of tensors of one shape and dtype to one rank under one tag. Prepared once."""
+
+    __slots__ = ("_messages", "_note", "dst", "tag")
+
+    def __init__(self, messages: Messages, dst: int, tag: Tag, note: str) -> None:
+        self._messages = messages
+        self._note = note
+        self.dst = dst
+        self.tag = tag
+
+    def at_once(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """Fast path: sends a tensor if all of it can leave now. False, without effect, if `start` has to do it.
+
+        It makes no Work, because the send is done before anybody could wait for it. The tensor is not checked: it is
+        contiguous, on one of `devices`, and has memory of its own. Messages keep their order, whichever way they go.
+        """
+        return False
+
+    def start(self, tensor: torch.Tensor) -> Work[None]:
+        """Starts to send a tensor, as `isend`."""
+        return self._messages.isend(tensor, self.dst, self.tag, note=self._note)
+
+
+class PreparedReceive:
+    """Receives of the messages of one rank under one tag. Prepared once."""
+
+    __slots__ = ("_messages", "_must_fit", "_note", "src", "tag")
+
+    def __init__(self, messages: Messages, src: int, tag: Tag, note: str | None, must_fit: bool) -> None:
+        self._messages = messages
+        self._note = note
+        self._must_fit = must_fit
+        self.src = src
+        self.tag = tag
+
+    def at_once(self, out: torch.Tensor | None = None) -> Message | None:  # noqa: ARG002
+        """Fast path: returns the next message if it comes before the caller would go to sleep, else None.
+
+        None, without effect, if `start` has to do it: also where the message does not fit `out` or its note differs.
+        `out` is not checked: it is such as `irecv` takes.
+        """
+        return None
+
+    def start(self, out: torch.Tensor | None = None) -> Work[torch.Tensor]:
+        """Starts to receive a message, as `irecv`."""
+        return self._messages.irecv(self.src, self.tag, out=out, note=self._note, must_fit=self._must_fit)
 
 
 class Messages(ABC):
@@ -117,35 +166,29 @@ class Messages(ABC):
 
     # Optional: faster ways
 
-    def send_at_once(
+    def prepare_send(
         self,
-        tensor: torch.Tensor,  # noqa: ARG002
-        dst: int,  # noqa: ARG002
-        tag: Tag,  # noqa: ARG002
+        dst: int,
+        tag: Tag,
+        shape: torch.Size,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
         *,
-        note: str = "",  # noqa: ARG002
-    ) -> bool:
-        """Fast path: sends a message if all of it can leave now. False, without effect, if `isend` has to do it.
+        note: str = "",
+    ) -> PreparedSend:
+        """Returns a handle that sends tensors of one shape and dtype again and again.
 
-        It makes no Work, because the send is done before anybody could wait for it. Arguments are not checked: they
-        must be such as `isend` takes. Messages keep their order, whichever of the two sends them.
+        Args:
+            dst: a rank other than this one.
+            tag: address of the messages.
+            shape: of every tensor.
+            dtype: of every tensor.
+            note: as in `isend`.
         """
-        return False
+        return PreparedSend(self, dst, tag, note)
 
-    def recv_at_once(
-        self,
-        src: int,  # noqa: ARG002
-        tag: Tag,  # noqa: ARG002
-        *,
-        out: torch.Tensor | None = None,  # noqa: ARG002
-        note: str | None = "",  # noqa: ARG002
-    ) -> Message | None:
-        """Fast path: returns the next message of a rank if it comes before the caller would go to sleep, else None.
-
-        None, without effect, if `irecv` has to do it: also where the message does not fit `out` or its note differs.
-        Arguments are not checked: they must be such as `irecv` takes.
-        """
-        return None
+    def prepare_receive(self, src: int, tag: Tag, *, note: str | None = "", must_fit: bool = True) -> PreparedReceive:
+        """Returns a handle that receives the messages of one rank under one tag; arguments as in `irecv`."""
+        return PreparedReceive(self, src, tag, note, must_fit)
 
     def will_wait(self) -> AbstractContextManager[object]:
         """Returns a scope in which the caller waits for its own operations; the background thread stays asleep."""
@@ -205,7 +248,9 @@ class Messages(ABC):
         """Raises InvalidRank, SelfSend or UnsupportedOp for arguments that `isend` does not take."""
         if not isinstance(dst, int) or not 0 <= dst < self.world_size or dst == self.rank:
             raise _refused(dst, self.rank, self.world_size, "dst")
-        check_tensor(tensor, self.devices, "send")
+        # Fast path: collectives send ordinary tensors.
+        if not ("cpu" in self.devices and is_ordinary(tensor)):
+            check_tensor(tensor, self.devices, "send")
 
     def check_receive(self, sources: Iterable[int], out: torch.Tensor | None = None) -> None:
         """Raises InvalidRank, SelfSend or UnsupportedOp for arguments that `irecv` and `irecv_any` do not take."""

@@ -93,8 +93,7 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self._num_subgroups = 0
         # Only the group of all ranks closes the backend; subgroups share it.
         self._owns_backend = ranks is None
-        self._known_sends = {}
-        self._known_receives = {}
+        self._sends, self._receives = {}, {}
         _groups.add(self)
         self._callbacks: list[Callable[[], object]] = []
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from echelon._torch_private import wraps_new_tensors
 from echelon.arguments import check_seconds, named
-from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import describe, is_ordinary, plain
+from echelon.backends.messages import PreparedReceive, PreparedSend
 from echelon.backends.modes import announce_change
 from echelon.backends.work import Received, Work, end_with
 from echelon.errors import EchelonError, InvalidArgument, InvalidWorldSize
@@ -40,27 +41,30 @@ class RecvFrom(NamedTuple):
     out: Tensor | None = None
 
 
-class _Known(NamedTuple):
-    """Validated arguments of an earlier call, for the fast path of equal calls."""
+class _Send(NamedTuple):
+    """Send that was checked, for all sends like it."""
 
-    peer: int
-    tag: Tag
+    handle: PreparedSend
     words: str
     """Text of the operation's record."""
-    num_bytes: int = 0
+    num_bytes: int
 
 
-Sends: TypeAlias = dict[tuple[int, int, torch.Size, torch.dtype], _Known]
-Receives: TypeAlias = dict[tuple[int, int, torch.dtype | None], _Known]
+class _Receive(NamedTuple):
+    """Receive that was checked, for all receives like it."""
+
+    handle: PreparedReceive
+    words: str
+    """Text of the operation's record."""
 
 
 class PointToPoint(GroupBase):
     """Point-to-point messages. Sender and receiver need not make any other calls in the same order."""
 
-    # Validated sends by peer, tag, shape and dtype.
-    _known_sends: Sends
-    # Validated receives by peer, tag and the dtype of `out`.
-    _known_receives: Receives
+    # By peer, tag, shape and dtype.
+    _sends: dict[tuple[int, int, torch.Size, torch.dtype], _Send]
+    # By peer, tag and the dtype of `out`.
+    _receives: dict[tuple[int, int, torch.dtype | None], _Receive]
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, timeout: Seconds = None) -> None:
         """Sends a tensor to rank `dst`. Blocks until `tensor` may be changed again, not until it was received.
@@ -69,13 +73,13 @@ class PointToPoint(GroupBase):
         """
         if timeout is not None:
             check_seconds(timeout)
-        values, peer, own_tag, flight = self._sending(tensor, dst, tag)
+        values, handle, record = self._sending(tensor, dst, tag)
         # Fast path: a message that can leave now needs no Work. It halves the cost of small ones over shared memory.
-        if self.backend.messages.send_at_once(values, peer, own_tag):
-            flight.end()
+        if handle.at_once(values):
+            record.ended = self.backend.flight_recorder.clock()
             return
         with self.backend.messages.will_wait():
-            self._wait(self._send(values, peer, own_tag, flight), [dst], timeout)
+            self._wait(self._send(values, handle, record), [dst], timeout)
 
     def recv(self, src: int, tag: int = 0, out: Tensor | None = None, timeout: Seconds = None) -> Tensor:
         """Returns the next tensor that rank `src` sends with this tag. Shape and dtype come with the message.
@@ -91,14 +95,14 @@ class PointToPoint(GroupBase):
         """
         if timeout is not None:
             check_seconds(timeout)
-        peer, own_tag, flight = self._receiving(src, tag, out)
+        handle, record = self._receiving(src, tag, out)
         # Fast path, as in `send`: a message that has arrived needs no Work.
-        message = self.backend.messages.recv_at_once(peer, own_tag, out=out)
+        message = handle.at_once(out)
         if message is not None:
-            end_with(flight, message.tensor)
+            end_with(record, message.tensor)
             return message.tensor
         with self.backend.messages.will_wait():
-            return self._receive(self._recv(peer, own_tag, out, flight), [src], timeout)
+            return self._receive(self._recv(handle, out, record), [src], timeout)
 
     def recv_any(self, tag: int = 0, timeout: Seconds = None) -> Received:
         """Returns the next tensor that any rank of the group sends with this tag, and the rank of its sender.
@@ -149,8 +153,8 @@ class PointToPoint(GroupBase):
 
     def irecv(self, src: int, tag: int = 0, out: Tensor | None = None) -> Work[Tensor]:
         """Starts to receive a tensor from rank `src`, the Work's result. `out` must be contiguous."""
-        peer, own_tag, flight = self._receiving(src, tag, out)
-        return self._recv(peer, own_tag, out, flight)
+        handle, record = self._receiving(src, tag, out)
+        return self._recv(handle, out, record)
 
     def irecv_any(self, tag: int = 0) -> Work[Received]:
         """Starts to receive a tensor from any rank. The Work has the result of `recv_any`."""
@@ -199,72 +203,70 @@ class PointToPoint(GroupBase):
                     works[number] = self.isend(*message)
         return [works[number] for number in range(len(messages))]
 
-    def _sending(self, tensor: Tensor, dst: int, tag: int) -> tuple[Tensor, int, Tag, OperationRecord]:
-        """Validates a send and returns its values, peer, tag and record."""
-        # Returns a plain tuple, which costs less than a named one. Checks types before the look-up, since a wrong
-        # argument may not be hashable; `_known_send` then raises the error for it.
-        self._runner.check_open()
-        if isinstance(tensor, Tensor) and isinstance(dst, int) and isinstance(tag, int) and is_ordinary(tensor):
+    def _sending(self, tensor: Tensor, dst: int, tag: int) -> tuple[Tensor, PreparedSend, OperationRecord]:
+        """Checks a send. Returns its values, its handle and its record."""
+        # Checks types before the look-up, since a wrong argument may not be hashable; `_prepare_send` then raises.
+        if isinstance(dst, int) and isinstance(tag, int) and is_ordinary(tensor) and not self._runner.is_closed:
             kind = dst, tag, tensor.shape, tensor.dtype
-            known = self._known_sends.get(kind)
+            known = self._sends.get(kind)
             if known is None:
-                known = self._known_send(tensor, dst, tag)
-                _remember(self._known_sends, kind, known)
+                known = self._prepare_send(tensor, dst, tag)
+                _remember(self._sends, kind, known)
             values = tensor
         else:
-            known, values = self._known_send(tensor, dst, tag), plain(tensor)
-        peer, own_tag, words, num_bytes = known
-        return values, peer, own_tag, self._recorded(words, num_bytes)
+            known, values = self._prepare_send(tensor, dst, tag), plain(tensor)
+        return values, known.handle, self._recorded(known.words, known.num_bytes)
 
-    def _known_send(self, tensor: Tensor, dst: int, tag: int) -> _Known:
+    def _prepare_send(self, tensor: Tensor, dst: int, tag: int) -> _Send:
         self._check_message(tensor)
         peer = self._peer(dst, "dst")
         words = f"send to rank {peer}, tag {tag} of {describe(tensor.shape, tensor.dtype)}"
-        return _Known(peer, self._tag(tag), words, tensor.nbytes)
+        handle = self.backend.messages.prepare_send(peer, self._tag(tag), tensor.shape, tensor.dtype)
+        return _Send(handle, words, tensor.nbytes)
 
-    def _send(self, tensor: Tensor, peer: int, tag: Tag, flight: OperationRecord) -> Work[None]:
+    def _send(self, tensor: Tensor, handle: PreparedSend, record: OperationRecord) -> Work[None]:
         try:
-            work = self.backend.messages.isend(tensor, peer, tag)
+            work = handle.start(tensor)
         except EchelonError as error:
-            flight.end(error)
+            record.end(error)
             raise
-        work.record(flight)
+        work.record(record)
         if not work.has_ended:
-            work.lateness = MessageLateness(self.backend, (peer,), self.ranks, self.context)
+            work.lateness = MessageLateness(self.backend, (handle.dst,), self.ranks, self.context)
         return work
 
-    def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[int, Tag, OperationRecord]:
-        self._runner.check_open()
-        is_out_ordinary = out is None or (isinstance(out, Tensor) and is_ordinary(out))
-        if isinstance(src, int) and isinstance(tag, int) and is_out_ordinary:
+    def _receiving(self, src: int, tag: int, out: Tensor | None) -> tuple[PreparedReceive, OperationRecord]:
+        """Checks a receive. Returns its handle and its record."""
+        is_out_ordinary = not wraps_new_tensors() if out is None else is_ordinary(out)
+        if isinstance(src, int) and isinstance(tag, int) and is_out_ordinary and not self._runner.is_closed:
             kind = src, tag, None if out is None else out.dtype
-            known = self._known_receives.get(kind)
+            known = self._receives.get(kind)
             if known is None:
-                known = self._known_receive(src, tag, out)
-                _remember(self._known_receives, kind, known)
+                known = self._prepare_receive(src, tag, out)
+                _remember(self._receives, kind, known)
         else:
-            known = self._known_receive(src, tag, out)
+            known = self._prepare_receive(src, tag, out)
         if out is not None:
             announce_change(out)
-        peer, own_tag, words, _ = known
-        return peer, own_tag, self._recorded(words)
+        return known.handle, self._recorded(known.words)
 
-    def _known_receive(self, src: int, tag: int, out: Tensor | None) -> _Known:
+    def _prepare_receive(self, src: int, tag: int, out: Tensor | None) -> _Receive:
         self._check_out(out)
         peer = self._peer(src, "src")
-        return _Known(peer, self._tag(tag), f"receive from rank {peer}, tag {tag}")
+        handle = self.backend.messages.prepare_receive(peer, self._tag(tag))
+        return _Receive(handle, f"receive from rank {peer}, tag {tag}")
 
-    def _recv(self, peer: int, tag: Tag, out: Tensor | None, flight: OperationRecord) -> Work[Tensor]:
+    def _recv(self, handle: PreparedReceive, out: Tensor | None, record: OperationRecord) -> Work[Tensor]:
         try:
-            work = self.backend.messages.irecv(peer, tag, out=out)
+            work = handle.start(out)
         except EchelonError as error:
-            flight.end(error)
+            record.end(error)
             raise
-        work.record(flight)
+        work.record(record)
         if out is not None:
             work.overwrites((out,))
         if not work.has_ended:
-            work.lateness = MessageLateness(self.backend, (peer,), self.ranks, self.context)
+            work.lateness = MessageLateness(self.backend, (handle.src,), self.ranks, self.context)
         return work
 
     def _recorded(self, operation: str, num_bytes: int = 0) -> OperationRecord:
@@ -283,7 +285,7 @@ class PointToPoint(GroupBase):
         )
 
 
-def _remember(known: dict[K, _Known], kind: K, call: _Known) -> None:
+def _remember(known: dict[K, T], kind: K, call: T) -> None:
     # Bounded, since a program may use ever new shapes and tags.
     if len(known) >= _MAX_KNOWN:
         known.clear()

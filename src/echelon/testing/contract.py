@@ -253,18 +253,20 @@ def _what_is_done_at_once_keeps_its_order(backend: Backend) -> None:
     if backend.rank == 0:
         for index in range(count):
             tensor = torch.full((1 + index // 7 % 2,), float(index))
-            if index % 5 == 0 or not backend.messages.send_at_once(tensor, 1, tag, note="n"):
+            if index % 5 == 0 or not backend.messages.prepare_send(
+                1, tag, tensor.shape, tensor.dtype, note="n"
+            ).at_once(tensor):
                 backend.messages.isend(tensor, 1, tag, note="n").wait(SECONDS)
         return
-    index = 0
+    index, receive = 0, backend.messages.prepare_receive(0, tag, note=None)
     while index < count:
         if index % 4 == 3:
             works = [backend.messages.irecv(0, tag, note="n") for _ in range(min(2, count - index))]
-            message = backend.messages.recv_at_once(0, tag, note=None)  # must not overtake the posted ones
+            message = receive.at_once()  # must not overtake the posted ones
             got = [work.wait(SECONDS) for work in works] + ([] if message is None else [message.tensor])
         else:
             place = torch.zeros(1) if index % 2 else None
-            message = backend.messages.recv_at_once(0, tag, out=place, note=None)
+            message = receive.at_once(place)
             if message is not None:
                 expect(message.note == "n", f"the note of message {index} came as {message.note!r}")
                 expect(place is None or message.tensor is place, f"message {index} is not where it was to be")
@@ -282,13 +284,17 @@ def _what_does_not_fit_is_not_received_at_once(backend: Backend) -> None:
         for number in range(3):
             backend.messages.isend(torch.full((4,), float(number)), 1, tag, note="a").wait(SECONDS)
         for other in (torch.zeros(4, device="meta"), torch.zeros(4).to_sparse()):
-            expect(not backend.messages.send_at_once(other, 1, tag), f"sent at once: {other}")
+            send = backend.messages.prepare_send(1, tag, other.shape, other.dtype)
+            expect(not send.at_once(other), f"sent at once: {other}")
         return
     backend.messages.irecv(0, tag, note="a").wait(SECONDS)
     wrong, ints = torch.zeros(3), torch.zeros(4, dtype=torch.int32)
     for out, note in ((wrong, "a"), (ints, "a"), (None, "b")):
-        expect(backend.messages.recv_at_once(0, tag, out=out, note=note) is None, f"received at once: {out}, {note!r}")
-    expect(backend.messages.recv_at_once(0, Tag(3, 0, 2)) is None, "a message with another tag was received")
+        receive = backend.messages.prepare_receive(0, tag, note=note)
+        expect(receive.at_once(out) is None, f"received at once: {out}, {note!r}")
+    expect(
+        backend.messages.prepare_receive(0, Tag(3, 0, 2)).at_once() is None, "a message with another tag was received"
+    )
     expect(not wrong.any() and not ints.any(), "a message that does not fit was written nevertheless")
     for number in (1, 2):
         got = backend.messages.irecv(0, tag, note="a").wait(SECONDS).tolist()

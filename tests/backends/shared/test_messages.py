@@ -70,15 +70,18 @@ def receive_at_once(group):
     """Small messages need no Works: to send, while there is room, and to receive, from the second of their kind on."""
     backend, tag, small = group.backend, Tag(group.context, 0, 5), torch.arange(2000.0)
     if group.rank == 0:
-        went = [backend.messages.send_at_once(small, 1, tag) for _ in range(50)]
-        went.append(backend.messages.send_at_once(torch.zeros(20_000), 1, tag))
+        send = backend.messages.prepare_send(1, tag, small.shape, small.dtype)
+        large = torch.zeros(20_000)
+        went = [send.at_once(small) for _ in range(50)]
+        went.append(backend.messages.prepare_send(1, tag, large.shape, large.dtype).at_once(large))
         group.barrier()
         for _ in range(20):
             group.recv(1, 6)
-            went.append(backend.messages.send_at_once(small, 1, tag))
+            went.append(send.at_once(small))
         return went.count(True), went.index(False)
     group.barrier()
-    found = [backend.messages.recv_at_once(0, tag) for _ in range(2)]
+    receive = backend.messages.prepare_receive(0, tag)
+    found = [receive.at_once() for _ in range(2)]
     for _ in range(50):
         assert torch.equal(group.recv(0, 5), small)
     for _ in range(20):
@@ -87,7 +90,7 @@ def receive_at_once(group):
         receiver, mailbox = backend.messages._links[0].receiver, backend.messages._mailbox
         while not receiver.has_written() and mailbox.is_free(0, tag):
             time.sleep(0.001)
-        found.append(backend.messages.recv_at_once(0, tag, out=place))
+        found.append(receive.at_once(place))
         if found[-1] is None:  # the thread in the background has looked just then
             group.recv(0, 5, out=place)
         assert torch.equal(place, small)
@@ -116,13 +119,13 @@ def receive_in_turn(group):
     found.append(group.recv(0, 5).item())
     group.send(torch.ones(1), 0, 6)
     wait_until(receiver.has_written)
-    early = backend.messages.recv_at_once(0, tag)
+    early = backend.messages.prepare_receive(0, tag).at_once()
     found += [group.recv(0, 5).item(), group.recv(0, 5).item()]
     with backend.messages.will_wait():  # the thread in the background does not look
         work = group.irecv(0, 5)
         group.send(torch.ones(1), 0, 6)
         wait_until(lambda: receiver.has_written() or work.is_completed())
-        late = backend.messages.recv_at_once(0, tag)
+        late = backend.messages.prepare_receive(0, tag).at_once()
         return [*found, work.wait().item(), early is None, late is None]
 
 

@@ -114,19 +114,19 @@ def test_its_time_is_up_in_the_same_way():
 def swap_twice(group):
     """Returns what the records of a first message and of one like it say, but for the line and the time."""
     peer = 1 - group.rank
-    ways = PointToPoint._known_send, PointToPoint._known_receive
+    ways = PointToPoint._prepare_send, PointToPoint._prepare_receive
     for known in (ways, (refuse, refuse)):
-        PointToPoint._known_send, PointToPoint._known_receive = known
+        PointToPoint._prepare_send, PointToPoint._prepare_receive = known
         group.send(torch.full((5,), float(group.rank)), peer, 3)
         assert group.recv(peer, 3).tolist() == [peer] * 5
         group.send(torch.ones(5), peer, 3)
         assert group.recv(peer, 3, out=torch.empty(5)).tolist() == [1.0] * 5
         if known is ways:
-            PointToPoint._known_send = refuse  # of that tag, shape and dtype there was one before
+            PointToPoint._prepare_send = refuse  # of that tag, shape and dtype there was one before
             group.isend(torch.ones(5), peer, 3).wait()
-            PointToPoint._known_send = ways[0]
+            PointToPoint._prepare_send = ways[0]
             assert group.irecv(peer, 3).wait().tolist() == [1.0] * 5
-    PointToPoint._known_send, PointToPoint._known_receive = ways
+    PointToPoint._prepare_send, PointToPoint._prepare_receive = ways
     records = group.backend.flight_recorder.records()
     assert {record.place.rpartition(":")[0] for record in records} == {__file__}
     return [(record.operation, record.num_bytes, record.state, record.error) for record in records]

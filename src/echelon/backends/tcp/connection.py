@@ -101,6 +101,10 @@ class Connection:
         self.sock.close()
 
 
+# Larger messages are queued with a Work: the kernel seldom takes all of one, and the rest would be copied.
+_AT_ONCE_BYTES = 1 << 14
+
+
 class _Frame(Outgoing):
     __slots__ = ("parts",)
 
@@ -133,6 +137,23 @@ class SocketSender(Sender):
         self.queue.append(_Frame([memoryview(head), payload] if payload.nbytes else [memoryview(head)], tag, work))
         if not self._is_full:  # else the poller flushes when there is room
             self.flush()
+
+    def put(self, head: bytes, tensor: torch.Tensor, tag: Tag) -> bool:  # noqa: D102
+        if self.queue or self._is_full or tensor.nbytes > _AT_ONCE_BYTES:
+            return False
+        payload = bytes_of(tensor)
+        try:
+            sent = self._sock.sendmsg([head, payload])
+        except OSError:  # full, or broken: `send` queues the message, or says why
+            return False
+        if sent < len(head) + payload.nbytes:
+            # The caller may change the tensor, so the rest is copied.
+            rest = memoryview(bytes(head) + bytes(payload))[sent:]
+            frame = _Frame([rest], tag)
+            frame.has_begun = True
+            self.queue.append(frame)
+            self.flush()
+        return True
 
     def send_word(self, frame: bytes) -> None:
         """Writes or queues a control frame. Raises OSError if the connection is broken."""

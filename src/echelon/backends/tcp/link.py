@@ -102,7 +102,7 @@ class Sender(ABC):
         """Fails all queued messages."""
         self.queue.fail(error)
 
-    def put(self, head: bytes, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+    def put(self, head: bytes, tensor: torch.Tensor, tag: Tag) -> bool:  # noqa: ARG002
         """Fast path: writes a message now. False, without effect, if the queue is not empty or it does not fit."""
         return False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats import wire
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import dtype_code
-from echelon.backends.messages import Messages
+from echelon.backends.messages import Messages, PreparedReceive, PreparedSend
 from echelon.backends.operators import Combine
 from echelon.backends.tcp.parting import Parting
 from echelon.backends.tcp.peers import Peers
@@ -49,7 +48,10 @@ class TcpMessages(Messages):
         self.check_send(tensor, dst)
         if type(tag) is not Tag:
             tag = Tag.of(tag)
-        head = message_head(tag, tensor.dtype, tensor.shape, note)
+        return self.send_frame(message_head(tag, tensor.dtype, tensor.shape, note), tensor, dst, tag)
+
+    def send_frame(self, head: bytes, tensor: torch.Tensor, dst: int, tag: Tag) -> Work[None]:
+        """Starts to send a checked tensor behind the encoded head of its message."""
         progress = self.progress
         work: Work[None] = Work(progress, Passage("send to", dst, tag), self.timeout)
         with progress.lock:
@@ -117,22 +119,29 @@ class TcpMessages(Messages):
     def will_wait(self) -> WaitScope:  # noqa: D102
         return self.progress.wait_scope
 
-    # Fast paths: without a Work, where the link has one. A message that needs more is left to isend and irecv.
+    def prepare_send(  # noqa: D102
+        self, dst: int, tag: Tag, shape: torch.Size, dtype: torch.dtype, *, note: str = ""
+    ) -> PreparedSend:
+        return TcpSend(self, dst, tag, note, message_head(tag, dtype, shape, note))
 
-    def send_at_once(self, tensor: torch.Tensor, dst: int, tag: Tag, *, note: str = "") -> bool:  # noqa: D102
-        if not (tensor.is_cpu and tensor.layout is torch.strided):
-            return False
-        with self.progress.lock:
-            if self.progress.is_closed or self._failures.of(dst, tag):
+    def prepare_receive(  # noqa: D102
+        self, src: int, tag: Tag, *, note: str | None = "", must_fit: bool = True
+    ) -> PreparedReceive:
+        return TcpReceive(self, src, tag, note, must_fit)
+
+    def put(self, head: bytes, tensor: torch.Tensor, dst: int, tag: Tag) -> bool:
+        """Fast path of `TcpSend`."""
+        progress = self.progress
+        with progress.lock:
+            if progress.is_closed or self._failures.of(dst, tag):
                 return False
-            is_sent = self._links[dst].sender.put(message_head(tag, tensor.dtype, tensor.shape, note), tensor)
+            is_sent = self._links[dst].sender.put(head, tensor, tag)
             if is_sent and tag.sequence == 0:
                 self._parting.sent[dst] += 1
             return is_sent
 
-    def recv_at_once(  # noqa: D102
-        self, src: int, tag: Tag, *, out: torch.Tensor | None = None, note: str | None = ""
-    ) -> Message | None:
+    def take(self, src: int, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Fast path of `TcpReceive`."""
         link = self._links.get(src)
         if link is None or (src, tag) in self._mailbox.unclaimed:
             return None
@@ -173,6 +182,39 @@ class TcpMessages(Messages):
             self.progress.wake()
 
 
+class TcpSend(PreparedSend):
+    """Sends of one shape and dtype, with the encoded head of the message."""
+
+    __slots__ = ("_head", "_tcp")
+
+    def __init__(self, messages: TcpMessages, dst: int, tag: Tag, note: str, head: bytes) -> None:
+        super().__init__(messages, dst, tag, note)
+        self._tcp = messages
+        self._head = head
+
+    def at_once(self, tensor: torch.Tensor) -> bool:  # noqa: D102
+        # `start` refuses the others.
+        if not (tensor.is_cpu and tensor.layout is torch.strided):
+            return False
+        return self._tcp.put(self._head, tensor, self.dst, self.tag)
+
+    def start(self, tensor: torch.Tensor) -> Work[None]:  # noqa: D102
+        return self._tcp.send_frame(self._head, tensor, self.dst, self.tag)
+
+
+class TcpReceive(PreparedReceive):
+    """Receives of one rank's messages, which may lie in memory already."""
+
+    __slots__ = ("_tcp",)
+
+    def __init__(self, messages: TcpMessages, src: int, tag: Tag, note: str | None, must_fit: bool) -> None:
+        super().__init__(messages, src, tag, note, must_fit)
+        self._tcp = messages
+
+    def at_once(self, out: torch.Tensor | None = None) -> Message | None:  # noqa: D102
+        return self._tcp.take(self.src, self.tag, out, self._note)
+
+
 class Passage(NamedTuple):
     """Description of a Work for a message, formatted only when it is shown: most are not."""
 
@@ -184,8 +226,7 @@ class Passage(NamedTuple):
         return f"{self.what} rank {self.rank}, {self.tag}"
 
 
-@functools.lru_cache(1024)
 def message_head(tag: Tag, dtype: torch.dtype, shape: torch.Size, note: str) -> bytes:
-    """Returns the encoded frame of a message, without its payload. Cached: a program repeats its messages."""
+    """Returns the encoded frame of a message, without its payload."""
     num_bytes = shape.numel() * dtype.itemsize
     return wire.Frame(wire.FrameKind.DATA, *tag, dtype_code(dtype), tuple(shape), note, num_bytes).encode()

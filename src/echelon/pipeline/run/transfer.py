@@ -24,6 +24,7 @@ from echelon._torch_private import storage_users
 from echelon.backends.admission import check_values
 from echelon.backends.formats.wire import MAX_NOTE_BYTES, Tag
 from echelon.backends.memory import plain
+from echelon.backends.messages import PreparedReceive, PreparedSend
 from echelon.backends.work import Message, Work
 from echelon.errors import PeerFailed, Timeout, UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -175,13 +176,15 @@ class _Expected(NamedTuple):
 class Sender:
     """Sending end of a handover. It is prepared once, and used in every step."""
 
-    __slots__ = ("_backend", "_dst", "_group", "_tag")
+    __slots__ = ("_backend", "_dst", "_group", "_handles", "_tag")
 
     def __init__(self, group: ProcessGroup, handover: Handover, peer: int) -> None:
         """Prepares to send to rank `peer` of the pipeline."""
         self._group, self._backend = group, group.backend
         self._dst = group.ranks[peer]
         self._tag = _tag(group, handover)
+        # By number of the tensor in the value: its shape, dtype and note, and what sends it.
+        self._handles: dict[int, tuple[tuple[torch.Size, torch.dtype, str], PreparedSend]] = {}
 
     def send(self, value: Value) -> list[Work[None]]:
         """Starts to send a value. Its tensors must not change before all returned Works are done.
@@ -189,26 +192,47 @@ class Sender:
         Raises:
             UnsupportedOp: the value has more than 1023 tensors or one without memory of its own, or is no nested value.
         """
-        backend, dst, tag, works = self._backend, self._dst, self._tag, []
+        works: list[Work[None]] = []
         if isinstance(value, torch.Tensor):  # fast path: most stages pass one tensor
             messages = [(_sendable(value), "[true]" if value.requires_grad else "[false]")]
         else:
             messages = _messages(value)
-        for tensor, note in messages:
+        for part, (tensor, note) in enumerate(messages):
+            handle = self._handle(part, tensor, note)
             # Fast path: a message that can leave now needs no Work. Within a step a send took 143 us, and takes 100
             # (benchmarks/pipeline).
-            if not backend.messages.send_at_once(tensor, dst, tag, note=note):
-                work = backend.messages.isend(tensor, dst, tag, note=note)
-                work.lateness = MessageLateness(backend, (dst,), self._group.ranks, self._group.context)
+            if not handle.at_once(tensor):
+                work = handle.start(tensor)
+                work.lateness = MessageLateness(self._backend, (self._dst,), self._group.ranks, self._group.context)
                 works.append(work)
-            tag = tag._replace(step=tag.step + 1)
         return works
+
+    def _handle(self, part: int, tensor: torch.Tensor, note: str) -> PreparedSend:
+        """Returns the handle that sends a tensor. Prepared again only if its shape, dtype or note is another."""
+        kind = tensor.shape, tensor.dtype, note
+        known = self._handles.get(part)
+        if known is None or known[0] != kind:
+            tag = self._tag._replace(step=self._tag.step + part)
+            handle = self._backend.messages.prepare_send(self._dst, tag, tensor.shape, tensor.dtype, note=note)
+            known = self._handles[part] = kind, handle
+        return known[1]
 
 
 class Receiver:
     """Receiving end of a handover. It is prepared once, and used in every step: `post`, then `wait`."""
 
-    __slots__ = ("_backend", "_buffers", "_expected", "_group", "_handover", "_src", "_tag", "_works", "is_kept")
+    __slots__ = (
+        "_backend",
+        "_buffers",
+        "_expected",
+        "_group",
+        "_handles",
+        "_handover",
+        "_src",
+        "_tag",
+        "_works",
+        "is_kept",
+    )
 
     def __init__(self, group: ProcessGroup, handover: Handover, peer: int, buffers: Buffers) -> None:
         """Prepares to receive from rank `peer` of the pipeline.
@@ -228,6 +252,7 @@ class Receiver:
         """Whether its messages stay in memory until they are received. An early receive gains nothing then."""
         self._expected: list[_Expected] = []
         self._works: list[Work[torch.Tensor]] = []
+        self._handles: list[PreparedReceive] = []
 
     def post(self) -> None:
         """Posts the receive, so that the value can arrive while this rank computes. Needless if `is_kept`."""
@@ -280,9 +305,9 @@ class Receiver:
         if self._works:
             work = self._works[part]
         else:
-            place, tag = self._place(part), self._tag_of(part) if part else self._tag
+            place = self._place(part)
             # Fast path, as in `Sender.send`: within a step a receive took 133 us, and takes 80.
-            if message := self._backend.messages.recv_at_once(self._src, tag, out=place, note=None):
+            if message := self._handle(part).at_once(place):
                 return message
             work = self._post(part, place)
         group = self._group
@@ -293,9 +318,6 @@ class Receiver:
         """Returns this rank's operation in words, for errors."""
         return f"rank {self._backend.rank}, waiting for {_in_words(self._handover)}"
 
-    def _tag_of(self, part: int) -> Tag:
-        return self._tag._replace(step=self._tag.step + part)
-
     def _place(self, part: int) -> torch.Tensor | None:
         """Returns a buffer for a tensor like the last one. None if there was none, or if it needs no buffer."""
         if part >= len(self._expected) or self._expected[part].is_lent:
@@ -304,8 +326,15 @@ class Receiver:
 
     def _post(self, part: int, place: torch.Tensor | None = None) -> Work[torch.Tensor]:
         place = self._place(part) if place is None else place
-        # must_fit=False: shapes may change from step to step, and are known only when the message is there.
-        return self._backend.messages.irecv(self._src, self._tag_of(part), out=place, note=None, must_fit=False)
+        return self._handle(part).start(place)
+
+    def _handle(self, part: int) -> PreparedReceive:
+        if part == len(self._handles):
+            tag = self._tag._replace(step=self._tag.step + part)
+            # must_fit=False: shapes may change from step to step, and are known only when the message is there.
+            receive = self._backend.messages.prepare_receive(self._src, tag, note=None, must_fit=False)
+            self._handles.append(receive)
+        return self._handles[part]
 
 
 def _tag(group: ProcessGroup, handover: Handover) -> Tag:

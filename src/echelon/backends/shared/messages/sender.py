@@ -136,13 +136,13 @@ class RingSender(Sender):
         self._parts = _Parts(at, reader)
 
     def send(self, head: bytes, tensor: torch.Tensor, tag: Tag, work: Work[None]) -> None:  # noqa: D102
-        if self.put(head, tensor):
+        if self.put(head, tensor, tag):
             work.complete()
             return
         self.queue.append(_Message(head, tensor, tag, work, self._sizes.num_pieces(tensor.nbytes)))
         self.flush()
 
-    def put(self, head: bytes, tensor: torch.Tensor) -> bool:  # noqa: D102
+    def put(self, head: bytes, tensor: torch.Tensor, tag: Tag) -> bool:  # noqa: ARG002, D102
         return not self.queue and tensor.nbytes <= self._inline_bytes and self._put(head, tensor)
 
     def flush(self) -> None:  # noqa: D102
