@@ -8,16 +8,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INTEROP := $(VENV)/.interop
 
-# For make compat: a version of torch, and more arguments for pytest, as ARGS="tests/interop -x".
+# For make compat: a version of torch, and more arguments for pytest, as ARGS="tests/interop -x". For make mutations: words
+# that choose some of them, as ARGS=reducer.
 TORCH :=
 ARGS :=
 
-.PHONY: help demo test slow conformance compat gpu lint format clean
+.PHONY: help demo test slow mutations conformance compat gpu lint format clean
 
 help:
 	@echo "make demo    train a small language model on four ranks (dp=2, pp=2)"
 	@echo "make test    run the quick tests"
 	@echo "make slow    run the tests that make test leaves out"
+	@echo "make mutations  break the code in small ways, one at a time, and see the nearest tests fail (half an hour)"
 	@echo "make conformance  run PyTorch's own tests of torch.distributed over Gloo and over Echelon, and compare"
 	@echo "make compat TORCH=2.15.0  run the quick tests with another version of torch (gigabytes, some minutes)"
 	@echo "make gpu     run the tests that need a GPU with CUDA"
@@ -33,6 +35,10 @@ test: $(STAMP)
 
 slow: $(INTEROP)
 	$(BIN)/python -m pytest -m slow --timeout 600 -o faulthandler_timeout=590
+
+# One mutation at a time: tests that go by real time would fail for want of a core, and kill it for no reason.
+mutations: $(STAMP)
+	$(BIN)/python tools/mutations.py $(ARGS)
 
 conformance: $(INTEROP)
 	$(BIN)/python conformance/run.py

@@ -22,7 +22,9 @@ def pool():
 def runner(request, backend):
     """Returns `run(fn, world_size, *args)`, which gives the results of all ranks on simulated ranks or on processes."""
     if backend == "simulated":
-        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
+        return lambda fn, world_size, *args: (
+            echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
+        )
     pool = request.getfixturevalue("pool")
     return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=backend)
 

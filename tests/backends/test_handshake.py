@@ -303,7 +303,7 @@ def test_a_second_process_with_the_same_rank_is_refused_and_the_first_stays():
                 prove(probe)
                 send_json(probe, hello(rank=9, world_size=3))
                 receive_json(probe)
-            with pytest.raises(ConnectError, match="rank 1 of 3 was turned away: rank 1 is taken by process 4321"):
+            with pytest.raises(ConnectError, match="rank 1 of 3 was refused: rank 1 is taken by process 4321"):
                 TcpBackend(1, 3, address, secret=SECRET, connect_timeout=SECONDS)
             with pytest.raises(ConnectError, match=r"rank 2 of 3 did not come within 1 s, ranks 0 and 1 did"):
                 zero()

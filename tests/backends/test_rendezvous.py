@@ -132,7 +132,7 @@ def test_a_rank_0_that_accepts_and_says_nothing_is_named():
 def test_worlds_of_two_sizes_are_told_apart():
     with free_address() as address:
         zero = start(lambda: TcpBackend(0, 2, address, secret=SECRET, connect_timeout=0.5))
-        with pytest.raises(ConnectError, match=r"rank 1 of 3 was turned away: it belongs to .* of 3 ranks; this is"):
+        with pytest.raises(ConnectError, match=r"rank 1 of 3 was refused: it belongs to .* of 3 ranks; this is"):
             TcpBackend(1, 3, address, secret=SECRET, connect_timeout=SECONDS)
         with pytest.raises(ConnectError, match="rank 1 of 2 did not come"):
             zero()

@@ -63,6 +63,12 @@ def test_hosts_have_their_own_costs():
     assert simulate(plan, 3, costs).makespan == (1 + 2 * 3) + (100 + 10 * 3)
 
 
+def test_a_cost_inside_a_host_that_is_not_given_is_the_one_between_hosts():
+    hosts = ("a", "a")
+    assert LinkCosts(alpha=100, beta=10, hosts=hosts, local_alpha=1).of_message(0, 1, 3) == 1 + 10 * 3
+    assert LinkCosts(alpha=100, beta=10, hosts=hosts, local_beta=2).of_message(0, 1, 3) == 100 + 2 * 3
+
+
 def test_the_timeline_tells_who_waited_for_whom():
     timeline = simulate(build("broadcast", "binomial", 4), 0, LinkCosts(alpha=1, beta=0))
     assert [[(span.name, span.start, span.end) for span in spans] for spans in timeline.spans] == [

@@ -17,7 +17,7 @@ def use(monkeypatch, operation, name):
 
 
 def simulate(fn, world_size, *args):
-    return echelon.simulate(fn, world_size, args, timeout=20.0).results
+    return echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
 
 
 def names(operation):

@@ -58,6 +58,12 @@ def test_rules_may_be_for_one_host_or_for_several():
     assert choose("all_reduce", 8, (0, 1), table=table) == "rabenseifner"
 
 
+def test_a_rule_applies_to_its_first_and_last_size_too():
+    table = {"all_reduce": (Rule("ring", first=8, last=16), Rule("rabenseifner", last=100))}
+    found = [choose("all_reduce", size, apart(2), table=table) for size in (7, 8, 16, 17, 100, 101)]
+    assert found == ["rabenseifner", "ring", "ring", "rabenseifner", "rabenseifner", "recursive_doubling"]
+
+
 def test_a_selector_remembers_its_plans():
     selector = Selector((0, 0, 1))
     first = selector.choose("broadcast", 8, 1, "")

@@ -1,6 +1,7 @@
 """DistributedDataParallel: N ranks leave the gradients of one process on the whole batch."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,7 +267,7 @@ def test_training_equals_that_of_one_process(run, optimizer_first, set_to_none):
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @OPTIMIZERS
 def test_training_on_other_numbers_of_ranks(world_size, optimizer_first, set_to_none):
-    check_training(echelon.simulate(train, world_size, (optimizer_first, set_to_none)).results)
+    check_training(echelon.simulate(train, world_size, (optimizer_first, set_to_none), late_sends=True).results)
 
 
 def check_training(ranks):
@@ -373,6 +374,14 @@ def test_over_shared_memory_they_are_if_there_is_an_idle_core(pool):
     assert pool.run(launch_with_cores, 2, num_cores, backend="shm") == [([0], 1, False)] * 2
     if num_cores > 2:
         assert pool.run(launch_with_cores, 2, 1, backend="shm") == [([2], 3, True)] * 2
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(3, False), (4, False), (5, True)])
+def test_a_core_is_idle_if_there_are_more_than_threads_of_local_ranks(monkeypatch, num_cores, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    backend = SimpleNamespace(shares_memory=True, hosts=(0, 0, 1), rank=1)
+    assert can_overlap(SimpleNamespace(backend=backend, hosts=(0, 0))) == expected
 
 
 def reduce_with_idle_cores(group, num_steps):

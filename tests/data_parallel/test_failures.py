@@ -54,6 +54,20 @@ def test_ranks_that_disagree_about_the_model_are_told(run, change, world_size):
         assert total == world_size
 
 
+def different_models_in_a_subgroup(group):
+    part = group.subgroup([1, 2])
+    if part is None:
+        return ""
+    with pytest.raises(echelon.CollectiveMismatch) as caught:
+        DDP(mlp() if part.rank == 0 else nn.Linear(1, 1), part)
+    return str(caught.value)
+
+
+def test_a_difference_names_the_ranks_of_the_world(run):
+    for message in run(different_models_in_a_subgroup, 3)[1:]:
+        assert "the models differ: rank 1 has parameter '0.weight' float32[8, 4] where rank 2 has" in message
+
+
 class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, fails):

@@ -237,8 +237,8 @@ def kinds_of_parameters(group, name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_hooks_never_narrow_what_is_narrow_already(name, dtype):
     """float64 was added in float32, and a bfloat16 gradient would be sent as float16, with its small range."""
-    expected = echelon.simulate(kinds_of_parameters, 2, ("none", dtype)).results
-    got = echelon.simulate(kinds_of_parameters, 2, (name, dtype)).results
+    expected = echelon.simulate(kinds_of_parameters, 2, ("none", dtype), late_sends=True).results
+    got = echelon.simulate(kinds_of_parameters, 2, (name, dtype), late_sends=True).results
     loose = dtype == torch.float64 and name != "float32"
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, **({"rtol": 0.02, "atol": 0.02} if loose else {}))

@@ -138,6 +138,34 @@ def test_ranks_weigh_as_many_as_they_have_samples(run, counts):
     assert_all_equal(run(by_samples, len(counts), counts, 2), gradients(expected))
 
 
+def samples_that_change(group):
+    model = DDP(mlp(), group, bucket_mb=TINY_MB, average="samples")
+    for step, counts in enumerate(([7, 5], [1, 2], [4, 5])):
+        inputs = batch(step)[: sum(counts)].split(counts)[group.rank]
+        loss_of(model(inputs)).backward()
+    return gradients(model)
+
+
+def test_the_mean_number_of_samples_may_change_from_step_to_step(run):
+    """Ranks weigh by the mean of the step before, which all of them know."""
+    expected = mlp()
+    for step, count in enumerate((12, 3, 9)):
+        loss_of(expected(batch(step)[:count])).backward()
+    assert_all_equal(run(samples_that_change, 2), gradients(expected))
+
+
+def samples_by_keyword(group):
+    model = DDP(mlp(), group, average="samples")
+    loss_of(model(input=batch().split([9, 3])[group.rank])).backward()
+    return gradients(model)
+
+
+def test_samples_count_that_are_given_by_keyword(run):
+    expected = mlp()
+    loss_of(expected(batch())).backward()
+    assert_all_equal(run(samples_by_keyword, 2), gradients(expected))
+
+
 class Counts(nn.Module):
     def __init__(self):
         super().__init__()

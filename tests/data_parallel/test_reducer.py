@@ -210,3 +210,39 @@ def one_disagrees_about_the_second_bucket(group):
 
 def test_what_ended_a_bucket_is_why_the_reduction_is_given_up():
     assert echelon.simulate(one_disagrees_about_the_second_bucket, 2, timeout=20.0).results == [True] * 2
+
+
+def abandon_in_a_subgroup(group):
+    part = group.subgroup([0, 2])
+    if part is None:
+        return ""
+    _, reducer = make(part)
+    if part.rank == 1:
+        reducer.start()
+        reducer.abandon()
+    with pytest.raises((echelon.PeerFailed, echelon.Closed)) as caught:
+        reducer.reduce()
+    return str(caught.value)
+
+
+def test_an_abandoned_reduction_of_a_subgroup_names_the_rank_in_the_world(run):
+    first, _, last = run(abandon_in_a_subgroup, 3)
+    assert "rank 2 failed: its backward failed with 6 of 6 buckets" in first
+    assert "given up because rank 2 failed: its backward failed with" in last
+
+
+def come_late(group):
+    _, reducer = make(group)
+    with group.backend.compute(f"rank {group.rank}"):
+        pass
+    with pytest.raises(echelon.EchelonError) as caught:
+        reducer.reduce()
+    return type(caught.value).__name__, getattr(caught.value, "rank", None), group.backend.now()
+
+
+def test_after_a_timeout_the_others_are_told_of_the_rank_that_was_waited_for():
+    """Rank 0 waits for its timeout. Rank 2, which came later, blames rank 1 for it and not rank 0."""
+    costs = {"rank 1": 100.0, "rank 2": 5.0}
+    first, _, last = echelon.simulate(come_late, 3, timeout=20.0, costs=costs).results
+    assert first == ("Timeout", None, 20.0)
+    assert last == ("PeerFailed", 1, 20.0)

@@ -53,7 +53,7 @@ def test_it_trains_as_the_plain_optimizer_does(name, world_size, bucket_mb):
     for make in (mlp, channels_last):
         model = make()
         expected = train(model, optimizer_class(groups_of(model, options)), batch())
-        results = echelon.simulate(train_sharded, world_size, (make, name, bucket_mb)).results
+        results = echelon.simulate(train_sharded, world_size, (make, name, bucket_mb), late_sends=True).results
         assert_all_equal(results, expected)
 
 
@@ -83,6 +83,21 @@ def test_the_memory_is_8_bytes_and_an_nth_of_8_per_parameter(world_size):
         assert num_bytes == pytest.approx((8 + 8 / world_size) * count, abs=8)
 
 
+def bytes_of_loaded_state(group, state):
+    optimizer = ZeroOptimizer(torch.optim.AdamW, mlp().parameters(), group)
+    optimizer.load_state_dict(state)
+    tensors = [t for state in optimizer._inner.state.values() for t in state.values() if t.dim()]
+    return sum(t.untyped_storage().nbytes() for t in tensors), sum(t.nbytes for t in tensors)
+
+
+def test_a_loaded_shard_does_not_keep_the_whole_state_in_memory():
+    model = mlp()
+    plain = torch.optim.AdamW(model.parameters())
+    train(model, plain, batch(), 1)
+    for held, needed in echelon.simulate(bytes_of_loaded_state, 3, (plain.state_dict(),)).results:
+        assert 0 < held == needed
+
+
 def some_without_gradient(group):
     model = mlp()
     optimizer = ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=0.1)
@@ -93,7 +108,7 @@ def some_without_gradient(group):
 
 def test_parameters_without_gradient_stay():
     expected = [parameter.detach().clone() for parameter in mlp().parameters()]
-    for result in echelon.simulate(some_without_gradient, 3).results:
+    for result in echelon.simulate(some_without_gradient, 3, late_sends=True).results:
         changed = [not torch.equal(a, b) for a, b in zip(result, expected, strict=True)]
         assert changed == [False, True, False, False, False, False]
 
@@ -123,9 +138,9 @@ def test_a_state_is_loaded_by_another_number_of_ranks_and_by_the_plain_optimizer
     halfway = {key: value.clone() for key, value in model.state_dict().items()}
     expected = train(model, plain, batch(), 2)
 
-    for _, state in echelon.simulate(interrupted, 3, (make, None, None)).results:
+    for _, state in echelon.simulate(interrupted, 3, (make, None, None), late_sends=True).results:
         for world_size in (1, 2, 4):
-            for weights, _ in echelon.simulate(interrupted, world_size, (make, state, None)).results:
+            for weights, _ in echelon.simulate(interrupted, world_size, (make, state, None), late_sends=True).results:
                 assert_all_equal([weights], expected)
         model.load_state_dict(halfway)
         plain = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -134,7 +149,10 @@ def test_a_state_is_loaded_by_another_number_of_ranks_and_by_the_plain_optimizer
 
 
 def test_only_one_rank_gets_the_state_if_asked_for():
-    states = [state["optimizer"]["state"] for _, state in echelon.simulate(interrupted, 3, (mlp, None, 1)).results]
+    states = [
+        state["optimizer"]["state"]
+        for _, state in echelon.simulate(interrupted, 3, (mlp, None, 1), late_sends=True).results
+    ]
     assert [len(state) for state in states] == [0, 6, 0]
 
 

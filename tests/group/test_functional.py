@@ -89,7 +89,7 @@ def test_gradients_equal_those_of_one_process(world_size, name, op, uneven, ties
     seconds = torch.autograd.grad(
         sum((gradient * weights_like(gradient, 99)).sum() for gradient in gradients), tensors, materialize_grads=True
     )
-    results = echelon.simulate(run_one, world_size, (name, op, uneven, ties), timeout=5.0).results
+    results = echelon.simulate(run_one, world_size, (name, op, uneven, ties), timeout=5.0, late_sends=True).results
     for rank, (out, gradient, second) in enumerate(results):
         torch.testing.assert_close(out, outs[rank].detach())
         torch.testing.assert_close(gradient, gradients[rank].detach())
@@ -102,7 +102,7 @@ def run_on_processes(group):
 
 
 def test_gradients_flow_between_processes(pool):
-    expected = echelon.simulate(run_on_processes, 2, timeout=5.0).results
+    expected = echelon.simulate(run_on_processes, 2, timeout=5.0, late_sends=True).results
     for got, want in zip(pool.run(run_on_processes, 2), expected, strict=True):
         for ours, theirs in zip(got, want, strict=True):
             assert torch.equal(ours, theirs)
@@ -142,13 +142,15 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, act, *inputs):
         ctx.act, ctx.inputs = act, inputs
-        results = echelon.simulate(run_forward, len(inputs), (act, inputs), timeout=5.0).results
+        results = echelon.simulate(run_forward, len(inputs), (act, inputs), timeout=5.0, late_sends=True).results
         ctx.shapes = [tuple(result.shape) for result in results]
         return tuple(results)
 
     @staticmethod
     def backward(ctx, *gradients):
-        results = echelon.simulate(run_backward, len(ctx.inputs), (ctx.act, ctx.inputs, gradients), timeout=5.0).results
+        results = echelon.simulate(
+            run_backward, len(ctx.inputs), (ctx.act, ctx.inputs, gradients), timeout=5.0, late_sends=True
+        ).results
         return None, *results
 
 

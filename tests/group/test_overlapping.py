@@ -69,8 +69,9 @@ def test_all_under_way_at_once_on_processes(pool, backend):
         assert sum(pool.run(many_under_way, 4, seed, backend=backend)) == NUM_CALLS * sum(map(len, MEMBERS))
 
 
-def test_all_under_way_at_once_on_simulated_ranks():
-    assert echelon.explore(many_under_way, 4, seeds=range(8), args=(1,)) == 8
+@pytest.mark.parametrize("late_sends", [False, True])
+def test_all_under_way_at_once_on_simulated_ranks(late_sends):
+    assert echelon.explore(many_under_way, 4, seeds=range(8), args=(1,), late_sends=late_sends) == 8
 
 
 def from_threads(group):

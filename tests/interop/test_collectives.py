@@ -160,15 +160,18 @@ def test_coalesced_calls(in_world):
     assert in_world(N, coalesced) == [[sums, gathered, own[rank], [[1.0] * 2]] for rank in range(N)]
 
 
-def sparse(rank):
+def sparse(rank, op):
     places, values = torch.tensor([[0, 2 + rank]]), torch.tensor([1.0, 2.0 + rank])
     tensor = torch.sparse_coo_tensor(places, values, (4,), check_invariants=True)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, op)
     return tensor.to_dense().tolist()
 
 
-def test_sparse_tensors_are_summed(in_world):
-    assert in_world(N, sparse) == [[2.0, 0.0, 2.0, 3.0]] * N
+@pytest.mark.parametrize(
+    ("op", "expected"), [(dist.ReduceOp.SUM, [2.0, 0.0, 2.0, 3.0]), (dist.ReduceOp.AVG, [1.0, 0.0, 1.0, 1.5])]
+)
+def test_sparse_tensors_are_summed_or_averaged(in_world, op, expected):
+    assert in_world(N, sparse, op) == [expected] * N
 
 
 def refused(rank):

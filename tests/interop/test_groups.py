@@ -172,16 +172,32 @@ def test_futures_of_collectives(in_world):
     assert in_world(N, futures) == [([9.0, 9.0], True, None)] * N
 
 
+def futures_after_waits(rank):
+    """C++ reads the value of the future as soon as a wait for the Work has returned."""
+    works = (dist.all_reduce(torch.ones(1), async_op=True) for _ in range(200))
+    return all(work.wait() and work.get_future().done() for work in works)
+
+
+def test_a_work_that_was_waited_for_has_a_finished_future(in_world):
+    assert in_world(2, futures_after_waits) == [True, True]
+
+
 def times_out(rank):
+    late, next_one = torch.zeros(1), torch.zeros(1)
     if rank == 0:
         with pytest.raises(Timeout, match="receive from rank 1"):
-            dist.irecv(torch.zeros(1), 1).wait(timedelta(milliseconds=100))
+            dist.irecv(late, 1).wait(timedelta(milliseconds=100))
     dist.barrier()
-    return True
+    if rank == 0:
+        dist.recv(next_one, 1)
+    else:
+        dist.send(torch.ones(1), 0)
+    return late.item(), next_one.item()
 
 
-def test_a_wait_with_a_timeout(in_world):
-    assert in_world(N, times_out) == [True] * N
+def test_a_wait_with_a_timeout_withdraws_the_receive(in_world):
+    """Else the tensor would be written when nobody expects it, and the next receive would wait for ever."""
+    assert in_world(N, times_out) == [(0.0, 1.0), (0.0, 0.0)]
 
 
 def train(rank):

@@ -28,6 +28,14 @@ def test_the_four_variables_are_enough():
     assert not environment.elastic
 
 
+def test_all_ranks_are_on_one_host_only_if_the_launcher_says_so():
+    """Else ranks of several hosts would look for a secret in a file, each host in its own."""
+    assert not read(GOOD).is_one_host
+    assert not read({**GOOD, "LOCAL_WORLD_SIZE": "2"}).is_one_host
+    assert read({**GOOD, "LOCAL_WORLD_SIZE": "4"}).is_one_host
+    assert read({**GOOD, "MASTER_ADDR": "127.0.0.1"}).is_one_host
+
+
 def test_the_local_rank_is_guessed_from_the_local_world_size():
     assert read({**GOOD, "RANK": "3", "LOCAL_WORLD_SIZE": "2"}).local_rank == 1
 

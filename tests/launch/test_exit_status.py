@@ -99,6 +99,25 @@ def test_the_status_is_known_at_the_end_of_the_program_unless_the_exit_was_caugh
     assert ended.stdout == f"status {status}\n"
 
 
+EXIT_OF_A_THREAD = """
+import atexit, sys, threading
+from echelon.launch.report import watch_exit
+watch = watch_exit()
+atexit.register(lambda: print("code", watch.code(), flush=True))
+thread = threading.Thread(target=sys.exit, args=(3,))
+thread.start()
+thread.join()
+raise ValueError
+"""
+
+
+def test_an_exit_of_another_thread_ends_that_thread_alone(tmp_path):
+    (tmp_path / "program.py").write_text(EXIT_OF_A_THREAD)
+    command = [sys.executable, "program.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (1, "code None\n"), ended.stderr
+
+
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (3, 3), (-1, 255), (True, 1), ("text", 1), (2.0, 1)])
 def test_a_status_is_that_of_the_process(code, status):
     assert status_of(code) == status

@@ -279,3 +279,11 @@ def test_without_a_launcher_a_failed_start_is_printed_as_ever(started, monkeypat
     before = sys.excepthook
     start(ConnectError("nobody came"))
     assert sys.excepthook is before
+
+
+def test_the_first_cause_is_the_first_failure_that_blames_no_other_rank():
+    consequence = report.RankFailure(0, 1.0, "raised PeerFailed: rank 1 failed", "text", blames=1)
+    cause = report.RankFailure(1, 2.0, "raised ValueError", "text")
+    later = report.RankFailure(2, 3.0, "raised ValueError", "text")
+    assert report.first_cause([consequence, later, cause]) is cause
+    assert report.first_cause([consequence]) is consequence

@@ -195,3 +195,9 @@ def test_jobs_that_remove_the_folder_do_not_disturb_others(temporary):
         for number, (first, second) in enumerate(threads.map(run_job, [f"job {number}" for number in range(200)])):
             assert first == second, number
     assert not list(temporary.iterdir())
+
+
+def test_its_folder_is_closed_with_it(runtime):
+    before = os.listdir("/proc/self/fd")
+    secret_of("slurm-1.0", runtime)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -169,7 +169,7 @@ def in_dtype(group, dtype, autocast, schedule):
 )
 def test_dtypes_and_autocast(dtype, autocast, schedule):
     """The single process does its backward outside of autocast, as torch says; a step does so by itself."""
-    results = echelon.simulate(in_dtype, 2, (dtype, autocast, schedule), timeout=20.0).results
+    results = echelon.simulate(in_dtype, 2, (dtype, autocast, schedule), timeout=20.0, late_sends=True).results
     model = with_precise(dtype)
     total = 0
     for x, y in zip(*(tensor.tensor_split(2) for tensor in make_batch(5, dtype)), strict=True):
@@ -197,7 +197,7 @@ def fewer_keyword_samples(group):
 
 def test_keyword_arguments_of_other_lengths_are_refused_on_every_rank():
     """One row for two: it would broadcast silently."""
-    for message in echelon.simulate(fewer_keyword_samples, 2, timeout=20.0).results:
+    for message in echelon.simulate(fewer_keyword_samples, 2, timeout=20.0, late_sends=True).results:
         assert "keyword arguments of step(): expected 4 samples, as the inputs, got 2" in message
 
 
@@ -237,11 +237,11 @@ def test_metrics_on_a_device_are_read_at_the_end_of_the_step(monkeypatch):
     kept, check = [], interpreter.check_metrics
     monkeypatch.setattr(loss, "is_here", lambda _: False)
     monkeypatch.setattr(interpreter, "check_metrics", lambda *given: kept.append(check(*given)) or kept[-1])
-    read, then = echelon.simulate(measured, 2, (1, "mean"), timeout=20.0).results
+    read, then = echelon.simulate(measured, 2, (1, "mean"), timeout=20.0, late_sends=True).results
     assert [type(found["error"]) for found in kept] == [torch.Tensor] * 2
     assert not any(found["error"].requires_grad for found in kept)
     monkeypatch.undo()
-    assert read == then == echelon.simulate(measured, 2, (1, "mean"), timeout=20.0).results[0]
+    assert read == then == echelon.simulate(measured, 2, (1, "mean"), timeout=20.0, late_sends=True).results[0]
 
 
 def bad_metrics(group):
@@ -254,7 +254,7 @@ def bad_metrics(group):
 
 
 def test_metrics_that_are_no_numbers_are_refused():
-    for message in echelon.simulate(bad_metrics, 2, timeout=20.0).results:
+    for message in echelon.simulate(bad_metrics, 2, timeout=20.0, late_sends=True).results:
         assert "metrics(output, target): expected a dict of numbers" in message
 
 
@@ -269,7 +269,7 @@ def part_frozen(group, frozen):
 
 @pytest.mark.parametrize("frozen", [["0"], ["0", "2"], ["4"], ["6"], ["2", "6"]])
 def test_stages_may_be_frozen(frozen):
-    results = echelon.simulate(part_frozen, 4, (frozen,), timeout=20.0).results
+    results = echelon.simulate(part_frozen, 4, (frozen,), timeout=20.0, late_sends=True).results
     loss, gradients = loss_and_gradients(make_model(4), make_batch(5), 2)
     got = gradients_of(results)
     assert {name.split(".")[0] for name in got} == {"0", "2", "4", "6"} - set(frozen)
@@ -295,7 +295,7 @@ def test_state_dicts_fit_any_number_of_stages():
     saved = None
     model = make_model(6)
     for world_size in (3, 2, 1):
-        parts = echelon.simulate(other_number_of_stages, world_size, (saved,), timeout=20.0).results
+        parts = echelon.simulate(other_number_of_stages, world_size, (saved,), timeout=20.0, late_sends=True).results
         saved = {name: value for part in parts for name, value in part.items()}
         model.zero_grad()
         train_alone(model, make_batch(8), 4)
@@ -317,7 +317,7 @@ def misfit(group):
 
 
 def test_a_state_dict_of_other_shapes_is_refused_by_name_before_anything_is_loaded():
-    assert echelon.simulate(misfit, 2, timeout=20.0).results == [True, True]
+    assert echelon.simulate(misfit, 2, timeout=20.0, late_sends=True).results == [True, True]
 
 
 def from_meta(group):
@@ -337,7 +337,7 @@ def make_model_shape():
 
 
 def test_a_model_on_the_meta_device_is_trained_once_it_is_loaded():
-    results = echelon.simulate(from_meta, 2, timeout=20.0).results
+    results = echelon.simulate(from_meta, 2, timeout=20.0, late_sends=True).results
     loss, gradients = loss_and_gradients(make_model(2), make_batch(4), 2)
     assert all(torch.equal(result[0], loss) for result in results)
     for name, gradient in gradients_of(results).items():
@@ -366,7 +366,7 @@ def test_other_norms_are_those_of_one_process_and_nan_is_not_hidden():
     model = make_model(2)
     train_alone(model, make_batch(4), 2)
     expected = [nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type) for norm_type in (1.0, 3.5, float("inf"))]
-    for norms, spoilt in echelon.simulate(other_norm, 2, timeout=20.0).results:
+    for norms, spoilt in echelon.simulate(other_norm, 2, timeout=20.0, late_sends=True).results:
         torch.testing.assert_close(torch.stack(norms[:3]), torch.stack(expected))
         assert all(norm.isnan() for norm in norms[3:])
         assert all(spoilt)
@@ -382,6 +382,7 @@ def step_by_default_on(group, device):
 
 def test_the_default_device_of_the_caller_does_not_matter():
     here, there = (
-        echelon.simulate(step_by_default_on, 2, (device,), timeout=20.0).results for device in ("cpu", "meta")
+        echelon.simulate(step_by_default_on, 2, (device,), timeout=20.0, late_sends=True).results
+        for device in ("cpu", "meta")
     )
     assert there == here

@@ -69,7 +69,7 @@ def several(group, gradients):
 
 @pytest.mark.parametrize("gradients", ["both", "one"])
 def test_gradients_of_nested_outputs_are_matched_by_their_order(gradients):
-    _, got = echelon.simulate(several, 2, (gradients,), timeout=20.0).results
+    _, got = echelon.simulate(several, 2, (gradients,), timeout=20.0, late_sends=True).results
     torch.manual_seed(0)
     first, second = make_model(1), Several()
     for x in make_batch(4)[0].chunk(2):
@@ -108,7 +108,7 @@ def misused(group, case):
     ],
 )
 def test_misuse_is_told_to_all_ranks(case, kind, words):
-    results = echelon.simulate(misused, 2, (case,), timeout=20.0).results
+    results = echelon.simulate(misused, 2, (case,), timeout=20.0, late_sends=True).results
     assert kind in [got for got, _ in results]
     for got, message in results:
         assert got in (kind, "PeerFailed")
@@ -129,7 +129,7 @@ def replicated(group, no_sync):
 
 
 def test_replicas_average_their_gradients():
-    results = echelon.simulate(replicated, 4, (False,), timeout=20.0).results
+    results = echelon.simulate(replicated, 4, (False,), timeout=20.0, late_sends=True).results
     model = make_model(2)
     nn.functional.mse_loss(model(make_batch(8)[0]), make_batch(8)[1]).backward()
     for gradients in results:
@@ -153,7 +153,9 @@ def cast_forward_only(group, recompute):
 
 def test_a_forward_is_run_again_under_the_autocast_that_it_had():
     """The backward comes after `with torch.autocast`, as torch says; the forward in it made other dtypes there."""
-    plain, again = (echelon.simulate(cast_forward_only, 2, (flag,), timeout=20.0).results for flag in (False, True))
+    plain, again = (
+        echelon.simulate(cast_forward_only, 2, (flag,), timeout=20.0, late_sends=True).results for flag in (False, True)
+    )
     for one, other in zip(plain, again, strict=True):
         for name, gradient in one.items():
             assert torch.equal(gradient, other[name]), name

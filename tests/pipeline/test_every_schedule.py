@@ -63,7 +63,7 @@ def named(name, num_ranks, num_microbatches):
 def test_gradients_are_those_of_one_process(name, dtype, num_ranks):
     schedule = named(name, num_ranks, 5 if "interleaved" not in name else 8)
     num_samples = 2 * schedule.num_microbatches + 1
-    run = echelon.simulate(train, num_ranks, (schedule, dtype, num_samples), timeout=20.0)
+    run = echelon.simulate(train, num_ranks, (schedule, dtype, num_samples), timeout=20.0, late_sends=True)
     assert is_exact(schedule)
     assert_equal_to_alone(run.results, schedule, dtype, num_samples)
 
@@ -101,7 +101,7 @@ def test_a_searched_schedule_and_one_from_a_file_run(tmp_path):
     searched = schedules.search(Costs(1, 1, 1), num_ranks=2, num_microbatches=4, memory_limit=2)
     searched.to_csv(tmp_path / "searched.csv")
     for schedule in (searched, Schedule.from_csv(tmp_path / "searched.csv")):
-        run = echelon.simulate(train, 2, (schedule, torch.float64, 8), timeout=20.0)
+        run = echelon.simulate(train, 2, (schedule, torch.float64, 8), timeout=20.0, late_sends=True)
         assert_equal_to_alone(run.results, schedule, torch.float64, 8, is_exact(schedule))
 
 
@@ -113,7 +113,7 @@ def test_a_schedule_with_weights_out_of_order_is_right_within_rounding():
     schedule = replace(schedule, orders=tuple(map(tuple, orders)))
     schedule.check()
     assert exact_stages(schedule) == (False, True)
-    run = echelon.simulate(train, 2, (schedule, torch.float64, 9), timeout=20.0)
+    run = echelon.simulate(train, 2, (schedule, torch.float64, 9), timeout=20.0, late_sends=True)
     assert_equal_to_alone(run.results, schedule, torch.float64, 9, same_bits=False)
 
 
@@ -135,7 +135,7 @@ def train_replicated(group, name, no_sync):
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-min", "dualpipe-v"])
 def test_replicas_average_every_stage_under_every_schedule(name, no_sync):
     """An earlier system skipped all stages but one under zero-bubble schedules, silently."""
-    results = echelon.simulate(train_replicated, 4, (name, no_sync), timeout=20.0).results
+    results = echelon.simulate(train_replicated, 4, (name, no_sync), timeout=20.0, late_sends=True).results
     model = make_model(NUM_LAYERS)
     for _ in range(1 + no_sync):
         train_alone(model, make_batch(8), 1)

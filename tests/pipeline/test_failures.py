@@ -13,6 +13,7 @@ from torch import nn
 import echelon
 from echelon.pipeline import Pipeline, schedules
 from echelon.pipeline.run import interpreter, pipeline
+from echelon.pipeline.run.runtime import Failures
 from tests.helpers.forked_ranks import run_forked
 from tests.helpers.models import gradients
 from tests.helpers.named_schedules import sizes_of
@@ -23,7 +24,7 @@ AT_ONCE = 2.0
 
 
 def simulate(fn, world_size, *args):
-    return echelon.simulate(fn, world_size, args, timeout=20.0).results
+    return echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
 
 
 def step(pipe, batch):
@@ -133,6 +134,37 @@ def test_an_exception_anywhere_is_raised_everywhere_and_ends_the_pipeline(run, n
     for _, _, _, _, got in results:
         for name, gradient in got.items():
             assert torch.equal(gradient, gradients(model)[name.replace("layers.", "")])
+
+
+def fail_in_one_replica(group):
+    mesh = echelon.Mesh(group, dp=2, pp=2)
+    fault = Fault("loss")
+    fault.is_armed = group.rank == 1
+    pipe = Pipeline([make_model(1) for _ in range(2)], mesh["pp"], "gpipe", 4, fault.loss, data_parallel=mesh["dp"])
+    group.barrier()  # a pipeline that is still being made would fail there
+    error = caught(step, pipe, make_batch(4))
+    return error[:2], group.all_reduce(torch.ones(1)).item()
+
+
+def test_a_rank_that_fails_ends_the_step_of_the_other_replicas(run):
+    """They do not wait for its gradients, though it lives on and its other groups can be used."""
+    for rank, ((kind, message), total) in enumerate(run(fail_in_one_replica, 4)):
+        assert kind == ("ValueError" if rank == 1 else "PeerFailed")
+        assert rank == 1 or "rank 1 failed: ValueError in 1F0" in message
+        assert total == 4
+
+
+def notice_late(group):
+    """The group knows another cause already when this rank notices a failure."""
+    group.backend.revoke(group.context, group.ranks, echelon.PeerFailed(1, "the cause"))
+    failures = Failures(group, [], lambda: None)
+    with pytest.raises(echelon.PeerFailed) as caught, failures.told():
+        raise echelon.PeerFailed(0, "a consequence")
+    return caught.value.rank
+
+
+def test_a_rank_that_notices_a_consequence_raises_the_first_cause():
+    assert simulate(notice_late, 2) == [1, 1]
 
 
 def die_in_a_step(group, place, clock):

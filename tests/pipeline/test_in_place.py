@@ -62,7 +62,7 @@ def assert_as_alone(name, results):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_schedule_trains_stages_that_begin_in_place(name, recompute):
-    results = echelon.simulate(train, 2, (name, recompute), timeout=20.0).results
+    results = echelon.simulate(train, 2, (name, recompute), timeout=20.0, late_sends=True).results
     assert_as_alone(name, results)
     written = results[0][2]
     assert torch.equal(written, (make_batch(len(written))[0] * 3).relu()), "once, as in one process"

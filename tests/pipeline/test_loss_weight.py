@@ -79,3 +79,25 @@ def weigh(group, weight):
 def test_weights_that_are_no_amounts_are_refused(weight):
     with pytest.raises(echelon.SizeMismatch, match=r"loss_weight\(target\): expected a number of at least 0"):
         echelon.simulate(weigh, 1, (weight,))
+
+
+class Logarithm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x * self.scale).log()
+
+
+def ignore_what_is_not_a_number(group):
+    pipe = Pipeline([Logarithm()], group, "gpipe", 2, lambda output, _: output.mean(), loss_weight=torch.sum)
+    inputs = torch.tensor([1.0, 4.0, -1.0, -4.0], dtype=torch.float64)
+    out = pipe.step(inputs, target=torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    return out.loss.item(), next(pipe.parameters()).grad.item()
+
+
+def test_an_output_that_is_not_a_number_does_not_matter_where_nothing_counts(run):
+    (loss, gradient) = run(ignore_what_is_not_a_number, 1)[0]
+    assert loss == pytest.approx(torch.tensor(4.0).log().item() / 2)
+    assert gradient == pytest.approx(1.0)

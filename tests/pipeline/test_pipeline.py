@@ -51,7 +51,7 @@ def test_every_runnable_schedule_is_exact(schedule, dtype):
     chunks = 1 if schedule in ("gpipe", "1f1b") else 2
     num_microbatches = 8
     args = (schedule, num_microbatches, 11, 4, chunks, dtype)
-    results = echelon.simulate(train_piped, 2, args, timeout=20.0).results
+    results = echelon.simulate(train_piped, 2, args, timeout=20.0, late_sends=True).results
     loss, gradients = loss_and_gradients(make_model(4, dtype), make_batch(11, dtype), num_microbatches)
     got = gradients_of(results)
     for name, gradient in gradients.items():
@@ -78,6 +78,19 @@ def test_the_timeline_is_what_ran(run):
         for transfer in timeline.transfers:
             made = timeline.ends[transfer.source_rank][transfer.source]
             assert made <= timeline.starts[transfer.target_rank][transfer.target]
+
+
+def recompute(group):
+    pipe = Pipeline(make_model(2), group, "1f1b", 4, nn.functional.mse_loss, recompute=True)
+    pipe.step(make_batch(8)[0], target=make_batch(8)[1])
+    return pipe.timeline
+
+
+def test_a_step_that_recomputes_begins_after_the_one_before():
+    for timeline in echelon.simulate(recompute, 2, costs=Costs(1.0, 1.0, 1.0)).results:
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+            times = [time for pair in zip(starts, ends, strict=True) for time in pair]
+            assert times == sorted(times)
 
 
 def timed(group):

@@ -66,7 +66,7 @@ def test_every_schedule_draws_what_one_process_draws(schedule, recompute):
     ranks = 4 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
     if schedule == "dualpipe-v":
         ranks = 2
-    results = echelon.simulate(train, ranks, (schedule, recompute), timeout=20.0).results
+    results = echelon.simulate(train, ranks, (schedule, recompute), timeout=20.0, late_sends=True).results
     losses, gradients = train_alone()
     assert losses[0] != losses[1]
     for got, mine in results:
@@ -82,7 +82,7 @@ def test_processes_draw_the_same(pool):
 
 
 def test_replicas_draw_different_numbers():
-    results = echelon.simulate(train, 4, ("interleaved-1f1b", False, 2), timeout=20.0).results
+    results = echelon.simulate(train, 4, ("interleaved-1f1b", False, 2), timeout=20.0, late_sends=True).results
     expected = [(train_alone(0)[0][step] + train_alone(1)[0][step]) / 2 for step in range(2)]
     for losses, _ in results:
         torch.testing.assert_close(torch.stack(losses), torch.stack(expected))

@@ -17,7 +17,7 @@ TRAINING = [name for name in schedules.names() if name != "forward-only"]
 
 
 def simulate(fn, world_size, *args):
-    return echelon.simulate(fn, world_size, args, timeout=20.0).results
+    return echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
 
 
 def named(name, num_ranks, num_microbatches, num_chunks=1):
@@ -332,3 +332,16 @@ def watch_reductions(group, name):
 @pytest.mark.parametrize("name", TRAINING)
 def test_each_stage_is_reduced_once_and_when_its_gradients_are_complete(name):
     simulate(watch_reductions, 2, name)
+
+
+def use_inputs_again(group):
+    pipe = Pipeline([nn.Identity(), make_model(1)], group, "gpipe", 2)
+    inputs = make_batch(4)[0].clone()
+    output = pipe.forward(inputs if pipe.is_first else None)
+    inputs.zero_()  # the first stage has sent them as they are
+    return output
+
+
+def test_inputs_may_be_overwritten_after_a_forward():
+    output = simulate(use_inputs_again, 2)[1]
+    torch.testing.assert_close(output, make_model(1)(make_batch(4)[0]).detach())

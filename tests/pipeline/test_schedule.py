@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
@@ -14,31 +13,36 @@ from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
-from echelon.pipeline.schedules import build, names
+from echelon.pipeline.schedules import build, dualpipe_v, gpipe, names, one_f_one_b, v_shaped, zero_bubble
 from echelon.pipeline.schedules.forward_only import forward_only
 from echelon.timeline.terminal import picture
 from tests.helpers.named_schedules import V_SHAPED, schedules
 
 PICTURES = {
-    "gpipe": ("gpipe", 3, 4, 1),
-    "one_f_one_b": ("1f1b", 3, 4, 1),
-    "interleaved_1f1b": ("interleaved-1f1b", 2, 4, 2),
-    "looped_bfs": ("looped-bfs", 2, 3, 2),
-    "zb_h1": ("zb-h1", 3, 4, 1),
-    "zb_h2": ("zb-h2", 3, 6, 1),
-    "zb_v": ("zb-v", 2, 4, 2),
-    "v_half": ("v-half", 2, 4, 2),
-    "v_min": ("v-min", 2, 4, 2),
-    "dualpipe_v": ("dualpipe-v", 2, 4, 2),
-    "forward_only": ("forward-only", 3, 4, 1),
+    gpipe.gpipe: ("gpipe", 3, 4, 1),
+    gpipe.looped_bfs: ("looped-bfs", 2, 3, 2),
+    one_f_one_b.one_f_one_b: ("1f1b", 3, 4, 1),
+    one_f_one_b.interleaved_1f1b: ("interleaved-1f1b", 2, 4, 2),
+    zero_bubble.zb_h1: ("zb-h1", 3, 4, 1),
+    zero_bubble.zb_h2: ("zb-h2", 3, 6, 1),
+    zero_bubble.zb_v: ("zb-v", 2, 4, 2),
+    v_shaped.v_half: ("v-half", 2, 4, 2),
+    v_shaped.v_min: ("v-min", 2, 4, 2),
+    forward_only: ("forward-only", 3, 4, 1),
 }
 
 
-@pytest.mark.parametrize("module", PICTURES)
-def test_the_picture_in_the_docstring_is_the_schedule(module):
-    name, ranks, microbatches, chunks = PICTURES[module]
-    doc = importlib.import_module(f"echelon.pipeline.schedules.{module}").__doc__
-    drawn = [line.removeprefix("    ") for line in doc.splitlines() if line.startswith("    rank ")]
+@pytest.mark.parametrize("make", PICTURES, ids=lambda make: make.__name__)
+def test_the_picture_in_the_docstring_is_the_schedule(make):
+    _is_drawn(make.__doc__, *PICTURES[make])
+
+
+def test_the_picture_of_dualpipe_v_is_the_schedule():
+    _is_drawn(dualpipe_v.__doc__, "dualpipe-v", 2, 4, 2)
+
+
+def _is_drawn(doc, name, ranks, microbatches, chunks):
+    drawn = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]
     timeline = build(name, ranks, microbatches, chunks).simulate(Costs(1, 1, 1))
     assert drawn == picture(timeline).splitlines()
     assert f"{ranks} ranks" in doc

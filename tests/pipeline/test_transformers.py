@@ -120,7 +120,7 @@ def train(group, make, at):
 )
 def test_a_pipeline_trains_it(make, at):
     """Outputs are equal; gradients within rounding: traced, transformers' attention has a mask and not a flag."""
-    results = echelon.simulate(train, 2, (make, at), timeout=20.0).results
+    results = echelon.simulate(train, 2, (make, at), timeout=20.0, late_sends=True).results
     model = make(dropout=0.0)
     for step, (num_samples, length) in enumerate(((2, 5), (5, 9))):
         total = 0

@@ -1,5 +1,7 @@
 """Whatever is made to go wrong ends in PeerFailed or Timeout on every survivor, or in the right result."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,21 @@ def test_a_partition_that_ends_only_takes_time():
     )
     assert all(kind == "done" for kind, *_ in run.results)
     assert 5 < run.elapsed < 5 + without.elapsed + 0.001
+
+
+def hand_over(group):
+    if group.rank == 0:
+        group.send(torch.ones(1), 1)
+    else:
+        group.recv(0)
+
+
+@pytest.mark.parametrize(("start", "elapsed"), [(0.5, 9.0 + 1.0), (1.5, 1.0)])
+def test_a_partition_holds_back_messages_that_are_on_their_way(start, elapsed):
+    """It arrives after 1 s, or as long after the end of the partition as it takes to travel."""
+    network = echelon.Network(latency=1.0, bandwidth=math.inf)
+    partition = echelon.NetworkPartition({0}, {1}, start=start, end=9.0)
+    assert echelon.simulate(hand_over, 2, network=network, faults=[partition]).elapsed == elapsed
 
 
 def test_a_delay_takes_its_time():

@@ -33,7 +33,7 @@ class Joining:
         self._group = group
         self._is_on = False
         self.last_active = 0
-        """Lowest rank among those that had batches in the latest step with any."""
+        """Lowest rank that had a batch in the latest step with any."""
 
     @contextmanager
     def on(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from echelon.pipeline.run.microbatch import merge
 from echelon.pipeline.run.runtime import Runtime
 from echelon.pipeline.run.step import Batch
 from echelon.pipeline.run.weights import Replicas
-from echelon.pipeline.schedules.forward_then_backward import forward_then_backward
+from echelon.pipeline.schedules.forward_only import forward_then_backward
 from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
 
 

@@ -1,4 +1,4 @@
-"""Named pipeline schedules, one file each, and the search for a schedule tailored to given costs.
+"""Named pipeline schedules, one file for each family, and the search for a schedule tailored to given costs.
 
 To add one: write a function that takes num_ranks, num_microbatches (and num_chunks) and returns a `Schedule`.
 docs/schedules.md shows one in 20 lines.

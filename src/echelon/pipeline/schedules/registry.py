@@ -11,15 +11,10 @@ from echelon.pipeline.plan.action import loop
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules.dualpipe_v import dualpipe_v
 from echelon.pipeline.schedules.forward_only import forward_only
-from echelon.pipeline.schedules.gpipe import gpipe
-from echelon.pipeline.schedules.interleaved_1f1b import interleaved_1f1b
-from echelon.pipeline.schedules.looped_bfs import looped_bfs
-from echelon.pipeline.schedules.one_f_one_b import one_f_one_b
-from echelon.pipeline.schedules.v_half import v_half
-from echelon.pipeline.schedules.v_min import v_min
-from echelon.pipeline.schedules.zb_h1 import zb_h1
-from echelon.pipeline.schedules.zb_h2 import zb_h2
-from echelon.pipeline.schedules.zb_v import zb_v
+from echelon.pipeline.schedules.gpipe import gpipe, looped_bfs
+from echelon.pipeline.schedules.one_f_one_b import interleaved_1f1b, one_f_one_b
+from echelon.pipeline.schedules.v_shaped import v_half, v_min
+from echelon.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 
 class _Fixed(NamedTuple):
