@@ -135,10 +135,14 @@ class TcpMessages(Messages):
         with progress.lock:
             if progress.is_closed or self._failures.of(dst, tag):
                 return False
-            is_sent = self._links[dst].sender.put(head, tensor, tag)
-            if is_sent and tag.sequence == 0:
+            sender = self._links[dst].sender
+            if not sender.put(head, tensor, tag):
+                return False
+            if tag.sequence == 0:
                 self._parting.sent[dst] += 1
-            return is_sent
+            if sender.queue:  # nobody waits for the rest that the kernel did not take
+                progress.call_background()
+            return True
 
     def take(self, src: int, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
         """Fast path of `TcpReceive`."""
