@@ -50,7 +50,7 @@ class Unavailable(Exception):
 
 
 class Ends(NamedTuple):
-    """Where two processes run that talk to each other."""
+    """Ends of a link between two processes."""
 
     prefixes: tuple[Sequence[str], Sequence[str]]
     """What comes before the command of each."""
@@ -104,7 +104,7 @@ def slow_link(bits_per_second: float = 1e9, delay: float = 1e-3) -> Iterator[End
 def run_ranks(
     ends: Ends, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 300.0
 ) -> tuple[str, str]:
-    """Runs a command as both ranks of a world of two, one at each end, and returns what each printed.
+    """Runs a command as both ranks of a world of two, one at each end, and returns their outputs.
 
     Args:
         ends: of their link.
@@ -145,7 +145,7 @@ def run_ranks(
 
 
 def _run(*command: str) -> str:
-    """Returns what a command printed."""
+    """Runs a command and returns its output."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Comparison of Gloo and Echelon by PyTorch's own tests of torch.distributed, test by test.
+"""Runs PyTorch's own tests of torch.distributed over Gloo and over Echelon, and prints both, test by test.
 
     python conformance/run.py            # 2 and 4 ranks; --ranks 2, or names of tests, for less
 
-Exits with status 1 if Echelon fails a test that Gloo passes.
+Ends with status 1 if Echelon fails a test that Gloo passes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 LOGS = HERE.parent / "out" / "conformance"
 BACKENDS = ("control", "echelon")
+# Most seconds for all tests of one backend on one number of ranks.
 SECONDS = 1800.0
-"""Limit for all tests of one backend on one number of ranks."""
 
 
 class Outcomes(NamedTuple):
-    """Results of the tests of one backend."""
+    """Outcomes of the tests of one backend."""
 
     problems: dict[str, str]
-    """Error of each test that was run, by name. Empty if it passed."""
+    """Problem of each test that ran, by the test's name. Empty if it passed."""
     skipped: int
 
     @property
@@ -37,7 +37,7 @@ class Outcomes(NamedTuple):
 
 
 def run(backend: str, num_ranks: int, names: list[str]) -> Outcomes:
-    """Runs the named tests, or all, with one backend. The ranks' output goes to a log."""
+    """Runs the named tests, or all, with one backend. The output of the ranks goes to a log."""
     LOGS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, open(LOGS / f"{backend}-{num_ranks}.log", "w") as log:
         results = Path(folder) / "results"
@@ -54,7 +54,7 @@ def run(backend: str, num_ranks: int, names: list[str]) -> Outcomes:
 
 
 def report(num_ranks: int, control: Outcomes, ours: Outcomes) -> bool:
-    """Prints a table of all tests that either backend ran. True if Echelon passed all that Gloo passed."""
+    """Prints a table of all tests that ran on either. True if ours passed every test that the control passed."""
     print(f"\n{num_ranks} ranks\n{'':68}control  echelon")
     for name in sorted(control.problems.keys() | ours.problems.keys()):
         words = [
@@ -72,7 +72,7 @@ def report(num_ranks: int, control: Outcomes, ours: Outcomes) -> bool:
 
 
 def main() -> None:
-    """Runs the tests and exits with the status."""
+    """Reads the arguments, runs everything, and ends with the status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="tests to run; none: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

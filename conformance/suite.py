@@ -1,9 +1,9 @@
-"""PyTorch's own tests of torch.distributed, for one backend; see `run.py`.
+"""PyTorch's own tests of torch.distributed, for a backend that is registered under a name of its own; see `run.py`.
 
     BACKEND=echelon WORLD_SIZE=2 TEMP_DIR=$(mktemp -d) python conformance/suite.py RESULTS [TEST ...]
 
-Appends a line of JSON for every test to the file RESULTS: its name and its error (null: skipped).
-The backend "control" is Gloo, because some tests treat the name "gloo" differently.
+Appends to the file RESULTS a line of JSON for every test: its name, and its problem (empty: it passed; null: it was
+skipped). The backend "control" is Gloo: some tests treat Gloo differently under its own name.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 
 
 class Conformance(TestDistBackend, DistributedTest._DistTestBase):
-    """All tests, each in its own forked processes, which need not import torch again."""
+    """PyTorch's tests, each in forked processes of its own, which need not import torch."""
 
     def setUp(self) -> None:
-        """Starts the processes of a test."""
+        """Starts the processes, which run the test."""
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
 class Results(unittest.TestResult):
-    """Record of the result of each test."""
+    """Record of the tests' ends in a file."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ Step = Callable[[], None]
 
 
 class Work(NamedTuple):
-    """What is trained."""
+    """Model and batch to train."""
 
     width: int
     depth: int
@@ -196,7 +196,7 @@ class Alone:
 
 
 class Link:
-    """What a step takes beside computing, measured in steps of 1F1B."""
+    """Costs of a step beside computing, measured in steps of 1F1B."""
 
     def __init__(self, group: echelon.ProcessGroup, work: Work) -> None:
         self._pipe = our_pipeline(group, work, "1f1b")
@@ -233,7 +233,7 @@ class Link:
         self.rounds.append([statistics.fmean(waits), statistics.fmean(gaps), *more, seconds - float(timeline.makespan)])
 
     def _more(self, timeline: Timeline) -> list[float]:
-        """Returns what this rank's F and B took more in a step than alone."""
+        """Returns the additional seconds of this rank's F and B in a step, compared with alone."""
         began, ended = timeline.starts[self._rank], timeline.ends[self._rank]
         more: dict[str, list[float]] = {"F": [], "B": []}
         for action, start, end, alone in zip(self._alone.order, began, ended, self._alone.latest, strict=True):
@@ -275,7 +275,7 @@ def our_pipeline(group: echelon.ProcessGroup, work: Work, name: str) -> Pipeline
 
 
 def every_rank(group: echelon.ProcessGroup, rounds: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
-    """Returns the rows of all stages by round, from those of this rank's stages (see `Alone.rounds`)."""
+    """Gathers the rows of all stages by round, from the rows of this rank's stages (see `Alone.rounds`)."""
     rows = torch.tensor(rounds, dtype=torch.float64).transpose(0, 1).contiguous()
     return group.all_gather(rows).transpose(0, 1).tolist()
 

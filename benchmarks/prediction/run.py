@@ -60,7 +60,7 @@ def timed(group: ProcessGroup, step: Callable[[], object], count: int = WARM_UP 
 
 
 def computing(group: ProcessGroup) -> Callable[[], None]:
-    """Returns what a rank computes in a step of data parallelism, without its communication."""
+    """Returns the computation of a rank in a step of data parallelism, without its communication."""
     torch.set_num_threads(1)
     inputs, target = _batch(group)
     alone = _model()
@@ -118,7 +118,7 @@ BATCH = 10
 
 
 class Probe(NamedTuple):
-    """How a program moves bytes: each rank sends and receives a tensor's bytes once."""
+    """Movement of bytes by a program: each rank sends and receives a tensor's bytes once."""
 
     move: Callable[[ProcessGroup, torch.Tensor], None]
     is_beside: bool
@@ -136,7 +136,7 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor) -> None:
 
 
 def figures(group: ProcessGroup, probe: Probe) -> dict[str, float]:
-    """Returns what `Network` takes: latency and bandwidth, both ranks sending at once, and overhead."""
+    """Returns the arguments of `Network`: latency and bandwidth, both ranks sending at once, and overhead."""
     alone = [_alone(group, probe.move, size) for size in SIZES]
     beside = [_beside(group, probe.move, size, seconds) for size, seconds in zip(SIZES, alone, strict=True)]
     small, large = [move.seconds for move in beside] if probe.is_beside else alone
@@ -153,7 +153,7 @@ def figures(group: ProcessGroup, probe: Probe) -> dict[str, float]:
 
 
 class _Beside(NamedTuple):
-    """What a move takes beside computing."""
+    """Costs of a move beside computing."""
 
     seconds: float
     overhead: float
@@ -212,7 +212,7 @@ def _rounds(move: Callable[[ProcessGroup, torch.Tensor], None], num_bytes: int) 
 
 
 class Program(NamedTuple):
-    """What is predicted."""
+    """Program whose step is predicted."""
 
     steps: Callable[[ProcessGroup], list[float]]
     """Returns the seconds of each step."""
@@ -243,7 +243,7 @@ def be_a_rank(backend: str) -> None:
 
 
 def run_processes(backend: str, ends: Ends) -> dict[str, Any]:
-    """Runs this file on two processes, and returns what rank 0 measured: before its link, and after it."""
+    """Runs this file on two processes, and returns rank 0's measurements, of before its link and after it."""
     output, _ = run_ranks(ends, [sys.executable, __file__, "--rank", backend])
     (line,) = [line for line in output.splitlines() if line.startswith(MARK)]
     measured: dict[str, Any] = json.loads(line.removeprefix(MARK))

@@ -29,7 +29,7 @@ from subjects import LimitSubject, SymmetricSubject
 
 import echelon
 from echelon.bench.measure import measure_case
-from echelon.bench.mpi import has_mpi4py, run_under_mpi
+from echelon.bench.mpi import has_mpi4py, join, run_under_mpi
 from echelon.bench.request import Case, read_size
 from echelon.bench.subject import EchelonSubject, GlooSubject, MpiSubject, Subject
 
@@ -42,7 +42,7 @@ BESIDE = ("nothing", "python", "matmul")
 
 
 class Question(NamedTuple):
-    """What is measured unless options say otherwise."""
+    """Defaults of the options."""
 
     ranks: int
     operations: tuple[str, ...]
@@ -127,7 +127,7 @@ GOALS = (
 
 
 def contestants(group: echelon.ProcessGroup, world: object, symmetric: bool) -> list[Subject]:
-    """Returns what takes turns; `world` is an MPI program's, None without MPI."""
+    """Returns the contestants. `world`: COMM_WORLD of an MPI program; None without MPI."""
     found: list[Subject] = [EchelonSubject(group, "any tensor")]
     if symmetric:
         found += [SymmetricSubject(group), LimitSubject(group)]
@@ -234,7 +234,6 @@ def read_options() -> argparse.Namespace:
 def main() -> int:
     options = read_options()
     if options.mpi_rank:
-        from echelon.bench.mpi_rank import join
         from mpi4py import MPI
 
         with join(MPI.COMM_WORLD, "shm") as group:

@@ -1,4 +1,4 @@
-"""What is measured besides any tensor: symmetric tensors, and what no operation on these can do without."""
+"""Subjects besides any tensor: symmetric tensors, and the adds and copies that no operation on these can avoid."""
 
 from __future__ import annotations
 

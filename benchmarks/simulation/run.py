@@ -118,7 +118,7 @@ def peak_kib(code: str) -> int:
 
 
 def memory() -> tuple[float, float]:
-    """Returns what a rank needs, in MB, and a message's place in the trace, in kB."""
+    """Returns the memory of a rank, in MB, and that of a message in the trace, in kB."""
     nothing_more = peak_kib("")
     ranks = peak_kib("run = echelon.simulate(lambda group: group.barrier(), 256)")
     many = "run = echelon.simulate(lambda group: [group.barrier() for _ in range({})], 8)"

@@ -37,7 +37,7 @@ REDUCED_SIZES = (8, 64 << 10, 1 << 20, 64 << 20)
 
 
 class Where(NamedTuple):
-    """How the processes of one contestant find each other."""
+    """Rank and rendezvous of a process of a contestant."""
 
     rank: int
     world_size: int
@@ -128,7 +128,7 @@ CONTESTANTS = {"Echelon": echelon, "Gloo": gloo, "socket": bare_socket}
 
 
 def serve(name: str, where: Where, commands: Connection) -> None:
-    """Is one process of a contestant: does what it is told until it is told None."""
+    """Runs one process of a contestant: answers questions until it gets None."""
     torch.set_num_threads(1)
     contestant = CONTESTANTS[name](where)
     commands.send("ready")

@@ -89,12 +89,7 @@ def wraps_new_tensors() -> bool:
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a tangent of forward-mode AD."""
     # Fast path: without an active level there are no tangents. The public `unpack_dual` takes 10 times as long.
-    return forward_ad._current_level >= 0 and _tangent(tensor) is not None
-
-
-def _tangent(tensor: torch.Tensor) -> torch.Tensor | None:
-    tangent: torch.Tensor | None = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
-    return tangent
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:

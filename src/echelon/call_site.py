@@ -22,6 +22,7 @@ _FOREIGN = (
 """Path prefixes of foreign code: this package, the standard library, installed packages, frozen modules."""
 
 
+# Both are cached, because they are asked for each frame of each operation.
 @functools.cache
 def is_own(path: str) -> bool:
     """Whether a source file belongs to this package."""
@@ -40,6 +41,7 @@ def calling_place(depth: int = 1) -> Place | None:
     Args:
         depth: number of frames to skip, all known to be this package's.
     """
+    # Not `inspect.stack`, which reads source files.
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
@@ -62,6 +64,7 @@ def line_of(place: Place | None) -> str:
     if place is None:
         return ""
     code, instruction = place
+    # A generated instruction has no line of its own. Then the line of the function has to do.
     line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
     return f"{code.co_filename}:{line or code.co_firstlineno}"
 

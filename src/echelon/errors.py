@@ -224,6 +224,7 @@ def failure_of(error: BaseException, rank: int) -> PeerFailed:
     A rank that timed out has not failed. If it waited for one rank only, that rank is the cause.
     """
     reason = f"{type(error).__name__}: {error}"
+    # With several, or none, nobody knows which of them is late.
     if isinstance(error, Timeout) and len(error.ranks) == 1:
         return PeerFailed(error.ranks[0], f"it kept rank {rank} waiting, which gave up: {error}")
     return PeerFailed(rank, reason)
@@ -245,6 +246,7 @@ def fails(error: BaseException | None) -> bool:
 
 def describe_exit_of(code: object) -> str:
     """Returns the end of a sentence about a rank that called `sys.exit(code)`: "exited with status 1: no data"."""
+    # One line: the reason travels in a message, and stands in the middle of a sentence.
     text = str(code).partition("\n")[0] if code is not None and not isinstance(code, int) else ""
     return f"exited with status {status_of(code)}" + (f": {text}" if text else "")
 

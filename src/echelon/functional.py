@@ -145,6 +145,7 @@ def scatter(tensor: Tensor, src: int, group: ProcessGroup) -> Tensor:
     sizes = _even(rows, group.world_size)
     nothing = [0] * group.world_size
     arrives = [sizes[group.rank] if rank == src else 0 for rank in range(group.world_size)]
+    # As an all_to_all to which the other ranks give no rows: its backward is one, too, so gradients come back to `src`.
     mine = tensor if group.rank == src else tensor[:0]
     return _apply(_AllToAll, mine, group, sizes if group.rank == src else nothing, arrives)
 
@@ -194,6 +195,7 @@ def all_to_all(
     check_splits(out_splits, "out_splits")
     sends = _even(len(tensor), group.world_size) if in_splits is None else list(in_splits)
     if out_splits is None:
+        # device="cpu": torch.set_default_device may name another.
         out_splits = group.all_to_all(torch.tensor(sends, device="cpu")).tolist()
     return _apply(_AllToAll, tensor, group, sends, list(out_splits))
 
@@ -232,6 +234,7 @@ def recv(src: int, group: ProcessGroup, tag: int = 0) -> Tensor:
     """
     check_group(group)
     check_mode("functional.recv")
+    # The empty tensor stands for the message in the graph: autograd runs no backward without an input.
     return _apply(_Recv, torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled()), group, src, tag, False)
 
 
@@ -260,6 +263,7 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Every rank's result depends on this rank's tensor: its gradient is the sum of all ranks' gradients.
         return _apply(_Sum, gradient, ctx.group), None
 
 
@@ -276,6 +280,7 @@ class _Nonlinear(Function):
             ctx.save_for_backward(others.prod(0).conj())
             return everyone.prod(0)
         result = group.all_reduce(_copy(tensor), op)
+        # Ranks that tie share the gradient, as the elements of torch.amax do.
         mine = (tensor == result).to(tensor.dtype)
         ctx.save_for_backward(mine / group.all_reduce(mine.clone()))
         return result

@@ -47,8 +47,8 @@ def connect():
 
         yield connect
         with TcpBackend(1, 2, address, secret=SECRET, connect_timeout=SECONDS) as one, joining() as zero:
-            one.send(torch.ones(1), 0, timeout=SECONDS)
-            assert zero.recv(1, timeout=SECONDS).item() == 1
+            one.messages.send(torch.ones(1), 0, timeout=SECONDS)
+            assert zero.messages.recv(1, timeout=SECONDS).item() == 1
         for connection in connections:
             connection.close()
 
@@ -122,8 +122,8 @@ def test_strangers_that_keep_coming_keep_nobody_out(monkeypatch):
         flood = start(keep_coming, address)
         try:
             with TcpBackend(1, 2, address, secret=SECRET, connect_timeout=5.0) as one, joining() as zero:
-                one.send(torch.ones(1), 0, timeout=SECONDS)
-                assert zero.recv(1, timeout=SECONDS).item() == 1
+                one.messages.send(torch.ones(1), 0, timeout=SECONDS)
+                assert zero.messages.recv(1, timeout=SECONDS).item() == 1
         finally:
             ended.set()
             flood()

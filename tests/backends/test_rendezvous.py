@@ -87,8 +87,8 @@ def test_others_wait_until_rank_0_listens():
         with pytest.raises(AssertionError, match="still runs"):
             early(timeout=0.1)
         with TcpBackend(0, 2, address, secret=SECRET, connect_timeout=SECONDS) as zero, early() as one:
-            one.send(torch.ones(1), 0, timeout=SECONDS)
-            zero.recv(1, timeout=SECONDS)
+            one.messages.send(torch.ones(1), 0, timeout=SECONDS)
+            zero.messages.recv(1, timeout=SECONDS)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -284,8 +284,8 @@ def test_ranks_meet_inside_a_running_event_loop():
         with free_address() as address:
             one = start(lambda: TcpBackend(1, 2, address, secret=SECRET, connect_timeout=SECONDS))
             with TcpBackend(0, 2, address, secret=SECRET, connect_timeout=SECONDS) as zero, one() as one:
-                one.send(torch.tensor(5), 0, timeout=SECONDS)
-                return zero.recv(1, timeout=SECONDS).item()
+                one.messages.send(torch.tensor(5), 0, timeout=SECONDS)
+                return zero.messages.recv(1, timeout=SECONDS).item()
 
     assert asyncio.run(main()) == 5
 

@@ -52,7 +52,7 @@ def num_reductions(options: argparse.Namespace) -> int:
 
 
 def sent_bytes() -> int:
-    """Returns what this end has sent over the link so far, with TCP's headers."""
+    """Returns the bytes that this end has sent over the link so far, with TCP's headers."""
     counter = Path("/sys/class/net/slow/statistics/tx_bytes")
     return int(counter.read_text()) if counter.exists() else 0
 

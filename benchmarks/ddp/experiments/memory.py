@@ -29,7 +29,7 @@ WIDTH, DEPTH = 2048, 10
 
 
 def resident() -> int:
-    """Returns the bytes of memory of this process, its share of what it shares."""
+    """Returns the bytes of memory of this process. A shared page counts by its share."""
     ctypes.CDLL(None).malloc_trim(0)
     match = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     assert match

@@ -43,7 +43,7 @@ SHOWN = {"local": "local: ", "as it is": "DDP: ", "straight": "straight: "}
 
 
 class Way(NamedTuple):
-    """What is different."""
+    """Change of the library that is tried."""
 
     bucket_mb: float | None = None
     """None: one bucket holds all, as it does behind backward."""
@@ -96,7 +96,7 @@ class Nothing:
 
 
 class Straight:
-    """New gradients of one bucket, of which only what other ranks add up is copied to it."""
+    """New gradients of one bucket. Only the slices that other ranks add up are copied to it."""
 
     def __init__(self, memory: BucketMemory, group: echelon.ProcessGroup) -> None:
         self.fresh: dict[int, torch.Tensor] = {}
@@ -106,7 +106,7 @@ class Straight:
         self._starts = [view.storage_offset() for view in memory._views]
 
     def take(self, index: int, gradient: torch.Tensor) -> None:
-        """Copies of a new gradient what lies outside of this rank's slice, and keeps it until that is added up."""
+        """Copies a new gradient outside of this rank's slice, and keeps it until the slice is added up."""
         view = self._memory._views[index]
         assert gradient.stride() == view.stride()
         self.fresh[index] = gradient
@@ -118,7 +118,7 @@ class Straight:
         self._memory.expose(index)
 
     def add(self, everywhere: Sequence[torch.Tensor]) -> None:
-        """Adds up this rank's slice from new gradients and from what others have copied."""
+        """Adds up this rank's slice from its new gradients and the other ranks' copies."""
         fresh, self.fresh = self.fresh, {}
         for index, gradient in fresh.items():
             start = self._starts[index]
@@ -165,7 +165,7 @@ class Switch:
         reducer.can_overlap = lambda _: self.way.bucket_mb is not None
 
     def step(self, model: torch.nn.Module, batch: torch.Tensor, set_to_none: bool) -> Callable[[], None]:
-        """Returns a training step that notes what its phases take, and how many pages were new."""
+        """Returns a training step that records the seconds of its phases, and the number of new pages."""
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         forget = self._timed("zero_grad", lambda: optimizer.zero_grad(set_to_none=set_to_none))
         forward = self._timed("forward", lambda: model(batch).square().mean())
@@ -259,7 +259,7 @@ class Switch:
 
 
 class Measured(NamedTuple):
-    """What one rank took."""
+    """Times of one rank."""
 
     rounds: list[list[list[float]]]
     """By round: seconds of each step, of the slowest rank; then of the processors of all; then what forward and

@@ -29,7 +29,7 @@ WAYS = {"beside backward": True, "behind backward": False}
 
 
 def measure(group: echelon.ProcessGroup, model: str, rounds: int, set_to_none: bool) -> dict[str, list[float]]:
-    """Returns the seconds of each way's steps, then those of the parts alone."""
+    """Returns the seconds of each way's steps, then of the parts alone."""
     torch.set_num_threads(1)
     torch.manual_seed(group.rank)
     task = TASKS[model]

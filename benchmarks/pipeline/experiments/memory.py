@@ -42,7 +42,7 @@ def kibibytes(name: str) -> int:
 
 
 def let_go_of_received(rank: int) -> int:
-    """Takes what other ranks have written out of this process, though not out of memory; returns how many bytes.
+    """Unmaps the messages of other ranks from this process. Returns their bytes.
 
     A page comes back when it is looked at. A rank's own messages stay: they count for who receives them.
     """
@@ -58,7 +58,7 @@ def let_go_of_received(rank: int) -> int:
 
 
 def run(group: echelon.ProcessGroup, name: str, recompute: bool) -> tuple[int, int, int, int]:
-    """Returns the bytes that were planned, counted, taken by the process, and what of that it received."""
+    """Returns bytes: planned, counted, taken by the process, and the received part of them."""
     torch.set_num_threads(1)
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     schedule = schedules.build(name, RANKS, MICROBATCHES)

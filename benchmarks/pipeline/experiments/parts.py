@@ -87,7 +87,7 @@ def one_way(group: echelon.ProcessGroup, num_layers: int) -> list[float]:
 
 
 def alone(name: str) -> tuple[int, float, float]:
-    """Returns a rank's actions, what each takes more than its arithmetic, and what is around them (microseconds)."""
+    """Returns a rank's number of actions, and microseconds: of each beside its arithmetic, and around all of them."""
     with echelon.init() as group:
         schedule = schedules.build(name, num_ranks=1, num_microbatches=TINY.microbatches)
         pipe = Pipeline(list(equal_parts(TINY.model(), schedule.num_stages)), group, schedule, loss_fn=loss_of)

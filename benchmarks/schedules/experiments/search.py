@@ -35,7 +35,7 @@ class Searched(NamedTuple):
 
 
 def weight_share(model: str) -> float:
-    """What W keeps of an activation, in the authors' model of memory."""
+    """Returns the part of an activation that W keeps, in the authors' model of memory."""
     heads, hidden = SHAPES[model]
     return 32 / (34 + 5 * heads * 1024 / hidden)
 

@@ -53,7 +53,7 @@ def by_memmove(source: int, target: int, num_bytes: int) -> None:
 
 
 def out_of(process: int) -> Copy:
-    """Returns what has the kernel copy out of another process's memory."""
+    """Returns a copy by the kernel out of another process's memory."""
     read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     read.restype = ctypes.c_ssize_t
 
@@ -71,7 +71,7 @@ def _tensor(address: int, num_bytes: int) -> torch.Tensor:
 
 
 def ways(group: echelon.ProcessGroup) -> dict[str, Callable[[], None]]:
-    """Returns what is measured; each moves 64 MiB on every rank."""
+    """Returns the measured copies by name. Each moves 64 MiB on every rank."""
     rank, count = group.rank, group.world_size
     own, result = torch.ones(BYTES // 4), torch.ones(BYTES // 4)
     mapped = map_together(group, BYTES // 4)

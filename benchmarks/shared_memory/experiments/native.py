@@ -111,7 +111,7 @@ def repeated(act: Callable[[], object]) -> Callable[[int], None]:
 
 
 def measure(group: echelon.ProcessGroup, folder: str) -> dict[str, float]:
-    """Returns microseconds by what was done: the median over turns."""
+    """Returns microseconds by operation: the medians over turns."""
     torch.set_num_threads(1)
     rank, peer = group.rank, 1 - group.rank
     rooms = []

@@ -116,7 +116,7 @@ def _board(group: echelon.ProcessGroup) -> tuple[SyncBlock, RankRegions]:
 
 
 def _counting(group: echelon.ProcessGroup) -> Callable[[], None]:
-    """Returns what counts in shared memory and waits until all others have counted as far."""
+    """Returns a function that counts in shared memory, and waits until all others have counted as far."""
     backend, line = group.backend, 64
     call = call_of(1, "map", time.monotonic() + _SECONDS)
     region = backend.map_region(call, 1004, group.ranks)  # type: ignore[attr-defined] # of shared memory
@@ -153,7 +153,7 @@ def single_calls(group: echelon.ProcessGroup, num_bytes: int) -> dict[str, Calla
 
 
 def measure(group: echelon.ProcessGroup, num_bytes: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns microseconds by way, then those of rank 0 by single call: medians over turns."""
+    """Returns microseconds by way, then rank 0's by single call: medians over turns."""
     torch.set_num_threads(1)
     ways = in_turns(group, all_ways(group, num_bytes), TURNS, repeat=CALLS).seconds
     # Only rank 0 makes the single calls; the others wait at the barriers.

@@ -26,7 +26,7 @@ def resident(name: str) -> float:
 
 
 def growth(act: Callable[[], object]) -> float:
-    """Returns by how many MiB the peak during `act` is above what was resident before."""
+    """Returns the MiB of the peak during `act` above the resident memory before it."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     act()

@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import typer
 
 from echelon.arguments import choices
+from echelon.backends.formats import wire
 from echelon.collectives.plans.algorithms import OPERATIONS as COLLECTIVES
 from echelon.collectives.plans.algorithms import find
 from echelon.errors import InvalidRank, LaunchError, PlanError
@@ -24,14 +25,8 @@ REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 # Operations on one part per rank. nccl-tests gives their count per part, and their size for all parts.
 OF_PARTS = frozenset({"all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"})
-# Bytes of an element. torch knows them too, but importing it takes seconds.
-DTYPES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32"), 4),
-    **dict.fromkeys(("int64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
+# Bytes of an element by dtype. torch knows them too, but importing it takes seconds; it computes little with the rest.
+DTYPES = dict(wire.DTYPES[:14])
 OPERATORS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 PEERS = ("gloo", "mpi")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -75,6 +75,12 @@ def amount(option: str, text: str) -> Amount:
     # One value is no tuple: `Costs` spreads a number over any number of stages.
     values = tuple(one_number(option, part) for part in text.split(","))
     return values if len(values) > 1 else values[0]
+
+
+def given(options: object, names: Iterable[str], read: Callable[[str, str], Any]) -> dict[str, Any]:
+    """Returns the given options among `names`, each read by `read` from its option and its text."""
+    texts = {name: getattr(options, name) for name in names}
+    return {name: read("--" + name.replace("_", "-"), text) for name, text in texts.items() if text is not None}
 
 
 def check_suffixes(svg: str | None, png: str | None) -> None:

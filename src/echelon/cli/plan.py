@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from echelon.arguments import choices
-from echelon.cli.options import Chrome, Json, Png, Svg, amount, check_suffixes, one_number, value
+from echelon.cli.options import Chrome, Json, Png, Svg, amount, check_suffixes, given, one_number, value
 from echelon.cli.output import to_json, write, write_files
 from echelon.cli.plan_report import as_values, in_words, print_comparison, print_plan, values_compared, values_searched
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of
@@ -97,7 +97,8 @@ class PlanOptions:
     @property
     def limit(self) -> Time | None:
         """Most microbatches whose activations a rank may hold. None: no limit."""
-        return None if self.memory_limit is None else one_number("--memory-limit", self.memory_limit)
+        limit: Time | None = given(self, ("memory_limit",), one_number).get("memory_limit")
+        return limit
 
     @property
     def costs(self) -> Costs:
@@ -107,10 +108,7 @@ class PlanOptions:
             ScheduleError: a value is not a cost.
         """
         # By the fields of `Costs`, so that a new cost needs only its option.
-        given = {field.name: getattr(self, field.name) for field in fields(Costs)}
-        return Costs(
-            **{name: amount("--" + name.replace("_", "-"), text) for name, text in given.items() if text is not None}
-        )
+        return Costs(**given(self, (field.name for field in fields(Costs)), amount))
 
     def check(self) -> None:
         """Checks which options are given together, before anything is built.
@@ -190,15 +188,16 @@ def plan(options: PlanOptions) -> None:
 
 
 def _compare(options: PlanOptions) -> None:
+    num_ranks, num_microbatches = options.sizes
     found = recommend(
         options.costs,
-        *options.sizes,
+        num_ranks,
+        num_microbatches,
         options.limit,
-        parameters=0 if options.parameters is None else amount("--parameters", options.parameters),
-        capacity=None if options.capacity is None else one_number("--capacity", options.capacity),
         search=options.search,
+        **given(options, ("parameters",), amount),
+        **given(options, ("capacity",), one_number),
     )
-    num_ranks, num_microbatches = options.sizes
     compared = list(map(values_compared, found))
     if options.as_json:
         print(to_json({"num_ranks": num_ranks, "num_microbatches": num_microbatches, "schedules": compared}))

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from echelon.bench.request import read_hosts, read_size
-from echelon.cli.options import Chrome, Json, Png, Svg, check_suffixes, one_number, value
+from echelon.cli.options import Chrome, Json, Png, Svg, check_suffixes, given, one_number, value
 from echelon.cli.output import exact, print_table, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
@@ -72,13 +72,9 @@ class CollectiveOptions:
             ScheduleError: a value is not a number.
             PlanError: hosts for another number of ranks.
         """
+        hosts = None if self.hosts is None else read_hosts(self.hosts, self.num_ranks)
         return LinkCosts(
-            alpha=one_number("--alpha", self.alpha),
-            beta=one_number("--beta", self.beta),
-            gamma=one_number("--gamma", self.gamma),
-            hosts=None if self.hosts is None else read_hosts(self.hosts, self.num_ranks),
-            local_alpha=None if self.local_alpha is None else one_number("--local-alpha", self.local_alpha),
-            local_beta=None if self.local_beta is None else one_number("--local-beta", self.local_beta),
+            hosts=hosts, **given(self, ("alpha", "beta", "gamma", "local_alpha", "local_beta"), one_number)
         )
 
 

@@ -131,10 +131,9 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         else:
             group_for(self, device)._start_coalescing(device)
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            elsewhere: dist.Work = group_for(self, device)._end_coalescing(device)
-            return elsewhere
+            return group_for(self, device)._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
         return Coalesced(works)
 
@@ -172,20 +171,19 @@ def _backends(group: EchelonProcessGroup) -> dict[str, str]:
     return dict(pair.split(":") for pair in config.split(",")) if config else {}
 
 
-def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., Any]:
     """Makes a method of torch's interface: runs `function`, or forwards tensors of another device to their group.
 
     The method raises UnsupportedOp, before anything is sent, for a tensor without memory of its own.
     """
 
-    def call(self: EchelonProcessGroup, /, *arguments: Any, **options: Any) -> dist.Work:
+    def call(self: EchelonProcessGroup, /, *arguments: Any, **options: Any) -> Any:
         device = None
         for tensor in _tensors_of(arguments):
             check_values(tensor, name, takes_sparse=name == "allreduce", takes_meta=True)
             device = tensor.device if device is None else device
         if device is not None and device.type != "cpu":
-            elsewhere: dist.Work = getattr(group_for(self, device), name)(*arguments, **options)
-            return elsewhere
+            return getattr(group_for(self, device), name)(*arguments, **options)
         work = function(self.runner, *arguments, **options)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -204,5 +202,5 @@ def _tensors_of(arguments: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors_of(argument)
 
 
-for _name, _function in {**COLLECTIVES, **MESSAGES}.items():
+for _name, _function in (*COLLECTIVES.items(), *MESSAGES.items()):
     setattr(EchelonProcessGroup, _name, _call(_name, _function))

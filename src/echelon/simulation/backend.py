@@ -190,24 +190,28 @@ class Boundary:
         """Starts the program of the rank: installs its random states and starts its stopwatch."""
         self.leave(self._scheduler.current())
 
-    def will_wait(self) -> NestedCall:
-        """Returns a context manager for a call that makes nested calls of the library."""
-        return NestedCall(self, self._scheduler.current())
+    @contextmanager
+    def will_wait(self) -> Iterator[None]:
+        """Inside, calls of the library may be nested. Control returns to the program when the outermost ends.
 
-    def enter_library(self, task: Task) -> None:
-        """Begins a call that may be nested in another."""
+        A collective becomes a span of the timeline, unless it is part of a step.
+        """
+        task = self._scheduler.current()
         if task.depth == 0:
             self.enter()
             task.entered_at = self._clock.now
             task.operation = ""
         task.depth += 1
         self.leave(task)
+        try:
+            yield
+        finally:
+            if task.depth > 1:
+                task.depth -= 1
+            else:
+                self._end_outermost(task)
 
-    def leave_library(self, task: Task) -> None:
-        """Ends such a call. A collective becomes a span of the timeline, unless it is part of a step."""
-        if task.depth > 1:
-            task.depth -= 1
-            return
+    def _end_outermost(self, task: Task) -> None:
         try:
             self.enter()
         finally:
@@ -264,22 +268,6 @@ class Boundary:
         if self._world.faults.faults:
             seconds = self._world.faults.duration(self._rank, self._clock.now, seconds)
         self._world.traffic.compute(self._rank, seconds)
-
-
-class NestedCall:
-    """Nested library calls. Control returns to the program when the outermost ends."""
-
-    __slots__ = ("_boundary", "_task")
-
-    def __init__(self, boundary: Boundary, task: Task) -> None:
-        self._boundary = boundary
-        self._task = task
-
-    def __enter__(self) -> None:
-        self._boundary.enter_library(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        self._boundary.leave_library(self._task)
 
 
 class VirtualControl(ControlPlane):

@@ -29,16 +29,6 @@ class Event(NamedTuple):
         return f"{text} {self.peer}: {self.num_bytes} B, {self.tag}" + (f", {self.note}" if self.note else "")
 
 
-class Arrival(NamedTuple):
-    """Message that a later span may need: its origin, and the times of its departure and arrival."""
-
-    source_rank: int
-    source: int
-    """Number of the sender's last span before the message."""
-    start: float
-    end: float
-
-
 class Recorder:
     """Collector of a simulation's events and spans, in order."""
 
@@ -51,15 +41,16 @@ class Recorder:
         self._beside: list[dict[int, list[Span]]] = [{} for _ in range(world_size)]
         """Spans of asynchronous collectives, per rank and lane."""
         self._transfers: list[Transfer] = []
-        self._arrivals: dict[tuple[int, int, Tag], deque[Arrival]] = {}
-        self._needed: list[list[Arrival]] = [[] for _ in range(world_size)]
+        # Transfers that a later span may need. Its number, `target`, is not known yet.
+        self._arrivals: dict[tuple[int, int, Tag], deque[Transfer]] = {}
+        self._needed: list[list[Transfer]] = [[] for _ in range(world_size)]
 
     def sent(self, src: int, dst: int, tag: Tag, left: float, arrives: float) -> None:
         """Records that a message comes from the last span of `src`. Ignored if there is no span yet."""
         # The timeline needs causes: without an earlier span nothing that was computed led to this message.
         number = len(self._spans[src]) - 1
         if number >= 0:
-            self._arrivals.setdefault((dst, src, tag), deque()).append(Arrival(src, number, left, arrives))
+            self._arrivals.setdefault((dst, src, tag), deque()).append(Transfer(src, number, dst, -1, left, arrives))
 
     def took(self, rank: int, src: int, tag: Tag) -> None:
         """Records that the next span of `rank` needs the oldest message from `src` with that tag."""
@@ -73,10 +64,7 @@ class Recorder:
         """Adds a span of a rank, with the messages that it needed."""
         number = len(self._spans[rank])
         self._spans[rank].append((step, start, end))
-        for arrival in self._needed[rank]:
-            self._transfers.append(
-                Transfer(arrival.source_rank, arrival.source, rank, number, arrival.start, arrival.end)
-            )
+        self._transfers += (transfer._replace(target=number) for transfer in self._needed[rank])
         self._needed[rank].clear()
 
     def span_beside(self, rank: int, lane: int, step: object, start: float, end: float) -> None:

@@ -212,7 +212,7 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """Idle time of each rank, by its cause."""
-        return tuple(map(self._waits.idle, range(self.num_ranks)))
+        return tuple(map(_Waits(self).idle, range(self.num_ranks)))
 
     @cached_property
     def critical_path(self) -> tuple[Critical, ...]:
@@ -220,11 +220,7 @@ class Timeline:
 
         The run gets faster only if one of these spans, or a transfer between them, gets shorter.
         """
-        return self._waits.critical_path()
-
-    @cached_property
-    def _waits(self) -> _Waits:
-        return _Waits(self)
+        return _Waits(self).critical_path()
 
     def draw(self, path: str | os.PathLike[str], against: Timeline | None = None) -> None:
         """Draws the timeline into a file, as SVG, PNG or PDF by its suffix.

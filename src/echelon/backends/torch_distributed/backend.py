@@ -55,12 +55,11 @@ class TorchBackend(Backend):
         super().__init__(self._engine_messages or tcp.messages, tcp.control, tcp.lanes)
         self._control = tcp.control
         self._notes = notes
-        self._name = name
         self.devices = frozenset(ENGINES[name])
 
     @property
     def name(self) -> str:  # noqa: D102
-        return self._name
+        return self._engines.name
 
     @property
     def device(self) -> torch.device:
@@ -73,12 +72,12 @@ class TorchBackend(Backend):
 
     def __repr__(self) -> str:
         state = ", closed" if self._control.is_closed else ""
-        return f"<TorchBackend: rank {self.rank} of {self.world_size} over {self._name}{state}>"
+        return f"<TorchBackend: rank {self.rank} of {self.world_size} over {self.name}{state}>"
 
     # Collectives
 
     def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor | None:  # noqa: D102
-        if self._name == "mpi" and len(ranks) < self.world_size:
+        if self.name == "mpi" and len(ranks) < self.world_size:
             return None  # MPI makes groups only if all ranks of the world take part
         return EngineExecutor(self._engines, context, tuple(ranks), agreement_of(self._notes, context, ranks))
 

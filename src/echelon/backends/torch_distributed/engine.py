@@ -151,7 +151,7 @@ class Engine:
         with _torch_errors():
             work = self._begun(begin, is_beside=is_in_backward() and tensor.device.type == "cpu")
             if work is not None and tensor.device.type != "cpu":
-                work.wait()  # returns at once: the device's stream waits
+                work.wait()  # the device's stream waits, not this thread
                 work = None
         if work is None:
             return

@@ -172,8 +172,7 @@ class EngineMessages(Messages):
         scope = self._engines.scope(channel.lane)
         if scope is not None:
             work.when_taken(scope.join)
-        frame = message_head(tag, tensor.dtype, tensor.shape, note)
-        head = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(message_head(tag, tensor.dtype, tensor.shape, note)), dtype=torch.uint8)
         self._leaving[work] = None
         self._messages.when_ended(work, lambda: self._leaving.pop(work, None))
         # Answers to announcements with one tag come in the order of the announcements.

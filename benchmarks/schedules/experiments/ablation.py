@@ -1,8 +1,8 @@
 """How much longer do the search's schedules get without each of its methods?
 
-    python benchmarks/schedules/ablation.py                        # each method off in turn, about 40 minutes
-    python benchmarks/schedules/ablation.py --without climb+swap   # several at once
-    python benchmarks/schedules/ablation.py --quick                # small cases
+    python benchmarks/schedules/experiments/ablation.py                      # each method off in turn, 40 minutes
+    python benchmarks/schedules/experiments/ablation.py --without climb+swap # several at once
+    python benchmarks/schedules/experiments/ablation.py --quick              # small cases
 
 Cases are those of search.py, and unequal stages at three limits. A figure is the longest span, divided by that of the
 whole search. Seconds are of the processor.
@@ -10,19 +10,23 @@ whole search. Seconds are of the processor.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from search import chunk_costs, rows, sizes, weight_share
 
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.search import search_placement
+from echelon.pipeline.search import engine, slots, weight_placement
+
+sys.path.append(str(Path(__file__).parents[2]))
+from harness import options_of, print_head, print_row
 
 
 class Case(NamedTuple):
@@ -94,7 +98,7 @@ def run(case: Case) -> Result:
     return Result(float(schedule.simulate(case.costs).span), seconds)
 
 
-METHODS = ("slots", "climb", "backward_first", "known", "pretend", "pull", "wait_more", "swap", "bound", "free_waits")
+METHODS = ("slots", "climb", "known", "pull", "swap", "bound", "free_waits")
 
 
 @contextmanager
@@ -106,34 +110,22 @@ def without(methods: list[str]) -> Iterator[None]:
         saved.append(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
-    search = search_placement._Search
     for method in methods:
         if method == "climb":
-            put(search_placement, "climb", lambda *_: None)
-        elif method == "backward_first":
-            real = search_placement.fill_slots
-            put(
-                search_placement,
-                "fill_slots",
-                lambda problem, forwards, real=real, backward_first=False: real(problem, forwards),
-            )
+            put(engine, "climb", lambda *_: None)
         elif method == "bound":
-            put(search_placement, "lower_bound", lambda _: 0)
+            put(engine, "lower_bound", lambda _: 0)
         elif method == "free_waits":
-            from echelon.pipeline.search.weight_placement import Filler
 
-            class Eager(Filler):
+            class Eager(weight_placement.Filler):
                 def _fill_gap(self, rank: int, arrival: int) -> None:
                     while self._free[rank] < arrival and self._put_weight(rank):
                         pass
 
-            import echelon.pipeline.search.slots as slots
-            import echelon.pipeline.search.weight_placement as weight_placement
-
             put(slots, "Filler", Eager)
             put(weight_placement, "Filler", Eager)
         else:
-            put(search, method, lambda _: None)
+            put(engine._Search, method, lambda _: None)
     try:
         yield
     finally:
@@ -142,7 +134,7 @@ def without(methods: list[str]) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="only small cases")
     parser.add_argument("--without", action="append", help="methods to leave out together, joined by +")
     parser.add_argument("--cases", default="", help="only cases whose name begins so")
@@ -152,8 +144,9 @@ def main() -> None:
     for case in chosen:
         whole[case.name] = run(case)
         print(f"{case.name}: {whole[case.name].span:.4f}, {whole[case.name].seconds:.1f} s", flush=True)
-    print("\n| without | longer, mean | most | in | seconds | worst |\n|---|---|---|---|---|---|", flush=True)
-    print(f"| nothing | | | | {sum(result.seconds for result in whole.values()):.0f} | |", flush=True)
+    print()
+    print_head("without | longer, mean | most | in | seconds | worst")
+    print_row("nothing", "", "", "", f"{sum(result.seconds for result in whole.values()):.0f}", "")
     for left_out in arguments.without or METHODS:
         found = {}
         with without(left_out.split("+")):
@@ -161,12 +154,10 @@ def main() -> None:
                 found[case.name] = run(case)
         longer = {name: result.span / whole[name].span - 1 for name, result in found.items()}
         worst = max(longer, key=longer.__getitem__)
-        print(
-            f"| {left_out} | {statistics.mean(longer.values()):.3%} | {longer[worst]:.2%} |"
-            f" {sum(more > 1e-9 for more in longer.values())} of {len(longer)} |"
-            f" {sum(result.seconds for result in found.values()):.0f} | {worst} |",
-            flush=True,
-        )
+        more = sum(each > 1e-9 for each in longer.values())
+        seconds = sum(result.seconds for result in found.values())
+        cells = (f"{statistics.mean(longer.values()):.3%}", f"{longer[worst]:.2%}", f"{more} of {len(longer)}")
+        print_row(left_out, *cells, f"{seconds:.0f}", worst)
         listed = sorted(((more, name) for name, more in longer.items() if abs(more) > 1e-9), reverse=True)
         print("    " + "; ".join(f"{name} {more:+.2%}" for more, name in listed), flush=True)
 
