@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+from echelon.pipeline.plan.action import Place
+from echelon.pipeline.search.greedy import Shape
 from echelon.pipeline.search.problem import Problem
-from echelon.pipeline.search.slots import Shape
 from echelon.pipeline.search.weight_placement import Key
 
 Orders: TypeAlias = Sequence[Sequence[Key]]
@@ -108,13 +109,6 @@ def _changed(shape: Shape, row: int, window: range, change: int) -> Shape:
     rows = list(shape)
     rows[row] = tuple(value + change if rank in window else value for rank, value in enumerate(rows[row]))
     return tuple(rows)
-
-
-class Place(NamedTuple):
-    """Place of a step: its rank and its index in the rank's order."""
-
-    rank: int
-    position: int
 
 
 def swap(problem: Problem, orders: Orders, tries: int) -> tuple[tuple[Key, ...], ...]:
