@@ -22,7 +22,8 @@ from typing import NamedTuple
 from search import chunk_costs, rows, sizes, weight_share
 
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.search import search_placement
+from echelon.pipeline.search import engine, greedy, weight_placement
+from echelon.pipeline.search.weight_placement import Filler
 
 
 class Case(NamedTuple):
@@ -94,7 +95,15 @@ def run(case: Case) -> Result:
     return Result(float(schedule.simulate(case.costs).span), seconds)
 
 
-METHODS = ("slots", "climb", "backward_first", "known", "pretend", "pull", "wait_more", "swap", "bound", "free_waits")
+METHODS = ("free_waits", "greedy", "swap", "climb", "pull", "known", "bound")
+
+
+class Eager(Filler):
+    """Filler that runs W in every gap, also if the next action is then late."""
+
+    def _fill_gap(self, rank: int, arrival: int) -> None:
+        while self._free[rank] < arrival and self._put_weight(rank):
+            pass
 
 
 @contextmanager
@@ -106,34 +115,16 @@ def without(methods: list[str]) -> Iterator[None]:
         saved.append(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
-    search = search_placement._Search
     for method in methods:
         if method == "climb":
-            put(search_placement, "climb", lambda *_: None)
-        elif method == "backward_first":
-            real = search_placement.fill_slots
-            put(
-                search_placement,
-                "fill_slots",
-                lambda problem, forwards, real=real, backward_first=False: real(problem, forwards),
-            )
+            put(engine, "climb", lambda *_: None)
         elif method == "bound":
-            put(search_placement, "lower_bound", lambda _: 0)
+            put(engine, "lower_bound", lambda _: 0)
         elif method == "free_waits":
-            from echelon.pipeline.search.weight_placement import Filler
-
-            class Eager(Filler):
-                def _fill_gap(self, rank: int, arrival: int) -> None:
-                    while self._free[rank] < arrival and self._put_weight(rank):
-                        pass
-
-            import echelon.pipeline.search.slots as slots
-            import echelon.pipeline.search.weight_placement as weight_placement
-
-            put(slots, "Filler", Eager)
+            put(greedy, "Filler", Eager)
             put(weight_placement, "Filler", Eager)
         else:
-            put(search, method, lambda _: None)
+            put(engine._Search, method, lambda _: None)
     try:
         yield
     finally:

@@ -102,7 +102,7 @@ def test_every_step_is_a_box_with_its_text(tmp_path):
     found = texts((tmp_path / "plan.svg").read_text(encoding="utf-8"))
     expected = [span.name for rank in timeline.spans for span in rank]
     assert sorted(text for text in found if re.fullmatch(r"\d+[FIW]\d+", text)) == sorted(expected)
-    assert {"rank 0", "rank 3", "forward", "backward for the input", "backward for the weights", "idle"} <= set(found)
+    assert {"rank 0", "rank 3", "forward", "input gradient", "weight gradient", "idle"} <= set(found)
     assert "microbatch 0, 6" in found
     assert "simulated: makespan 27, bubble rate 11.1 %, peak activations 4 on every rank" in found
 

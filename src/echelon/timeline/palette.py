@@ -39,9 +39,9 @@ NUM_HUES = len(_HUES)
 
 KIND_NAMES: dict[Kind, str] = {
     "F": "forward",
-    "I": "backward for the input",
+    "I": "input gradient",
     "B": "backward",
-    "W": "backward for the weights",
+    "W": "weight gradient",
 }
 """Names of the kinds in a legend, the lightest first."""
 
