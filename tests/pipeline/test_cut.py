@@ -324,7 +324,7 @@ def test_a_chain_can_be_cut_inside_of_a_layer():
         (chain(), {"at": ["nine"]}, "the layers are 0, 1, 2, 3"),
         (chain(), {"at": ["1"], "num_stages": 3}, "makes 2 stages, but the schedule has 3"),
         (chain(), {"num_stages": 2, "example": (torch.ones(2, 9),)}, "cannot be run with this example"),
-        (language(), {"at": ["blocks.7"], "example": (ids_of(2, 5),)}, "use names as blocks.0"),
+        (language(), {"at": ["blocks.7"], "example": (ids_of(2, 5),)}, "use names such as blocks.0"),
         (language(), {"at": ["wide"], "example": (ids_of(2, 5),)}, "all end so: write the whole name"),
         (language(), {"at": ["blocks.2", "blocks.1"], "example": (ids_of(2, 5),)}, "in the order in which they run"),
         (Normalised(), {"at": ["first"], "example": (torch.ones(2, 4),)}, "not the first"),
