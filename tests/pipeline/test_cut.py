@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import echelon
 from echelon.pipeline import Pipeline, split
-from echelon.pipeline.cut import measure
+from echelon.pipeline.cut import cut as cutting
 
 
 class Block(nn.Module):
@@ -275,8 +275,8 @@ def test_a_measured_cut_divides_the_blocks_evenly(monkeypatch):
         now[0] += 1.0 + sum(parameter.numel() for parameter in piece.parameters())
         return functional_call(piece, copies, leaves, kwargs)
 
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(measure, "functional_call", run)
+    monkeypatch.setattr(cutting, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(cutting, "functional_call", run)
     parts = split(model, 3, example=(ids_of(2, 5),))
     blocks = [{name.split(".")[1] for name in part.state_dict() if "blocks" in name} for part in parts.modules]
     assert [len(held) for held in blocks] == [2, 2, 2]
