@@ -12,7 +12,7 @@ from echelon.backends.formats.wire import Tag, as_sent, readable
 from echelon.backends.memory import bytes_of, describe, new_tensor
 from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import Combine
-from echelon.backends.work import Received, Work
+from echelon.backends.work import Message, Received, Work
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
 
 PIECE_BYTES = 1 << 18
@@ -256,6 +256,19 @@ class IncomingMessage:
         self._arrived = True
         if self._receive is not None:
             self._hand_over(self._receive)
+
+    def take(self, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Fast path: returns a message that has arrived whole, in `out` if that is given. None if it does not fit."""
+        _, shape, dtype, own_note = self._head
+        tensor = self.tensor
+        if not self._arrived or tensor is None or not (note is None or note == own_note):
+            return None
+        if out is None:
+            return Message(tensor, own_note)
+        if out.shape != shape or out.dtype != dtype:
+            return None
+        overwrite(out, tensor)
+        return Message(out, own_note)
 
     def attach(self, receive: Receive) -> None:
         """Gives a message that came unasked to the receive that now asks for it."""
