@@ -1,6 +1,6 @@
 """The grid of ranks x steps: whole where it is small, cut to what is marked where it is large."""
 
-from echelon.pipeline.plan.grid import grid, where
+from echelon.pipeline.plan.check import grid, where
 
 SMALL = (("a", "bb"), ("c",))
 

@@ -150,13 +150,11 @@ class Switch:
         self.way = Way()
         self.seconds: dict[str, float] = {}
         self._take, self._reduce = BucketMemory.store, reducer.BucketCollectives.launch
-        self._slices, self._all_reduce = reducing._reduce_slices, reducing.all_reduce
+        self._slices = reducing._reduce_slices
         self._straight: dict[int, Straight] = {}
-        self._reduced = 0
         BucketMemory.store = self._timed("copied to buckets", self._copy)
         reducer.BucketCollectives.launch = lambda *of: self._reduce(*of) if self.way.reduces else Nothing()
         reducer.GradientReducer.finish = self._timed("waited behind backward", reducer.GradientReducer.finish)
-        reducing.all_reduce = self._note
         reducing._reduce_slices = self._timed("added and written", self._add)
         reducing.meet_with = self._timed("waited for all to come", reducing.meet_with)
         reducing.exit_barrier = self._timed("waited for all to be done", reducing.exit_barrier)
@@ -218,10 +216,6 @@ class Switch:
         finally:
             waiter._spins, waiter._yields = ranges
 
-    def _note(self, shared: Any, call: Any, tensor: torch.Tensor, operator: Any) -> None:
-        self._reduced = tensor.data_ptr()
-        self._all_reduce(shared, call, tensor, operator)
-
     def _copy(self, memory: BucketMemory, index: int) -> None:
         gradient, view = memory._parameters[index].grad, memory._views[index]
         if self.way.copies == "straight" and gradient is not None and gradient is not view:
@@ -241,7 +235,7 @@ class Switch:
 
     def _add(self, shared: Any, call: Any, everywhere: Sequence[torch.Tensor], operator: Any) -> None:
         reducing._SLICE_BYTES = self.way.slice_bytes
-        straight = self._straight.get(self._reduced) if self.way.copies == "straight" else None
+        straight = self._straight.get(everywhere[self.group.rank].data_ptr()) if self.way.copies == "straight" else None
         if straight is not None and straight.fresh:
             straight.add(everywhere)
             reducing.exit_barrier(shared, call)
