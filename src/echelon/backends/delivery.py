@@ -140,6 +140,7 @@ class IncomingMessage:
         "memory",
         "on_place",
         "pieces",
+        "src",
         "tag",
         "tensor",
     )
@@ -163,6 +164,8 @@ class IncomingMessage:
             whole: the message, if it is there.
             comes_whole: it will be given to `finish`, so it needs a place only if `receive` has one for it.
         """
+        self.src = src
+        """The rank that sent it."""
         self._head = (src, shape, dtype, note)
         self._arrived = False
         self._error: Exception | None = None
@@ -189,11 +192,6 @@ class IncomingMessage:
         self._receive = receive
         if whole is None:
             self._find_place()
-
-    @property
-    def src(self) -> int:
-        """The rank that sent it."""
-        return self._head[0]
 
     @property
     def memory_bytes(self) -> int:
