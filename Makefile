@@ -13,6 +13,11 @@ INTEROP := $(VENV)/.interop
 TORCH :=
 ARGS :=
 
+# Shared out to as many processes as there are cores, at most 4: each has a pool of ranks, about 2 GB of memory with it.
+QUICK := -m "not slow" -n logical --maxprocesses 4 --dist worksteal
+# The tests start some hundred processes, which would all compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test slow mutations conformance compat gpu lint format clean
 
 help:
@@ -31,7 +36,7 @@ demo: $(STAMP)
 	$(BIN)/echelon run -n 4 examples/train_gpt.py --dp 2 --pp 2
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(QUICK)
 
 slow: $(INTEROP)
 	$(BIN)/python -m pytest -m slow --timeout 600 -o faulthandler_timeout=590
@@ -48,7 +53,7 @@ compat:
 	@echo "name a version of torch: make compat TORCH=2.15.0" >&2; exit 1
 else
 compat: .venv-torch-$(TORCH)/.installed
-	.venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" $(ARGS)
+	.venv-torch-$(TORCH)/bin/python -m pytest $(QUICK) $(ARGS)
 endif
 
 gpu: $(STAMP)

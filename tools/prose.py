@@ -127,7 +127,8 @@ def _paragraphs(page: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate([*page.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
         in_code ^= fence
-        is_text = line.strip() and not (fence or in_code or line.startswith(("    ", "|", "#", "![")))
+        is_picture = "  " in line.strip()  # docstrings draw schedules without indentation
+        is_text = line.strip() and not (fence or in_code or is_picture or line.startswith(("    ", "|", "#", "![")))
         begins = re.match(r"\s*([-*]|\d+\.)\s+", line)
         if lines and (not is_text or begins):
             yield first, " ".join(lines)

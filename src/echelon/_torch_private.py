@@ -107,6 +107,8 @@ def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) 
 
 
 class _End:
+    _called = True  # until `__init__` has ended: an interrupt in it leaves nothing to abandon
+
     def __init__(self, finish: Callable[[], None], abandon: Callable[[], None]) -> None:
         self._finish = finish
         self._abandon = abandon

@@ -216,6 +216,32 @@ def test_what_does_not_fit_waits_and_leaves_in_order(pair):
     assert not connection.sender.owes
 
 
+class FullSoon:
+    """Socket of which the kernel takes 100 bytes of the first write."""
+
+    def __init__(self, sock):
+        self._sock = sock
+        self.sendmsg = self._send_some
+
+    def _send_some(self, parts):
+        self.sendmsg = self._sock.sendmsg
+        return self._sock.send(b"".join(parts)[:100])
+
+
+def test_a_message_sent_at_once_may_change_though_the_kernel_took_only_a_part(pair):
+    connection, theirs = pair
+    connection.sender._sock = FullSoon(connection.sock)
+    tensor = torch.ones(1000)
+    head = message(tensor)[: wire.HEADER_BYTES + 8]
+    assert connection.sender.put(head, tensor, Tag())
+    assert connection.asked[-1] & select.EPOLLOUT, "nobody writes the rest"
+    assert not connection.sender.put(head, tensor, Tag()), "it would overtake the rest"
+    tensor.fill_(-1.0)
+    assert drain(connection, theirs) == message(torch.ones(1000))
+    assert connection.asked[-1] == select.EPOLLIN
+    assert connection.sender.put(head, tensor, Tag())
+
+
 def test_what_is_abandoned_is_not_sent_unless_it_has_begun(pair):
     connection, theirs = pair
     big = torch.ones(1 << 20)

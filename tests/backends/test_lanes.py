@@ -62,7 +62,7 @@ def test_an_error_belongs_to_its_operation_alone(lanes):
 def test_a_wait_ends_when_its_time_is_up(lanes):
     come = threading.Event()
     work = lanes.start(lambda: come.wait(SECONDS), "wait for it", 0)
-    with pytest.raises(Timeout, match=r"wait for it: not done after 0\.0 s"):
+    with pytest.raises(Timeout, match=r"wait for it: not done after \d+\.\d s"):
         work.wait(0.01)
     come.set()
     assert work.wait(SECONDS)

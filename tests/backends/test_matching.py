@@ -253,3 +253,28 @@ def test_one_that_is_done_stays_done():
     arrive(mailbox, 1)
     mailbox.withdraw(work, Timeout("too late"))
     assert work.result().item() == 1
+
+
+def test_a_message_that_has_arrived_whole_is_taken_without_a_receive():
+    mailbox, place = Mailbox(), torch.zeros(1)
+    for number in range(4):
+        arrive(mailbox, float(number))
+    key = (1, TAG)
+    assert mailbox.unclaimed.take_whole((2, TAG), None, None) is None
+    assert mailbox.unclaimed.take_whole(key, torch.zeros(2), "") is None, "it does not fit"
+    assert mailbox.unclaimed.take_whole(key, None, "another note") is None
+    assert mailbox.unclaimed.take_whole(key, None, None).tensor.item() == 0
+    assert mailbox.unclaimed.take_whole(key, place, "").tensor is place
+    assert place.item() == 1
+    assert post(mailbox).result().item() == 2
+    assert mailbox.unclaimed.take_whole(key, None, "").tensor.item() == 3
+    assert list(mailbox.unclaimed) == []
+    assert mailbox.unclaimed.num_bytes[1] == 0
+
+
+def test_a_message_that_is_still_arriving_waits_for_its_receive():
+    mailbox = Mailbox()
+    delivery = arrive(mailbox, 1.0, finish=False)
+    assert mailbox.unclaimed.take_whole((1, TAG), None, None) is None
+    delivery.finish()
+    assert mailbox.unclaimed.take_whole((1, TAG), None, None).tensor.numel() == 1

@@ -103,12 +103,12 @@ def test_a_peer_that_sends_too_much_waits_until_it_is_received(caplog):
         last = backend.messages.irecv(1, 9)
         peer.sendall(flood(100) + message(-1.0, step=9))
         keep_waiting(backend, last)
-        assert limit < backend.messages._mailbox.unclaimed.num_bytes[1] <= limit + 2 * 2700
+        assert limit < backend.messages.mailbox.unclaimed.num_bytes[1] <= limit + 2 * 2700
         assert caplog.text.count("of its messages are unclaimed: receive its messages in the order") == 1
         for number in range(100):
             assert backend.messages.recv(1, timeout=SECONDS).item() == number
         assert last.wait(SECONDS).item() == -1
-        assert backend.messages._mailbox.unclaimed.num_bytes[1] == 0
+        assert backend.messages.mailbox.unclaimed.num_bytes[1] == 0
 
 
 def test_it_goes_on_when_some_of_that_was_received():
@@ -146,7 +146,7 @@ def test_what_a_failed_group_leaves_unclaimed_is_read_over(allocated):
         backend.control.revoke(5, [0, 1], PeerFailed(0, "gave up"))
         assert backend.messages.recv(1, 2, timeout=SECONDS).item() == 2
         assert backend.messages.irecv(1, Tag(5, 1)).exception() is not None
-        assert backend.messages._mailbox.unclaimed.num_bytes[1] == 0
+        assert backend.messages.mailbox.unclaimed.num_bytes[1] == 0
     assert (LARGE // 4,) not in allocated
 
 

@@ -198,6 +198,22 @@ def test_buffers_are_broadcast_averaged_or_left(run, mode, expected):
     assert run(buffers, 3, mode) == expected
 
 
+def buffers_of_two_forwards(group):
+    """Buffers that a rank changes between two forwards of one backward."""
+    module = Counts()
+    model = DDP(module, group, buffers="broadcast")
+    losses = []
+    for number in (1.0, 10.0):
+        module.mean.fill_(number * (group.rank + 1))
+        losses.append(model(torch.ones(1)).sum())
+    sum(losses).backward()
+    return module.mean.tolist()
+
+
+def test_buffers_are_made_equal_before_each_forward(run):
+    assert run(buffers_of_two_forwards, 2) == [[10.0, 10.0]] * 2
+
+
 def bits_of_buffers(group):
     """A buffer of undefined numbers and zeros of either sign, the same on every rank or not."""
     module = Counts()

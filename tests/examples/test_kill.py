@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.examples import EXAMPLES
+from tests.helpers.examples import EXAMPLES, SIZES
 
 
 def children(pid):
@@ -24,7 +24,7 @@ def rank_of(pid):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rank", [2])
 def test_the_others_end_within_seconds(rank, tmp_path):
-    script = [str(EXAMPLES / "train_gpt.py"), "--dp", "2", "--pp", "2", "--width", "16", "--out", str(tmp_path)]
+    script = [str(EXAMPLES / "train_gpt.py"), "--dp", "2", "--pp", "2", "--out", str(tmp_path), *SIZES.split()]
     command = [sys.executable, "-m", "echelon", "run", "-n", "4", *script, "--steps", "1000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         try:

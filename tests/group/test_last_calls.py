@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import echelon
+from echelon.backends.delivery import Receive
 from echelon.backends.formats import wire
+from echelon.backends.formats.wire import Tag
 from echelon.backends.matching import Mailbox
 from echelon.backends.tcp.parting import MAX_TALLIES, Parting
+from echelon.backends.work import Work
 from echelon.operation_records import FlightRecorder
 from tests.helpers.forked_ranks import run_forked
 
@@ -229,3 +232,13 @@ def test_a_rank_says_only_so_much_about_its_calls():
     assert parting.difference() is None
     with pytest.raises(echelon.ProtocolError, match="more than 256 TALLY frames"):
         parting.hear(1, wire.Frame(wire.FrameKind.TALLY))
+
+
+def test_a_rank_that_waits_for_a_message_does_not_say_how_many_it_has_received():
+    """One may be on its way that this rank would have received."""
+    mailbox = Mailbox()
+    parting = Parting(0, FlightRecorder(), mailbox)
+    assert [tally.sequence for tally in parting.words_for(1)] == [0]
+    mailbox.post(Receive(Work(None, "receive from rank 1"), 1, Tag(step=3), None, ""))
+    assert list(parting.words_for(1)) == []
+    assert [tally.sequence for tally in parting.words_for(2)] == [0]

@@ -42,7 +42,7 @@ def test_a_time_limit_of_a_wait_does_not_end_the_operation(groups, what):
     with pytest.raises(echelon.Timeout, match="still under way"):
         work.result()
     for _ in range(2):
-        with pytest.raises(echelon.Timeout, match=r"not done after 0\.0 s"):
+        with pytest.raises(echelon.Timeout, match=r"not done after \d+\.\d s"):
             work.wait(0.01)
     ANSWERS[what](groups[1])
     for _ in range(2):

@@ -84,7 +84,7 @@ def kill_while_a_child_lives(group, rank):
     group.barrier()
     if group.rank == rank:
         if os.fork() == 0:
-            signal.alarm(20)
+            signal.alarm(50)
             signal.pause()
         os.kill(os.getpid(), signal.SIGKILL)
     group.barrier()

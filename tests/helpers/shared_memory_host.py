@@ -397,7 +397,10 @@ def two_ranks(order, *, max_unclaimed_bytes=1 << 30, max_lent_bytes=MAX_LENT_BYT
             setattr(module, name, value)
         doorbells = [host.eventfd() for _ in range(2)]
         posts = [SimulatedPost(segment, number, doorbells, sizes, host) for number, segment in enumerate(segments)]
-        yield host, [_backend(host, at, max_unclaimed_bytes, has_cores) for at in posts]
+        backends = [_backend(host, at, max_unclaimed_bytes, has_cores) for at in posts]
+        for backend in backends:
+            tcp_backend._open_backends.discard(backend)  # a forked child would close its files, which are not there
+        yield host, backends
     finally:
         logging.getLogger("echelon").removeFilter(_nothing_said)
         for module, name, value in before:

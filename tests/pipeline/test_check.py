@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
 from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of
-from echelon.pipeline.plan.check import Problem
+from echelon.pipeline.plan.check import Mistake
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.schedules import build, names
@@ -68,7 +68,7 @@ def swapped(schedule: Schedule, one: tuple[int, int], other: tuple[int, int]) ->
     return replace(schedule, orders=tuple(map(tuple, orders)))
 
 
-def names_one_of(problems: tuple[Problem, ...], *steps: Step) -> bool:
+def names_one_of(problems: tuple[Mistake, ...], *steps: Step) -> bool:
     texts = " ".join(problem.text for problem in problems)
     return any(str(action) in texts for step in steps for action in actions_of(step))
 

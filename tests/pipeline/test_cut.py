@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import echelon
 from echelon.pipeline import Pipeline, split
-from echelon.pipeline.cut import measure
+from echelon.pipeline.cut import cut as cutting
 
 
 class Block(nn.Module):
@@ -275,8 +275,8 @@ def test_a_measured_cut_divides_the_blocks_evenly(monkeypatch):
         now[0] += 1.0 + sum(parameter.numel() for parameter in piece.parameters())
         return functional_call(piece, copies, leaves, kwargs)
 
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(measure, "functional_call", run)
+    monkeypatch.setattr(cutting, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(cutting, "functional_call", run)
     parts = split(model, 3, example=(ids_of(2, 5),))
     blocks = [{name.split(".")[1] for name in part.state_dict() if "blocks" in name} for part in parts.modules]
     assert [len(held) for held in blocks] == [2, 2, 2]
@@ -324,7 +324,7 @@ def test_a_chain_can_be_cut_inside_of_a_layer():
         (chain(), {"at": ["nine"]}, "the layers are 0, 1, 2, 3"),
         (chain(), {"at": ["1"], "num_stages": 3}, "makes 2 stages, but the schedule has 3"),
         (chain(), {"num_stages": 2, "example": (torch.ones(2, 9),)}, "cannot be run with this example"),
-        (language(), {"at": ["blocks.7"], "example": (ids_of(2, 5),)}, "use names as blocks.0"),
+        (language(), {"at": ["blocks.7"], "example": (ids_of(2, 5),)}, "use names such as blocks.0"),
         (language(), {"at": ["wide"], "example": (ids_of(2, 5),)}, "all end so: write the whole name"),
         (language(), {"at": ["blocks.2", "blocks.1"], "example": (ids_of(2, 5),)}, "in the order in which they run"),
         (Normalised(), {"at": ["first"], "example": (torch.ones(2, 4),)}, "not the first"),

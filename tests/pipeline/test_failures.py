@@ -156,7 +156,7 @@ def test_a_rank_that_fails_ends_the_step_of_the_other_replicas(run):
 
 def notice_late(group):
     """The group knows another cause already when this rank notices a failure."""
-    group.backend.revoke(group.context, group.ranks, echelon.PeerFailed(1, "the cause"))
+    group.backend.control.revoke(group.context, group.ranks, echelon.PeerFailed(1, "the cause"))
     failures = Failures(group, [], lambda: None)
     with pytest.raises(echelon.PeerFailed) as caught, failures.told():
         raise echelon.PeerFailed(0, "a consequence")

@@ -1,6 +1,7 @@
 """The grid of ranks x steps: whole where it is small, cut to what is marked where it is large."""
 
-from echelon.pipeline.plan.grid import grid, where
+from echelon.pipeline.plan.action import Place
+from echelon.pipeline.plan.check import grid, where
 
 SMALL = (("a", "bb"), ("c",))
 
@@ -54,4 +55,4 @@ def test_many_places_far_apart_do_not_fill_the_screen():
 
 
 def test_a_step_with_its_place():
-    assert where("2F0", (2, 3)) == "2F0 (rank 2, step 3)"
+    assert where("2F0", Place(2, 3)) == "2F0 (rank 2, step 3)"

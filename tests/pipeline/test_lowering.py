@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
@@ -25,6 +25,7 @@ def test_neighbours_on_one_rank_send_nothing():
     assert not any(isinstance(instruction, Post | Receive | Send) for instruction in program.orders[0])
 
 
+@settings(deadline=None)
 @given(named_schedules.schedules(max_microbatches=16), st.booleans(), st.integers(1, 5))
 def test_every_named_schedule_has_a_program_that_ends(schedule, recomputes, lookahead):
     again = range(schedule.num_stages) if recomputes and not schedule.forward_only else ()

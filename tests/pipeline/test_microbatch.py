@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon
-from echelon.pipeline.run.microbatch import batch_size, merge, split
+from echelon.pipeline.stage.nested import batch_size, merge, split
 
 
 @given(num_samples=st.integers(0, 20), num_microbatches=st.integers(1, 7))

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import PartitionError
@@ -29,6 +29,7 @@ def sums(numbers: Sequence[int], stages: tuple[range, ...]) -> list[int]:
 LAYERS = st.lists(st.integers(0, 12), min_size=1, max_size=9)
 
 
+@settings(deadline=None)
 @given(LAYERS, st.data())
 def test_the_slowest_stage_is_the_optimum_of_all_cuts(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
@@ -54,6 +55,7 @@ def test_where_one_more_would_be_easier(costs: list[int], num_stages: int, slowe
     assert partition(costs, num_stages).slowest == slowest
 
 
+@settings(deadline=None)
 @given(LAYERS, st.data())
 def test_a_memory_limit_is_kept_and_costs_no_more_than_it_must(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
@@ -73,6 +75,7 @@ def test_a_memory_limit_is_kept_and_costs_no_more_than_it_must(costs: list[int],
     assert max(result.memory) <= limit
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.data())
 def test_floats_are_as_exact_as_whole_numbers(costs: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))

@@ -67,6 +67,16 @@ def test_the_library_has_all_that_a_benchmark_imports(script):
             assert name in names_in(file) or source_of(f"{module}.{name}"), f"{module} has no {name}"
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=path_of)
+def test_the_library_has_all_that_a_benchmark_replaces(script):
+    """A setting of a module that is gone could be set, and would change nothing."""
+    modules = {name: f"{module}.{name}" for module, names in imported_by(script) for name in names}
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            file = source_of(modules.get(ast.unparse(node.value), "echelon.no_module"))
+            assert file is None or node.attr in names_in(file), f"{file} has no {node.attr}"
+
+
 @pytest.mark.parametrize("readme", sorted(BENCHMARKS.rglob("README.md")), ids=path_of)
 def test_the_commands_of_a_readme_exist(readme):
     commands = re.findall(r"^ +python (benchmarks/\S+\.py)", readme.read_text(), re.MULTILINE)

@@ -19,17 +19,17 @@ def test_the_list_has_mutations_of_every_room():
     assert all(any(file.startswith(room) for file in files) for room in ROOMS)
 
 
-EXITS = Mutation("", "exits.py", "", "", ("launch/test_exit_status.py",))
+ERRORS = Mutation("", "errors.py", "", "", ("launch/test_exit_status.py",))
 
 
 @pytest.mark.parametrize(
     ("mutation", "problem"),
     [
-        (EXITS._replace(file="no_such.py"), "there is no file src/echelon/no_such.py"),
-        (EXITS._replace(find="no such text"), "its text occurs 0 times in src/echelon/exits.py, not once"),
-        (EXITS._replace(find="return "), r"its text occurs \d+ times"),
-        (EXITS._replace(find="def fails(", replace="def  fails("), "it changes nothing"),
-        (EXITS._replace(find="def fails(", replace="def no(", tests=("test_no.py",)), "there is no tests/test_no.py"),
+        (ERRORS._replace(file="no_such.py"), "there is no file src/echelon/no_such.py"),
+        (ERRORS._replace(find="no such text"), "its text occurs 0 times in src/echelon/errors.py, not once"),
+        (ERRORS._replace(find="return "), r"its text occurs \d+ times"),
+        (ERRORS._replace(find="def fails(", replace="def  fails("), "it changes nothing"),
+        (ERRORS._replace(find="def fails(", replace="def no(", tests=("test_no.py",)), "there is no tests/test_no.py"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_told_of(mutation, problem):

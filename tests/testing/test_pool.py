@@ -91,10 +91,11 @@ def test_a_death_is_the_cause_though_it_was_blamed_before_it_happened(pool):
 
 
 def test_a_death_is_noticed_while_a_child_keeps_the_connections_open(pool):
+    pool.run(rank_functions.pid, 2)  # starts the ranks, which takes long on a busy machine
     begin = time.monotonic()
     with pytest.raises(PeerFailed, match="rank 0 failed: it was killed by SIGKILL"):
         pool.run(rank_functions.kill_while_a_child_lives, 2, 0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25, "the child lives for 50 s"
 
 
 def test_an_exit_without_a_word_is_a_failure(pool):

@@ -150,15 +150,14 @@ class Switch:
         self.way = Way()
         self.seconds: dict[str, float] = {}
         self._take, self._reduce = BucketMemory.store, reducer.BucketCollectives.launch
-        self._slices, self._all_reduce = reducing._reduce_slices, reducing.all_reduce
+        self._slices, self._meet_with = reducing._reduce_slices, reducing.meet_with
         self._straight: dict[int, Straight] = {}
         self._reduced = 0
         BucketMemory.store = self._timed("copied to buckets", self._copy)
         reducer.BucketCollectives.launch = lambda *of: self._reduce(*of) if self.way.reduces else Nothing()
         reducer.GradientReducer.finish = self._timed("waited behind backward", reducer.GradientReducer.finish)
-        reducing.all_reduce = self._note
         reducing._reduce_slices = self._timed("added and written", self._add)
-        reducing.meet_with = self._timed("waited for all to come", reducing.meet_with)
+        reducing.meet_with = self._timed("waited for all to come", self._meet)
         reducing.exit_barrier = self._timed("waited for all to be done", reducing.exit_barrier)
         self._wait, SpinThenSleep.wait = SpinThenSleep.wait, lambda *of: self._wait_in_the_way(*of)
         gradient_sync.can_overlap = lambda _: self.way.beside
@@ -218,9 +217,10 @@ class Switch:
         finally:
             waiter._spins, waiter._yields = ranges
 
-    def _note(self, shared: Any, call: Any, tensor: torch.Tensor, operator: Any) -> None:
-        self._reduced = tensor.data_ptr()
-        self._all_reduce(shared, call, tensor, operator)
+    def _meet(self, shared: Any, call: Any, flat: torch.Tensor, *of: Any) -> Any:
+        # Noted here: the tensors of all ranks come to `_add` by another mapping of the same memory.
+        self._reduced = flat.data_ptr()
+        return self._meet_with(shared, call, flat, *of)
 
     def _copy(self, memory: BucketMemory, index: int) -> None:
         gradient, view = memory._parameters[index].grad, memory._views[index]

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import echelon
-from echelon.data_parallel import ddp, reducer
+from echelon.data_parallel import gradient_sync, reducer
 
 sys.path.extend(map(str, Path(__file__).parents[1:3]))
 from harness import in_turns, ms, options_of, print_environment, print_head, print_row, ratio
@@ -37,7 +37,7 @@ def measure(group: echelon.ProcessGroup, model: str, rounds: int, set_to_none: b
 
     def by_way(step: Step, beside: bool) -> Callable[[], None]:
         def act() -> None:
-            ddp.can_overlap = reducer.can_overlap = lambda _: beside
+            gradient_sync.can_overlap = reducer.can_overlap = lambda _: beside
             step()
 
         return act

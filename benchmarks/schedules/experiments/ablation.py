@@ -23,7 +23,8 @@ from typing import NamedTuple
 from search import chunk_costs, rows, sizes, weight_share
 
 from echelon.pipeline import Costs, schedules
-from echelon.pipeline.search import engine, slots, weight_placement
+from echelon.pipeline.search import engine, greedy, weight_placement
+from echelon.pipeline.search.weight_placement import Filler
 
 sys.path.append(str(Path(__file__).parents[2]))
 from harness import options_of, print_head, print_row
@@ -98,7 +99,15 @@ def run(case: Case) -> Result:
     return Result(float(schedule.simulate(case.costs).span), seconds)
 
 
-METHODS = ("slots", "climb", "known", "pull", "swap", "bound", "free_waits")
+METHODS = ("free_waits", "greedy", "swap", "climb", "pull", "known", "bound")
+
+
+class Eager(Filler):
+    """Filler that runs W in every gap, also if the next action is then late."""
+
+    def _fill_gap(self, rank: int, arrival: int) -> None:
+        while self._free[rank] < arrival and self._put_weight(rank):
+            pass
 
 
 @contextmanager
@@ -116,13 +125,7 @@ def without(methods: list[str]) -> Iterator[None]:
         elif method == "bound":
             put(engine, "lower_bound", lambda _: 0)
         elif method == "free_waits":
-
-            class Eager(weight_placement.Filler):
-                def _fill_gap(self, rank: int, arrival: int) -> None:
-                    while self._free[rank] < arrival and self._put_weight(rank):
-                        pass
-
-            put(slots, "Filler", Eager)
+            put(greedy, "Filler", Eager)
             put(weight_placement, "Filler", Eager)
         else:
             put(engine._Search, method, lambda _: None)

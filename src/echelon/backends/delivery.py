@@ -12,7 +12,7 @@ from echelon.backends.formats.wire import Tag, as_sent, readable
 from echelon.backends.memory import bytes_of, describe, new_tensor
 from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import Combine
-from echelon.backends.work import Received, Work
+from echelon.backends.work import Message, Received, Work
 from echelon.errors import CollectiveMismatch, EchelonError, SizeMismatch, UnsupportedOp
 
 PIECE_BYTES = 1 << 18
@@ -140,6 +140,7 @@ class IncomingMessage:
         "memory",
         "on_place",
         "pieces",
+        "src",
         "tag",
         "tensor",
     )
@@ -163,6 +164,8 @@ class IncomingMessage:
             whole: the message, if it is there.
             comes_whole: it will be given to `finish`, so it needs a place only if `receive` has one for it.
         """
+        self.src = src
+        """The rank that sent it."""
         self._head = (src, shape, dtype, note)
         self._arrived = False
         self._error: Exception | None = None
@@ -189,11 +192,6 @@ class IncomingMessage:
         self._receive = receive
         if whole is None:
             self._find_place()
-
-    @property
-    def src(self) -> int:
-        """The rank that sent it."""
-        return self._head[0]
 
     @property
     def memory_bytes(self) -> int:
@@ -256,6 +254,19 @@ class IncomingMessage:
         self._arrived = True
         if self._receive is not None:
             self._hand_over(self._receive)
+
+    def take(self, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Fast path: returns a message that has arrived whole, in `out` if that is given. None if it does not fit."""
+        _, shape, dtype, own_note = self._head
+        tensor = self.tensor
+        if not self._arrived or tensor is None or not (note is None or note == own_note):
+            return None
+        if out is None:
+            return Message(tensor, own_note)
+        if out.shape != shape or out.dtype != dtype:
+            return None
+        overwrite(out, tensor)
+        return Message(out, own_note)
 
     def attach(self, receive: Receive) -> None:
         """Gives a message that came unasked to the receive that now asks for it."""

@@ -16,7 +16,7 @@ import torch
 from echelon.backends.delivery import ANY, IncomingMessage, Receive
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import copy_from, new_tensor
-from echelon.backends.work import Work
+from echelon.backends.work import Message, Work
 from echelon.errors import EchelonError, Failure, PeerFailed
 
 T = TypeVar("T")
@@ -30,33 +30,41 @@ class Unclaimed:
     def __init__(self) -> None:
         self.num_bytes: Counter[int] = Counter()
         """Memory of each rank's messages in bytes, arriving ones included."""
-        self._messages: dict[Key, deque[IncomingMessage]] = {}
+        self.messages: dict[Key, deque[IncomingMessage]] = {}
         self._served: dict[Tag, int] = {}
         """Source of the latest receive from any rank, by tag, if messages of several ranks were waiting."""
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._messages
+        return key in self.messages
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(list(self._messages))
+        return iter(list(self.messages))
 
     def keep(self, delivery: IncomingMessage) -> None:
         """Adds a message."""
-        self._messages.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
+        self.messages.setdefault((delivery.src, delivery.tag), deque()).append(delivery)
         self.num_bytes[delivery.src] += delivery.memory_bytes
 
     def take(self, key: Key) -> IncomingMessage | None:
         """Removes and returns the oldest message of a source with a tag. None if there is none."""
-        if key not in self._messages:
+        if key not in self.messages:
             return None
-        delivery = _take_first(self._messages, key)
+        delivery = _take_first(self.messages, key)
         if delivery is not None:
             self.num_bytes[delivery.src] -= delivery.memory_bytes
         return delivery
 
+    def take_whole(self, key: Key, out: torch.Tensor | None, note: str | None) -> Message | None:
+        """Fast path: removes and returns the oldest message, if it has arrived whole and fits. None otherwise."""
+        queue = self.messages.get(key)
+        message = queue[0].take(out, note) if queue else None
+        if message is not None:
+            self.take(key)
+        return message
+
     def next_source(self, receive: Receive) -> int:
         """Returns the source of the next message for a receive from any rank, in turns. ANY if no message is there."""
-        waiting = sorted(src for src in receive.sources if (src, receive.tag) in self._messages)
+        waiting = sorted(src for src in receive.sources if (src, receive.tag) in self.messages)
         if not waiting:
             self._served.pop(receive.tag, None)
             return ANY
@@ -67,7 +75,7 @@ class Unclaimed:
 
     def drop_context(self, context: int) -> None:
         """Drops the messages of a context's collectives."""
-        for key in [key for key in self._messages if key[1].is_collective_of(context)]:
+        for key in [key for key in self.messages if key[1].is_collective_of(context)]:
             while self.take(key) is not None:
                 pass
 

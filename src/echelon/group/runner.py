@@ -171,10 +171,13 @@ class CollectiveRunner:
             (not wraps_new_tensors() if tensor is None else is_ordinary(tensor))
             and (out is None or is_ordinary(out))
             and isinstance(op, str)
-            and not (async_op or self.is_closed)
+            and not self.is_closed
         ):
             shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
             prepared = self._prepared.get((kind, shape, dtype, op, root, in_splits, out_splits, ""))
+            if prepared is not None and async_op:
+                changed = [tensor] if tensor is not None and (changes or writes) else []
+                return self.start(prepared, tensor, out, async_op, timeout, changed)
             if prepared is not None:
                 # Before the operation takes a number: an error here must not leave the ranks out of step.
                 seconds = self.timeout if timeout is None else check_seconds(timeout)

@@ -312,7 +312,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a thread asleep that is not told of what another one wrote",
-        (TcpMessages, "isend"),
+        (TcpMessages, "send_frame"),
         "progress.wake_waiters()",
         "pass",
         "sends meanwhile",

@@ -1,5 +1,7 @@
 """An all-reduce or a message like one before leaves out what was checked then, and is the same call otherwise."""
 
+import re
+
 import pytest
 import torch
 
@@ -108,7 +110,7 @@ def come_late(group):
 def test_its_time_is_up_in_the_same_way():
     text = run_forked(come_late, 2, backend="shm")[0]
     assert "all_reduce(sum) of float32[4], #2" in text
-    assert "waited 0.2 s for rank 1" in text
+    assert re.search(r"waited \d+\.\d s for rank 1", text), text
 
 
 def swap_twice(group):

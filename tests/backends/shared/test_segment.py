@@ -46,6 +46,13 @@ def test_what_is_outside_is_not_mapped(segment, offset):
         segment.map(offset, 4096)
 
 
+def test_a_part_that_ends_outside_is_not_mapped(segment):
+    last_page = (2 << 57) - 4096
+    assert len(segment.map(last_page, 4096).data) == 4096
+    with pytest.raises(echelon.ConnectError, match="are outside a shared memory of"):
+        segment.map(last_page, 4097)
+
+
 def test_the_file_cannot_be_changed_in_size(segment):
     for size in (0, 4096, 4 << 57):
         with pytest.raises(OSError):
@@ -78,6 +85,17 @@ def test_the_file_goes_only_to_who_is_expected_and_knows_the_token(segment):
     (fd,) = fd_passing.take(friend, 1)
     assert os.path.sameopenfile(fd, segment.fd)
     os.close(fd)
+
+
+def test_files_that_came_before_a_failure_are_closed(segment):
+    giver = fd_passing.FdServer([segment.fd], 1)
+    connection = fd_passing.dial(giver.name, giver.token, os.getpid(), SECONDS)
+    giver.give([os.getpid()], SECONDS)
+    giver.close()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(echelon.ConnectError):
+        fd_passing.take(connection, 2)  # one is sent
+    assert len(os.listdir("/proc/self/fd")) == num_open - 1  # without the connection
 
 
 def test_another_process_than_the_giver_is_not_trusted(segment):

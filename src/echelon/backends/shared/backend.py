@@ -76,11 +76,8 @@ class SharedMemoryBackend(Backend):
         # A group that spans hosts runs plans over messages instead.
         if len(ranks) < 2 or not self._local_ranks.issuperset(ranks):
             return None
-        return SharedMemoryExecutor(self, context, tuple(ranks), list(ranks).index(self.rank))
-
-    def check(self, context: int) -> None:
-        """Raises Closed or PeerFailed if the group cannot begin an operation."""
-        self._control.check_open(context)
+        own = list(ranks).index(self.rank)
+        return SharedMemoryExecutor(self, self._control.check_open, context, tuple(ranks), own)
 
     def check_liveness(self, call: OperationRecord, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises if waiting is in vain: a disagreement, a failure of `rank` or of the group, or the deadline."""

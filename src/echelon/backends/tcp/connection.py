@@ -152,7 +152,8 @@ class SocketSender(Sender):
             frame = _Frame([rest], tag)
             frame.has_begun = True
             self.queue.append(frame)
-            self.flush()
+            self._is_full = True  # else the kernel would have taken all: the poller writes the rest
+            self._on_full(True)
         return True
 
     def send_word(self, frame: bytes) -> None:

@@ -62,7 +62,7 @@ class TcpControl(ControlPlane):
         """Raises Closed, or the failure that revoked a context as far as this rank has heard."""
         if self._progress.is_closed:
             raise self.closed_error()
-        if error := self._mailbox.failures.revoked(context):
+        if error := self._mailbox.failures.contexts.get(context):
             raise error
 
     def failure(self, rank: int, context: int) -> Failure | None:

@@ -33,15 +33,15 @@ class TcpMessages(Messages):
         closed_error: Callable[[], Closed],
     ) -> None:
         super().__init__(rank, world_size, timeout)
-        self.progress = progress = peers.progress
+        self.progress = peers.progress
         """Drives the Works of these messages."""
+        self.links = peers.links
+        self.mailbox = peers.mailbox
+        self.failures = peers.mailbox.failures
+        self.parting = parting
+        self.inboxes = peers.inboxes
+        self.poller = peers.poller
         self._peers = peers
-        self._links = peers.links
-        self._look_for = peers.poller.look_for
-        self._may_spin = progress.may_spin
-        self._mailbox = peers.mailbox
-        self._failures = peers.mailbox.failures
-        self._parting = parting
         self._closed_error = closed_error
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
@@ -57,12 +57,12 @@ class TcpMessages(Messages):
         with progress.lock:
             if progress.is_closed:
                 raise self._closed_error()
-            if error := self._failures.of(dst, tag):
+            if error := self.failures.of(dst, tag):
                 work.complete(error=error)
                 return work
             if tag.sequence == 0:
-                self._parting.sent[dst] += 1
-            sender = self._links[dst].sender
+                self.parting.sent[dst] += 1
+            sender = self.links[dst].sender
             num_before = len(sender.queue)
             try:
                 sender.send(head, tensor, tag, work)
@@ -105,15 +105,15 @@ class TcpMessages(Messages):
         with progress.lock:
             if progress.is_closed:
                 raise self._closed_error()
-            self._mailbox.post(receive)
-            self._peers.reader.on_post(receive, self._links)
+            self.mailbox.post(receive)
+            self._peers.reader.on_post(receive, self.links)
             if not receive.work.has_ended:
                 progress.call_background()
 
     def cancel(self, work: Work[torch.Tensor] | Work[Received]) -> None:  # noqa: D102
         error = Timeout(f"{work.description}: withdrawn after its timeout")
         with self.progress.lock:
-            self._mailbox.withdraw(work, error, self._peers.deliveries())
+            self.mailbox.withdraw(work, error, self._peers.deliveries())
             self.progress.wake()
 
     def will_wait(self) -> WaitScope:  # noqa: D102
@@ -129,47 +129,12 @@ class TcpMessages(Messages):
     ) -> PreparedReceive:
         return TcpReceive(self, src, tag, note, must_fit)
 
-    def put(self, head: bytes, tensor: torch.Tensor, dst: int, tag: Tag) -> bool:
-        """Fast path of `TcpSend`."""
-        progress = self.progress
-        with progress.lock:
-            if progress.is_closed or self._failures.of(dst, tag):
-                return False
-            sender = self._links[dst].sender
-            try:
-                is_sent = sender.put(head, tensor, tag)
-            except (OSError, EchelonError) as failure:
-                self._peers.on_send_error(dst, failure)
-                return False  # `start` raises why
-            if is_sent and tag.sequence == 0:
-                self._parting.sent[dst] += 1
-            if sender.queue:
-                progress.call_background()  # the last bytes of this message may have found no room
-            return is_sent
-
-    def take(self, src: int, tag: Tag, out: torch.Tensor | None, note: str | None) -> Message | None:
-        """Fast path of `TcpReceive`."""
-        link = self._links.get(src)
-        if link is None or (src, tag) in self._mailbox.unclaimed:
-            return None
-        receiver = link.receiver
-        # The link is polled before the lock is taken: `has_written` needs none.
-        if not (receiver.has_written() or (receiver.is_in_memory and self._may_spin() and self._look_for(receiver))):
-            return None
-        with self.progress.lock:
-            if self.progress.is_closed or not self._mailbox.is_free(src, tag):
-                return None
-            message = receiver.take(tag, out, note)
-            if message is not None and tag.sequence == 0:
-                self._mailbox.claimed[src] += 1
-            return message
-
     def brings_memory(self, src: int, num_bytes: int) -> bool:  # noqa: D102
-        link = self._links.get(src)
+        link = self.links.get(src)
         return link is not None and link.receiver.brings_memory(num_bytes)
 
     def keeps_messages(self, src: int) -> bool:  # noqa: D102
-        link = self._links.get(src)
+        link = self.links.get(src)
         return link is not None and link.receiver.is_in_memory
 
     # For messages that another way carries, announced here
@@ -203,7 +168,19 @@ class TcpSend(PreparedSend):
         # `start` refuses the others.
         if not (tensor.is_cpu and tensor.layout is torch.strided):
             return False
-        return self._tcp.put(self._head, tensor, self.dst, self.tag)
+        tcp, dst, tag = self._tcp, self.dst, self.tag
+        progress = tcp.progress
+        with progress.lock:
+            if progress.is_closed or tcp.failures.of(dst, tag):
+                return False
+            sender = tcp.links[dst].sender
+            if not sender.put(self._head, tensor, tag):
+                return False
+            if tag.sequence == 0:
+                tcp.parting.sent[dst] += 1
+            if sender.queue:  # nobody waits for the rest that the kernel did not take
+                progress.call_background()
+            return True
 
     def start(self, tensor: torch.Tensor) -> Work[None]:  # noqa: D102
         self._tcp.check_send(tensor, self.dst)
@@ -220,7 +197,34 @@ class TcpReceive(PreparedReceive):
         self._tcp = messages
 
     def at_once(self, out: torch.Tensor | None = None) -> Message | None:  # noqa: D102
-        return self._tcp.take(self.src, self.tag, out, self._note)
+        tcp, src, tag = self._tcp, self.src, self.tag
+        unclaimed = tcp.mailbox.unclaimed
+        if (src, tag) in unclaimed.messages:
+            with tcp.progress.lock:
+                # At the limit `irecv` takes it: a receive resumes the paused peer.
+                if tcp.progress.is_closed or tcp.inboxes[src].is_at_limit:
+                    return None
+                message = unclaimed.take_whole((src, tag), out, self._note)
+                if message is not None and tag.sequence == 0:
+                    tcp.mailbox.claimed[src] += 1
+                return message
+        link = tcp.links.get(src)
+        if link is None:
+            return None
+        receiver = link.receiver
+        # The link is polled before the lock is taken: `has_written` needs none.
+        if not (
+            receiver.has_written()
+            or (receiver.is_in_memory and tcp.progress.may_spin() and tcp.poller.look_for(receiver))
+        ):
+            return None
+        with tcp.progress.lock:
+            if tcp.progress.is_closed or not tcp.mailbox.is_free(src, tag):
+                return None
+            message = receiver.take(tag, out, self._note)
+            if message is not None and tag.sequence == 0:
+                tcp.mailbox.claimed[src] += 1
+            return message
 
 
 class Passage(NamedTuple):

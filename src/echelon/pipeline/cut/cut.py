@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from echelon.errors import PartitionError
 from echelon.pipeline.cut.graph_cut import boundaries
-from echelon.pipeline.cut.measure import Example, measure
-from echelon.pipeline.cut.stage_modules import build_stages
+from echelon.pipeline.cut.traced_stage import TracedStage, build_stages
 from echelon.pipeline.cut.tracing import trace
 from echelon.pipeline.plan.partition import partition
-from echelon.pipeline.stage.stage import Stage
+from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
+from echelon.pipeline.stage.replay import keyed
+from echelon.pipeline.stage.stage import Stage, enter
 from echelon.wording import counted
 
 StageMaker: TypeAlias = nn.Module | Callable[[], nn.Module] | None
 """Entry of a list of stages: the module, a callable that makes it, or None where another rank holds it."""
+
+
+class Example(NamedTuple):
+    """Example inputs, such as a model will get."""
+
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -201,7 +213,7 @@ def _of_sequential(model: nn.Sequential, num_stages: int, at: Sequence[str] | No
             raise PartitionError(f"at={list(at)}: name layers in their order, and not the first ({names[0]})")
     elif inputs is not None:
         # nn.Sequential passes a tuple on as one argument.
-        cut = partition(measure([layer for _, layer in layers], inputs, spreads=False), num_stages)
+        cut = partition(_measure([layer for _, layer in layers], inputs, spreads=False), num_stages)
         begins, costs = [stage[0] for stage in cut.stages], cut.costs
     else:
         # Plus 1, so that layers without parameters count as well.
@@ -237,9 +249,9 @@ def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs:
                 f"{len(candidates)} layers of the {type(model).__name__} can begin a stage, which does not make "
                 f"{num_stages} stages: use at most {len(candidates) + 1}, or name layers with at="
             )
-        # A piece for each candidate is measured. Neighbouring pieces are then joined to stages of even time.
-        pieces = build_stages(model, traces, candidates)
-        cut = partition(measure(pieces, inputs, spreads=True), num_stages)
+        # A part for each candidate is measured. Neighbouring parts are then joined to stages of even time.
+        parts = build_stages(model, traces, candidates)
+        cut = partition(_measure(parts, inputs, spreads=True), num_stages)
         at, costs = [candidates[stage[0] - 1] for stage in cut.stages[1:]], cut.costs
     stages = build_stages(model, traces, at)
     return Parts(tuple(stages), tuple(at), ("",) * len(stages), True, _seconds(costs))
@@ -247,3 +259,89 @@ def _of_any(model: nn.Module, num_stages: int, at: Sequence[str] | None, inputs:
 
 def _seconds(costs: Sequence[object] | None) -> tuple[float, ...] | None:
     return None if costs is None else tuple(float(cost) for cost in costs)  # type: ignore[arg-type]
+
+
+_REPEATS = 3
+
+
+class _Run(NamedTuple):
+    seconds: float
+    output: Value
+
+
+def _measure(parts: Sequence[nn.Module], example: Example, *, spreads: bool) -> list[float]:
+    """Returns the seconds of one forward and backward of each part, the fastest of a few runs.
+
+    Parts with the same operations and shapes get the same time (their median), so that chance does not tell them
+    apart. The model is unchanged: weights are copied, a part at a time. Weights on the meta device are made up.
+
+    Args:
+        parts: parts of the model, which run one after another.
+        example: positional arguments of the first part, and keyword arguments of all.
+        spreads: whether a tuple that a part returns becomes the positional arguments of the next one.
+
+    Raises:
+        PartitionError: a part cannot be run with the example.
+    """
+    value: Value = map_tensors(_materialised, tuple(example.args))
+    kwargs = {name: map_tensors(_materialised, item) for name, item in example.kwargs.items()}
+    times: list[float] = []
+    kinds: list[str] = []
+    with keyed():  # the caller's random generators stay as they are
+        for index, part in enumerate(parts):
+            arguments = value if isinstance(value, tuple) and (spreads or index == 0) else (value,)
+            try:
+                run = _best(part, arguments, kwargs)
+            except Exception as error:  # a model may raise anything
+                raise PartitionError(
+                    f"part {index} of the model cannot be run with this example: {type(error).__name__}: {error}"
+                ) from error
+            times.append(run.seconds)
+            kinds.append(_kind(part, arguments))
+            value = run.output
+    return [
+        statistics.median(time for time, other in zip(times, kinds, strict=True) if other == kind) for kind in kinds
+    ]
+
+
+def _best(part: nn.Module, arguments: tuple[Value, ...], kwargs: Mapping[str, Value]) -> _Run:
+    runs = [_timed(part, arguments, kwargs) for _ in range(1 + _REPEATS)]  # the first run is slow, and does not count
+    return _Run(min(run.seconds for run in runs[1:]), runs[0].output)
+
+
+def _timed(part: nn.Module, arguments: tuple[Value, ...], kwargs: Mapping[str, Value]) -> _Run:
+    tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    copies = {name: _materialised(tensor) for name, tensor in tensors.items()}
+    # Entered as in a stage, since a part may write to its input in place.
+    leaves = tuple(enter(map_tensors(_materialised, argument)).value for argument in arguments)
+    with torch.enable_grad():
+        _synchronize(copies)
+        begin = time.perf_counter()
+        output = functional_call(part, copies, leaves, dict(kwargs))
+        roots = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        _synchronize(copies)
+    return _Run(time.perf_counter() - begin, map_tensors(_materialised, output))
+
+
+def _materialised(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that is a leaf. A tensor on the meta device gets memory with small random numbers."""
+    if not tensor.is_meta:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.is_floating_point():
+        values.normal_(std=0.02)
+    return values.requires_grad_(tensor.requires_grad)
+
+
+def _kind(part: nn.Module, arguments: tuple[Value, ...]) -> str:
+    what = part.operations if isinstance(part, TracedStage) else repr(part)
+    shapes = [(tensor.shape, tensor.dtype) for tensor in (*part.parameters(), *tensors_of(arguments))]
+    return repr((what, shapes))
+
+
+def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
+    # A device only queues the work: without this, the clock would measure the queueing.
+    if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors.values()):
+        torch.accelerator.synchronize()

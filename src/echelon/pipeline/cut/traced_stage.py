@@ -1,8 +1,12 @@
-"""Stage of a traced model as a module, with one program for training and one for evaluation."""
+"""Stages of a traced model as modules, which run one after another, each with its own part of the weights.
+
+A stage has the weights that its operations use, under their names in the unsplit model. If a weight has several names,
+the stage has the names that belong to layers that run in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +16,12 @@ from echelon._torch_private import tree_flatten, tree_leaves, tree_unflatten
 from echelon.backends.modes import normal_mode
 from echelon.errors import ScheduleError, SizeMismatch
 from echelon.pipeline.cut.graph_cut import GraphCut
-from echelon.pipeline.cut.tracing import TENSOR, Constant, Keyword, Trace, Weight
+from echelon.pipeline.cut.tracing import TENSOR, Constant, Keyword, Trace, Traces, Weight
 
 
 @dataclass(frozen=True)
-class Program:
-    """Program of a stage in one mode.
+class StageGraph:
+    """StageGraph of a stage in one mode.
 
     Args:
         trace: Trace of the whole model.
@@ -38,14 +42,14 @@ class Program:
     operations: tuple[str, ...]
 
 
-def program(cut: GraphCut, stage: int, names: Mapping[str, str], mode: str) -> Program:
-    """Writes the program of a stage.
+def _stage_graph(cut: GraphCut, stage: int, names: Mapping[str, str], mode: str) -> StageGraph:
+    """Returns the operations of a stage as code.
 
     Args:
         cut: the trace and its cut.
         stage: index of the stage.
         names: name in the stage of each parameter and buffer that it uses.
-        mode: prefix of the names of constants and modules: both modes have programs in one stage.
+        mode: prefix of the names of constants and modules: both modes are in one stage.
     """
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -68,7 +72,7 @@ def program(cut: GraphCut, stage: int, names: Mapping[str, str], mode: str) -> P
             new[node].target = f"{mode}_{node.target}"
             modules[f"{mode}_{node.target}"] = cut.trace.modules[str(node.target)]
     graph.output(tuple(new[node] for node in cut.results(stage)))
-    return Program(
+    return StageGraph(
         trace=cut.trace,
         run=_compiled(graph),
         num_values=len(cut.entering[stage]),
@@ -93,7 +97,7 @@ class TracedStage(nn.Module):
     values that cross as positional arguments. It returns a single value as it is, and several as a tuple.
     """
 
-    def __init__(self, training: Program, evaluation: Program, stage: int, num_stages: int) -> None:
+    def __init__(self, training: StageGraph, evaluation: StageGraph, stage: int, num_stages: int) -> None:
         """Makes a stage without its weights.
 
         Args:
@@ -141,7 +145,7 @@ class TracedStage(nn.Module):
         return results[0] if len(results) == 1 else results
 
 
-def _keyword_leaves(one: Program, kwargs: Mapping[str, object], stage: int) -> list[object]:
+def _keyword_leaves(one: StageGraph, kwargs: Mapping[str, object], stage: int) -> list[object]:
     known = one.trace.keywords
     if unknown := sorted(set(kwargs) - set(known)):
         raise SizeMismatch(
@@ -196,3 +200,105 @@ def _compare_leaves(expected: Sequence[object], got: Sequence[object], what: str
         raise SizeMismatch(
             list(expected), shown, what, "plain values are fixed by example=: pass the same one, or trace with this one"
         )
+
+
+def build_stages(model: nn.Module, traces: Traces, at: Sequence[str]) -> list[nn.Module]:
+    """Returns one module per stage. They share the parameters of `model`.
+
+    Args:
+        model: the model that was traced.
+        traces: its operations.
+        at: names of the layers before which stages 1, 2, ... begin.
+
+    Raises:
+        PartitionError: a name that is no layer, or names that are not in the order in which the layers run.
+    """
+    training, evaluation = (GraphCut(trace, at) for trace in traces)
+    weights = _Weights(model)
+    names = weights.hand_out((training, evaluation), len(at) + 1)
+    stages: list[nn.Module] = []
+    for index, mine in enumerate(names):
+        called = weights.calling(mine)
+        stage = TracedStage(
+            _stage_graph(training, index, called, "training"),
+            _stage_graph(evaluation, index, called, "evaluation"),
+            index,
+            len(names),
+        )
+        for name in mine:
+            weights.put(stage, name)
+        stages.append(stage)
+    return stages
+
+
+class _Weights:
+    """Parameters and buffers of a model under all their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors |= dict(model.named_buffers(remove_duplicate=False))
+        self._saved = set(model.state_dict())
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            self._names.setdefault(id(tensor), []).append(name)
+
+    def hand_out(self, cuts: Sequence[GraphCut], num_stages: int) -> list[list[str]]:
+        """Returns the names of the weights of every stage."""
+        taken = [list(dict.fromkeys(self._taken(cuts, stage))) for stage in range(num_stages)]
+        # Weights that no operation uses get a stage too, so that the stages' state dicts make up that of the model.
+        for name, tensor in self._tensors.items():
+            if not any(name in names for names in taken):
+                taken[self._nearest(name, tensor, taken, cuts[0])].append(name)
+        return taken
+
+    def calling(self, names: Sequence[str]) -> dict[str, str]:
+        """Returns the name that a stage uses for each weight, by every name that the weight has in the model."""
+        called: dict[str, str] = {}
+        for name in reversed(names):  # of several names in the stage, the first stays
+            called |= dict.fromkeys(self._names[id(self._tensors[name])], name)
+        return called
+
+    def put(self, stage: nn.Module, name: str) -> None:
+        """Registers a weight in a stage, under its name in the unsplit model."""
+        *path, last = name.split(".")
+        for part in path:
+            children = dict(stage.named_children())
+            if part not in children:
+                stage.add_module(part, nn.Module())
+            stage = stage.get_submodule(part)
+        tensor = self._tensors[name]
+        if isinstance(tensor, nn.Parameter):
+            stage.register_parameter(last, tensor)
+        else:
+            stage.register_buffer(last, tensor, persistent=name in self._saved)
+
+    def _taken(self, cuts: Sequence[GraphCut], stage: int) -> Iterator[str]:
+        """Yields the names of the weights that a stage uses, in training or evaluation."""
+        for cut in cuts:
+            layers: dict[str, set[str]] = {}
+            for node in cut.bodies[stage]:
+                for needed in node.all_input_nodes:
+                    if isinstance(source := cut.trace.sources.get(needed), Weight):
+                        layers.setdefault(source.name, set()).update(cut.trace.layers_of(node))
+            # A model may return a weight itself, which no operation of the stage uses.
+            for node in cut.results(stage):
+                if isinstance(source := cut.trace.sources.get(node), Weight):
+                    layers.setdefault(source.name, set())
+            for name, running in layers.items():
+                names = self._names[id(self._tensors[name])]
+                yield from [one for one in names if one.rpartition(".")[0] in running] or names[:1]
+
+    def _nearest(self, name: str, tensor: torch.Tensor, taken: Sequence[Sequence[str]], cut: GraphCut) -> int:
+        """Places an unused weight: with an alias of it, else with its layer, else with the nearest layer around it."""
+        for stage, names in enumerate(taken):
+            if any(self._tensors[one] is tensor for one in names):
+                return stage
+        first: dict[str, int] = {}
+        for stage, body in enumerate(cut.bodies):
+            for node in body:
+                for layer in cut.trace.layers_of(node):
+                    first.setdefault(layer, stage)
+        layer = name.rpartition(".")[0]
+        while layer and layer not in first:
+            layer = layer.rpartition(".")[0]
+        return first.get(layer, 0)

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias, cast, final
 from echelon.errors import ScheduleError
 from echelon.timeline.timeline import Kind, Part
 
-__all__ = ["Action", "Handover", "Kind", "Overlapped", "Step", "actions_of", "loop", "parse", "vee"]
+__all__ = ["Action", "Handover", "Kind", "Overlapped", "Place", "Step", "actions_of", "loop", "parse", "vee"]
 
 
 def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
@@ -87,6 +87,13 @@ class Handover(NamedTuple):
     def letter(self) -> str:
         """The direction: F or B."""
         return "B" if self.backward else "F"
+
+
+class Place(NamedTuple):
+    """Place of a step in the orders. The index after the last step stands for a missing step."""
+
+    rank: int
+    position: int
 
 
 # ASCII: \d alone would also match digits of other scripts.

@@ -14,13 +14,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.plan.action import Action, Handover, Kind, Overlapped, Step, actions_of
+from echelon.pipeline.plan.action import Action, Handover, Kind, Overlapped, Place, Step, actions_of
 from echelon.pipeline.plan.cost import Amount, Costs
-from echelon.pipeline.plan.grid import Place, Problem, grid, where
 from echelon.pipeline.plan.simulate import levels, play
 
 if TYPE_CHECKING:
     from echelon.pipeline.plan.schedule import Schedule
+
+
+class Mistake(NamedTuple):
+    """Mistake in the orders and its places. A missing step is at the index after its rank's last step."""
+
+    text: str
+    places: tuple[Place, ...]
 
 
 # One mistake can cause many circles, and each costs one more run of the schedule.
@@ -39,7 +45,7 @@ class _Wait(NamedTuple):
 
 def find_circles(
     schedule: Schedule, orders: Sequence[Sequence[Step]], granted: Collection[Handover]
-) -> Iterator[Problem]:
+) -> Iterator[Mistake]:
     """Yields a problem for each circle of waits, up to 8.
 
     Args:
@@ -67,7 +73,7 @@ def _waits(
     """Returns the wait of each rank that stands still."""
     # Filled from the end of each order, so that of equal actions the earliest stays.
     still_to_come = {
-        (action.kind == "F", action.stage, action.microbatch): (action, (rank, index))
+        (action.kind == "F", action.stage, action.microbatch): (action, Place(rank, index))
         for rank, position in standing.items()
         for index in range(len(orders[rank]) - 1, position - 1, -1)
         for action in actions_of(orders[rank][index])
@@ -82,7 +88,7 @@ def _waits(
             need = Handover(stage, microbatch, not is_forward)
             maker = still_to_come.get((is_forward, maker_stage, microbatch))
             if kind != "W" and maker is not None and need not in granted and 0 <= maker_stage < num_stages:
-                waits[rank] = _Wait(step, (rank, position), need, *maker)
+                waits[rank] = _Wait(step, Place(rank, position), need, *maker)
     return waits
 
 
@@ -92,20 +98,20 @@ def _circle(waits: dict[int, _Wait]) -> list[_Wait]:
     rank = min(waits)
     while rank not in path:
         path.append(rank)
-        rank = waits[rank].maker_place[0]
+        rank = waits[rank].maker_place.rank
     return [waits[rank] for rank in path[path.index(rank) :]]
 
 
-def _problem(circle: Sequence[_Wait]) -> Problem:
+def _problem(circle: Sequence[_Wait]) -> Mistake:
     places = tuple(place for wait in circle for place in (wait.place, wait.maker_place))
     if len(circle) == 1:
         wait = circle[0]
         text = f"{where(wait.step, wait.place)} comes before {where(wait.maker, wait.maker_place)}, which it needs"
-        return Problem(text, places)
+        return Mistake(text, places)
     waits = "; ".join(
         f"{where(wait.step, wait.place)} waits for {where(wait.maker, wait.maker_place)}" for wait in circle
     )
-    return Problem(f"ranks wait for each other (deadlock): {waits}", places)
+    return Mistake(f"ranks wait for each other (deadlock): {waits}", places)
 
 
 _MOST_PRINTED = 20
@@ -126,7 +132,7 @@ class _Suspect(NamedTuple):
     done: int
 
 
-def find_problems(schedule: Schedule) -> tuple[Problem, ...]:
+def find_problems(schedule: Schedule) -> tuple[Mistake, ...]:
     """Returns every mistake of the orders; see `Schedule.check`."""
     # Bits of the work done so far, per stage and microbatch.
     done = bytearray(schedule.num_stages * schedule.num_microbatches)
@@ -143,7 +149,7 @@ def find_problems(schedule: Schedule) -> tuple[Problem, ...]:
     )
 
 
-def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem, ...]:
+def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Mistake, ...]:
     """Returns a problem for each rank that holds more than its limit.
 
     Raises:
@@ -168,11 +174,11 @@ def over_limit(schedule: Schedule, limit: Amount, costs: Costs) -> tuple[Problem
                 f"rank {rank} holds {max(held)} activations at most, over the limit of {most}: "
                 f"{held[first]} from {order[first]} (step {first}) on"
             )
-            problems.append(Problem(text, ((rank, first),)))
+            problems.append(Mistake(text, (Place(rank, first),)))
     return tuple(problems)
 
 
-def report(schedule: Schedule, problems: Sequence[Problem]) -> str:
+def report(schedule: Schedule, problems: Sequence[Mistake]) -> str:
     """Returns the problems, one a line, and the grid of ranks x steps with their places marked."""
     lines = [f"schedule {schedule.name!r} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
     lines += [f"  - {problem.text}" for problem in problems[:_MOST_PRINTED]]
@@ -192,13 +198,13 @@ def _suspects(schedule: Schedule, done: bytearray) -> Iterator[_Suspect]:
             for action in (step,) if type(step) is Action else reversed(actions_of(step)):
                 stage, kind, microbatch = action
                 if not (0 <= stage < num_stages and 0 <= microbatch < width and kind in kinds):
-                    yield _Suspect((rank, index), step, action, 0)
+                    yield _Suspect(Place(rank, index), step, action, 0)
                     continue
                 key = stage * width + microbatch
                 before, does, needs = done[key], _DOES[kind], _NEEDS[kind]
                 wrong = before & does or before & needs != needs or placement[stage] != rank
                 if wrong or (type(step) is not Action and _is_no_pair(step)):
-                    yield _Suspect((rank, index), step, action, before)
+                    yield _Suspect(Place(rank, index), step, action, before)
                 done[key] = before | does
 
 
@@ -211,7 +217,7 @@ def _places(schedule: Schedule) -> dict[Action, list[Place]]:
     for rank, order in enumerate(schedule.orders):
         for index, step in enumerate(order):
             for action in actions_of(step):
-                places.setdefault(action, []).append((rank, index))
+                places.setdefault(action, []).append(Place(rank, index))
     return places
 
 
@@ -220,30 +226,30 @@ def _exists(action: Action, schedule: Schedule) -> bool:
     return in_range and action.kind in _DOES
 
 
-def _explained(suspect: _Suspect, schedule: Schedule, places: dict[Action, list[Place]]) -> Problem:
+def _explained(suspect: _Suspect, schedule: Schedule, places: dict[Action, list[Place]]) -> Mistake:
     # The order of the tests decides which text a reader sees: an action that does not exist breaks other rules as well.
     place, step, action, done = suspect
     stage, kind, _ = action
     here = where(action, place)
     if not _exists(action, schedule):
         sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
-        return Problem(f"{here} does not exist: there are {sizes}, and the kinds F, I, W and B", (place,))
+        return Mistake(f"{here} does not exist: there are {sizes}, and the kinds F, I, W and B", (place,))
     if schedule.forward_only and kind != "F":
-        return Problem(f"{here} is a backward in a schedule that is forward only", (place,))
+        return Mistake(f"{here} is a backward in a schedule that is forward only", (place,))
     if _is_no_pair(step):
-        return Problem(f"{where(step, place)} cannot overlap: a pair is F and B, or F and I", (place,))
-    if schedule.placement[stage] != place[0]:
-        return Problem(f"{here} is on the wrong rank: stage {stage} is on rank {schedule.placement[stage]}", (place,))
+        return Mistake(f"{where(step, place)} cannot overlap: a pair is F and B, or F and I", (place,))
+    if schedule.placement[stage] != place.rank:
+        return Mistake(f"{here} is on the wrong rank: stage {stage} is on rank {schedule.placement[stage]}", (place,))
     if done & _DOES[kind]:
         return _doubled(action, places)
     needed = action._replace(kind=_first_needed(kind, done))
     if needed not in places:
-        return Problem(f"{here} needs {needed}, which never runs", (place,))
+        return Mistake(f"{here} needs {needed}, which never runs", (place,))
     other = places[needed][0]
-    return Problem(f"{here} comes before {where(needed, other)}, which it needs", (place, other))
+    return Mistake(f"{here} comes before {where(needed, other)}, which it needs", (place, other))
 
 
-def _doubled(action: Action, places: dict[Action, list[Place]]) -> Problem:
+def _doubled(action: Action, places: dict[Action, list[Place]]) -> Mistake:
     """Lists the places of the same work. B and I share work, as B and B do."""
     stage, kind, microbatch = action
     same = [
@@ -253,14 +259,14 @@ def _doubled(action: Action, places: dict[Action, list[Place]]) -> Problem:
         for place in places.get(Action(stage, other, microbatch), ())
     ]
     listed = ", ".join(where(other, place) for other, place in same)
-    return Problem(f"the work of {action} is done {len(same)} times: {listed}", tuple(place for _, place in same))
+    return Mistake(f"the work of {action} is done {len(same)} times: {listed}", tuple(place for _, place in same))
 
 
 def _first_needed(kind: Kind, done: int) -> Kind:
     return "I" if kind == "W" and done & _DOES["F"] else "F"
 
 
-def _missing(key: int, done: int, schedule: Schedule) -> Problem:
+def _missing(key: int, done: int, schedule: Schedule) -> Mistake:
     """Names the work that a stage never does for a microbatch."""
     stage, microbatch = divmod(key, schedule.num_microbatches)
     kinds: list[Kind] = [] if done & _DOES["F"] else ["F"]
@@ -272,7 +278,7 @@ def _missing(key: int, done: int, schedule: Schedule) -> Problem:
             kinds += [kind for kind in ("I", "W") if not done & _DOES[kind]]
     rank = schedule.placement[stage]
     names = " and ".join(str(Action(stage, kind, microbatch)) for kind in kinds)
-    return Problem(f"{names} missing on rank {rank}", ((rank, len(schedule.orders[rank])),))
+    return Mistake(f"{names} missing on rank {rank}", (Place(rank, len(schedule.orders[rank])),))
 
 
 def _playable(schedule: Schedule, suspects: Sequence[_Suspect]) -> tuple[tuple[Step, ...], ...]:
@@ -302,3 +308,61 @@ def _granted(schedule: Schedule, suspects: Sequence[_Suspect], done: bytearray) 
             stage, kind, microbatch = suspect.action
             granted.add(Handover(stage, microbatch, kind != "F"))
     return granted
+
+
+def where(step: object, place: Place) -> str:
+    """Returns the text of a step with its place, such as "2F0 (rank 2, step 5)"."""
+    return f"{step} (rank {place.rank}, step {place.position})"
+
+
+_MOST_COLUMNS = 24
+_MOST_ROWS = 24
+_AROUND = 3
+
+
+def grid(orders: Sequence[Sequence[object]], marked: Collection[Place] = ()) -> str:
+    """Returns the orders as text, a row per rank and a column per step, with marked places as >2F0<.
+
+    More than 24 rows or columns are cut to the surroundings of the marked places.
+    """
+    most_steps = max(map(len, orders), default=0)
+    # One column more than there are steps: a missing step is marked after the last one.
+    columns = _selected({step for _, step in marked}, most_steps + 1, _MOST_COLUMNS)
+    rows = _selected({rank for rank, _ in marked}, len(orders), _MOST_ROWS)
+    table = [["", *(str(column) for column in columns)]]
+    table += [[f"rank {rank}", *(_cell(orders[rank], rank, step, marked) for step in columns)] for rank in rows]
+    if not any(row[-1] for row in table[1:]):  # nothing is missing at the end
+        table = [row[:-1] for row in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [_line(row, widths, [-1, *columns]) for row in table]
+    left_out = len(orders) - len(rows)
+    return "\n".join([*lines, f"({left_out} more ranks)"] if left_out else lines)
+
+
+def _selected(marked: set[int], count: int, most: int) -> list[int]:
+    """Returns the indices to show: all, or the marked ones with their neighbours, or the first if none is marked."""
+    if count <= most:
+        return list(range(count))
+    near: list[int] = []
+    for index in sorted(marked) or [0]:
+        around = range(max(0, index - _AROUND), min(count, index + _AROUND + 1))
+        near += [other for other in around if other not in near]
+        if len(near) >= most:
+            break
+    return sorted(near[:most])
+
+
+def _cell(order: Sequence[object], rank: int, step: int, marked: Collection[Place]) -> str:
+    text = str(order[step]) if step < len(order) else ""
+    if (rank, step) in marked:
+        return f">{text or '?'}<"
+    return f" {text} " if text else ""
+
+
+def _line(row: list[str], widths: list[int], columns: list[int]) -> str:
+    """Joins a row, with dots in place of omitted columns."""
+    cells = [row[0].ljust(widths[0])]
+    for index in range(1, len(row)):
+        gap = " " if columns[index] == columns[index - 1] + 1 else " .. "
+        cells.append(gap + row[index].ljust(widths[index]))
+    return "".join(cells).rstrip()

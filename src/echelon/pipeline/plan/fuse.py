@@ -33,7 +33,7 @@ def is_exact(schedule: Schedule) -> bool:
     return all(exact_stages(schedule))
 
 
-_Place = Literal["I", "W"]
+_Where = Literal["I", "W"]
 
 
 def split_stages(schedule: Schedule) -> frozenset[int]:
@@ -62,7 +62,7 @@ def fused(schedule: Schedule, stages: Collection[int], costs: Costs | None = Non
         return schedule
     # At the place of I, B releases the stage before as early as possible. It cannot deadlock there: it needs the same
     # input as I, and no step waits for a W. So `min` always has a candidate.
-    places: tuple[_Place, ...] = ("I", "W")
+    places: tuple[_Where, ...] = ("I", "W")
     found = [_fused_at(schedule, concerned, place) for place in places]
     return min(
         (candidate for candidate in found if not candidate.problems),
@@ -70,7 +70,7 @@ def fused(schedule: Schedule, stages: Collection[int], costs: Costs | None = Non
     )
 
 
-def _fused_at(schedule: Schedule, stages: Collection[int], place: _Place) -> Schedule:
+def _fused_at(schedule: Schedule, stages: Collection[int], place: _Where) -> Schedule:
     def again(step: Step) -> Step | None:
         if isinstance(step, Overlapped):
             backward = one(step.backward)

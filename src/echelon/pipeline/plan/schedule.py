@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from echelon.arguments import named, reading, shown, writing
 from echelon.errors import InvalidArgument, ScheduleError
-from echelon.pipeline.plan.action import Action, Overlapped, Step
-from echelon.pipeline.plan.check import find_problems, over_limit, report
+from echelon.pipeline.plan.action import Action, Overlapped, Step, actions_of, parse
+from echelon.pipeline.plan.check import Mistake, find_problems, over_limit, report
 from echelon.pipeline.plan.cost import Amount, Costs, check_costs
-from echelon.pipeline.plan.csv_format import read, to_text
-from echelon.pipeline.plan.grid import Problem
 from echelon.pipeline.plan.simulate import recorded, simulate
 from echelon.timeline.timeline import Time, Timeline
 
@@ -64,7 +65,7 @@ class Schedule:
         return f"<Schedule {self.name}: {sizes}{', forward only' if self.forward_only else ''}>"
 
     def __str__(self) -> str:
-        return to_text(self.orders)
+        return "\n".join(",".join(map(str, order)) for order in self.orders)
 
     @property
     def num_ranks(self) -> int:
@@ -82,7 +83,7 @@ class Schedule:
         return max(map(self.placement.count, range(self.num_ranks)))
 
     @cached_property
-    def problems(self) -> tuple[Problem, ...]:
+    def problems(self) -> tuple[Mistake, ...]:
         """Mistakes in the orders. Empty for a valid schedule."""
         # Cached: `simulate` and `check` are called many times on one schedule, and a schedule never changes.
         return find_problems(self)
@@ -169,7 +170,7 @@ class Schedule:
         """
         if not isinstance(text, str):
             raise InvalidArgument(f"text is {named(text)}: give the orders as text; Schedule.from_csv reads a file")
-        found = read(text)
+        found = _read(text)
         return cls(
             name=name,
             num_microbatches=found.num_microbatches if num_microbatches is None else num_microbatches,
@@ -177,3 +178,63 @@ class Schedule:
             orders=found.orders,
             forward_only=found.forward_only,
         )
+
+
+# Cells for communication and sharding, which torch adds to a schedule. torch 2.15 added the cells with WAIT_.
+_ADDED_BY_TORCH = re.compile(r"\d+(?:(?:WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)\d*")
+
+
+class _Found(NamedTuple):
+    """Parsed text of a schedule."""
+
+    num_microbatches: int
+    placement: tuple[int, ...]
+    orders: tuple[tuple[Step, ...], ...]
+    forward_only: bool
+
+
+def _read(text: str) -> _Found:
+    """Parses text with a line per rank.
+
+    Raises:
+        ScheduleError: a cell that is no step, a stage that no rank runs, or a microbatch above the number of actions.
+    """
+    # An empty line within the text is a rank without steps, so only those after the last rank are removed.
+    lines = text.rstrip("\r\n").splitlines()
+    orders = tuple(tuple(_cells(rank, line)) for rank, line in enumerate(lines))
+    ranks_of: dict[int, Counter[int]] = {}
+    kinds, last_microbatch = set(), -1
+    for rank, order in enumerate(orders):
+        for step in order:
+            for stage, kind, microbatch in actions_of(step):
+                ranks_of.setdefault(stage, Counter())[rank] += 1
+                kinds.add(kind)
+                last_microbatch = max(last_microbatch, microbatch)
+    if not ranks_of:
+        raise ScheduleError('the text holds no action: write a line per rank with cells such as "2F0"')
+    for stage in range(max(ranks_of)):
+        if stage not in ranks_of:
+            raise ScheduleError(
+                f"no rank runs stage {stage} of {max(ranks_of) + 1}: number the stages from 0 without gaps"
+            )
+    # A typing error such as 2F1000000000 would else make the checker allocate an entry for each missing microbatch.
+    num_actions = sum(counter.total() for counter in ranks_of.values())
+    if last_microbatch >= num_actions:
+        raise ScheduleError(
+            f"microbatch {last_microbatch} among {num_actions} actions: number the microbatches from 0 without gaps"
+        )
+    # A stage is placed on the rank that runs most of its actions, so the checker can name a stray action.
+    placement = tuple(ranks_of[stage].most_common(1)[0][0] for stage in range(len(ranks_of)))
+    return _Found(last_microbatch + 1, placement, orders, forward_only=kinds == {"F"})
+
+
+def _cells(rank: int, line: str) -> Iterable[Step]:
+    for column, cell in enumerate(line.split(",")):
+        # torch writes no quotes, spreadsheets may.
+        cell = cell.strip().strip('"')
+        if not cell or _ADDED_BY_TORCH.fullmatch(cell):
+            continue
+        try:
+            yield parse(cell)
+        except ScheduleError as error:
+            raise ScheduleError(f"rank {rank}, cell {column}: {error}") from None

@@ -105,21 +105,6 @@ def choose_schedule(
         ScheduleError: the schedule has problems, or is for other numbers of ranks or microbatches.
         UnsupportedOp: the schedule has no backward.
     """
-    found = _schedule(schedule, num_ranks, num_microbatches, num_chunks, model, at)
-    found.check()
-    if found.forward_only:
-        raise UnsupportedOp(f"{found.name} has no backward: pass a training schedule, and call forward() for inference")
-    return found
-
-
-def _schedule(
-    schedule: str | Schedule,
-    num_ranks: int,
-    num_microbatches: int | None,
-    num_chunks: int | None,
-    model: nn.Module | Sequence[StageMaker] | Parts,
-    at: Sequence[str] | None,
-) -> Schedule:
     if isinstance(schedule, Schedule):
         if schedule.num_ranks != num_ranks:
             raise ScheduleError(
@@ -129,18 +114,23 @@ def _schedule(
             raise ScheduleError(
                 f"num_microbatches={num_microbatches}, but the schedule has {schedule.num_microbatches}: leave it out"
             )
-        return schedule
-    if not isinstance(schedule, str):
+        found = schedule
+    elif not isinstance(schedule, str):
         raise ScheduleError(f"schedule is a {type(schedule).__name__}: give a name, such as '1f1b', or a Schedule")
-    if num_microbatches is None:
+    elif num_microbatches is None:
         raise ScheduleError(
             f"num_microbatches is missing: give the number of parts of a batch, such as {2 * num_ranks}"
         )
-    if num_chunks is None:
-        # A list and `at` fix the number of stages, so they fix the chunks per rank. Else the schedule's default counts.
+    else:
         parts = len(model) if isinstance(model, Parts | list | tuple) else 0
-        num_chunks = max(1, (parts if at is None else len(at) + 1) // num_ranks) if parts or at is not None else None
-    return schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
+        if num_chunks is None and (parts or at is not None):
+            # A list and `at` fix the number of stages, so they fix the chunks per rank. Else the default counts.
+            num_chunks = max(1, (parts if at is None else len(at) + 1) // num_ranks)
+        found = schedules.build(schedule, num_ranks, num_microbatches, num_chunks)
+    found.check()
+    if found.forward_only:
+        raise UnsupportedOp(f"{found.name} has no backward: pass a training schedule, and call forward() for inference")
+    return found
 
 
 def stages_to_recompute(recompute: object, num_stages: int) -> list[int]:

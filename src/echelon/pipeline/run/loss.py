@@ -17,8 +17,7 @@ from echelon.pipeline.plan.action import Action
 from echelon.pipeline.plan.cost import Costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.plan.simulate import peaks
-from echelon.pipeline.run.microbatch import batch_size
-from echelon.pipeline.stage.nested import Value, tensors_of
+from echelon.pipeline.stage.nested import Value, batch_size, tensors_of
 from echelon.pipeline.stage.stage import Stage
 
 

@@ -13,12 +13,11 @@ from echelon.backends.memory import describe
 from echelon.errors import ScheduleError, SizeMismatch
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.run.interpreter import Interpreter
-from echelon.pipeline.run.microbatch import merge
 from echelon.pipeline.run.runtime import Runtime
 from echelon.pipeline.run.step import Batch
 from echelon.pipeline.run.weights import Replicas
 from echelon.pipeline.schedules.forward_only import forward_then_backward
-from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
+from echelon.pipeline.stage.nested import Value, map_tensors, merge, tensors_of
 
 
 class _Begun(NamedTuple):

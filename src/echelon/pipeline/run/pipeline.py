@@ -26,12 +26,19 @@ from echelon.pipeline.run.agreement import (
 )
 from echelon.pipeline.run.loss import Memory, Metrics, Objective, Reduction, check_finite, is_here, num_samples
 from echelon.pipeline.run.manual_step import ManualStep
-from echelon.pipeline.run.microbatch import batch_size, merge, split, split_arguments, split_keywords
 from echelon.pipeline.run.runtime import Runtime
 from echelon.pipeline.run.step import Batch, Span, StepOutput, tell, tell_metrics
 from echelon.pipeline.run.weights import IdleOptimizer, Replicas, Weights
 from echelon.pipeline.schedules.forward_only import forward_only
-from echelon.pipeline.stage.nested import Value, check_tensors
+from echelon.pipeline.stage.nested import (
+    Value,
+    batch_size,
+    check_tensors,
+    merge,
+    split,
+    split_arguments,
+    split_keywords,
+)
 from echelon.pipeline.stage.replay import Key
 from echelon.timeline.timeline import Timeline
 

@@ -30,11 +30,11 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         name="dualpipe-v",
         num_microbatches=num_microbatches,
         placement=vee(num_ranks),
-        orders=tuple(_Rank(rank, num_ranks).order(num_microbatches) for rank in range(num_ranks)),
+        orders=tuple(_OrderBuilder(rank, num_ranks).order(num_microbatches) for rank in range(num_ranks)),
     )
 
 
-class _Rank:
+class _OrderBuilder:
     """Builder of one rank's order. One of its two stages is on the way down, the other on the way up."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:

@@ -17,10 +17,10 @@ from echelon.pipeline.plan.check import over_limit
 from echelon.pipeline.plan.cost import Costs, check_costs
 from echelon.pipeline.plan.schedule import Schedule
 from echelon.pipeline.plan.simulate import play
+from echelon.pipeline.search.greedy import Shape, WarmUps, schedule_greedily, warm_ups_of
 from echelon.pipeline.search.list_scheduler import pull_forward
 from echelon.pipeline.search.local_search import Orders, climb, replay, swap
 from echelon.pipeline.search.problem import Problem, lower_bound, problem, rank_limits
-from echelon.pipeline.search.slots import Shape, WarmUps, fill_slots, warm_ups_of
 from echelon.pipeline.search.weight_placement import Filled, Key, Skeleton, fill, skeleton_of, to_actions
 from echelon.timeline.timeline import Time
 
@@ -155,7 +155,7 @@ def find(problem: Problem, known: Sequence[Skeleton]) -> Found | None:
     """
     search = _Search(problem, known)
     # The methods after `known` improve the finalists of the ones before them.
-    for step in (search.slots, search.known, search.pull, search.swap):
+    for step in (search.greedy, search.known, search.pull, search.swap):
         step()
         if search.done:
             break
@@ -182,12 +182,12 @@ class _Search:
         """Whether the best result has reached the lower bound."""
         return self.best is not None and self.best.span <= self._bound
 
-    def slots(self) -> None:
+    def greedy(self) -> None:
         """Tries warm-ups, and climbs from the best 3."""
         style = warm_ups_of(self._problem)
         if style is None:
             return
-        score = partial(self._score_slots, style, {})
+        score = partial(self._score, style, {})
         ranked = sorted((score(shape) or self._never, shape) for shape in style.starts())
         for _, shape in ranked[:_CLIMB_STARTS]:
             climb(shape, score)
@@ -219,15 +219,13 @@ class _Search:
         # Score of a warm-up that cannot run: worse than any span, and still comparable.
         return sum(self._problem.work) * self._problem.num_ranks * 10 + 1, 0
 
-    def _score_slots(
-        self, style: WarmUps, scores: dict[Shape, tuple[int, int]], shape: Shape
-    ) -> tuple[int, int] | None:
+    def _score(self, style: WarmUps, scores: dict[Shape, tuple[int, int]], shape: Shape) -> tuple[int, int] | None:
         # Many shapes repair to the same one, which is then played once.
         shape = style.repaired(shape)
         if shape not in scores:
             if len(scores) >= self._tries or self.done:
                 return None
-            scores[shape] = self._consider(fill_slots(self._problem, style.forwards(shape))) or self._never
+            scores[shape] = self._consider(schedule_greedily(self._problem, style.forwards(shape))) or self._never
         return scores[shape]
 
     def _consider(self, filled: Filled | None) -> tuple[int, int] | None:

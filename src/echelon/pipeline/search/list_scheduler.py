@@ -20,7 +20,7 @@ def pull_forward(problem: Problem, skeleton: Skeleton, window: int) -> Skeleton 
 
     None if ranks wait for ever.
     """
-    ranks = [_Rank(problem, own) for own in skeleton]
+    ranks = [_RankClock(problem, own) for own in skeleton]
     arrivals: dict[Key, int] = {("F", 0, microbatch): 0 for microbatch in range(problem.num_microbatches)}
     clock = [(0, rank) for rank in range(problem.num_ranks)]
     while clock:
@@ -47,7 +47,7 @@ def pull_forward(problem: Problem, skeleton: Skeleton, window: int) -> Skeleton 
     return None if any(rank.left for rank in ranks) else [rank.order for rank in ranks]
 
 
-class _Rank:
+class _RankClock:
     """Rank on the clock. It runs a W if it has no ready action, or no room for it."""
 
     def __init__(self, problem: Problem, skeleton: Sequence[Key]) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+from echelon.pipeline.plan.action import Place
+from echelon.pipeline.search.greedy import Shape
 from echelon.pipeline.search.problem import Problem
-from echelon.pipeline.search.slots import Shape
-from echelon.pipeline.search.weight_placement import Key
+from echelon.pipeline.search.weight_placement import Key, maker_of
 
 Orders: TypeAlias = Sequence[Sequence[Key]]
 """Complete orders: for each rank all of its steps, W included, in order."""
@@ -110,13 +111,6 @@ def _changed(shape: Shape, row: int, window: range, change: int) -> Shape:
     return tuple(rows)
 
 
-class Place(NamedTuple):
-    """Place of a step: its rank and its index in the rank's order."""
-
-    rank: int
-    position: int
-
-
 def swap(problem: Problem, orders: Orders, tries: int) -> tuple[tuple[Key, ...], ...]:
     """Swaps neighbouring steps as long as that helps, and returns orders that are no worse.
 
@@ -155,7 +149,7 @@ def _pairs(problem: Problem, orders: Orders, played: Replayed) -> Iterator[Place
     spans = played.spans
     rank = spans.index(max(spans))
     began, index = played.starts[rank][0], len(orders[rank]) - 1
-    makers = _Makers(problem, orders)
+    places = {key: Place(rank, index) for rank, order in enumerate(orders) for index, key in enumerate(order)}
     while played.starts[rank][index] > began or index:
         start = played.starts[rank][index]
         # Whole numbers, so equality tells reliably whether the step waited for the one before it.
@@ -163,28 +157,10 @@ def _pairs(problem: Problem, orders: Orders, played: Replayed) -> Iterator[Place
             index -= 1
             yield Place(rank, index)
             continue
-        maker = makers.of(orders[rank][index])
+        maker = places.get(maker_of(*orders[rank][index], problem.num_stages))
         if maker is None or played.ends[maker.rank][maker.position] <= began:
             return
         rank, index = maker
-
-
-class _Makers:
-    """Index from a step to the step that produces its input."""
-
-    def __init__(self, problem: Problem, orders: Orders) -> None:
-        self._last = problem.num_stages - 1
-        self._places = {key: Place(rank, index) for rank, order in enumerate(orders) for index, key in enumerate(order)}
-
-    def of(self, key: Key) -> Place | None:
-        kind, stage, microbatch = key
-        if kind == "F":
-            return self._places[("F", stage - 1, microbatch)] if stage else None
-        if kind == "W":
-            return self._places[("I", stage, microbatch)]
-        if stage == self._last:
-            return self._places[("F", stage, microbatch)]
-        return self._places[("I", stage + 1, microbatch)]
 
 
 def _is_allowed(problem: Problem, rank: int, order: Sequence[Key], index: int) -> bool:

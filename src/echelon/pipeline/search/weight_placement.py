@@ -170,7 +170,7 @@ def fill(problem: Problem, skeleton: Skeleton) -> Filled | None:
             kind, stage, microbatch = skeleton[rank][position[rank]]
             arrival = filler.arrival(kind, stage, microbatch)
             if arrival is None:
-                waiting[_maker(kind, stage, microbatch, problem.num_stages)] = rank
+                waiting[maker_of(kind, stage, microbatch, problem.num_stages)] = rank
             else:
                 heappush(ready, (max(arrival, filler.free_at(rank)), rank, arrival))
 
@@ -190,7 +190,10 @@ def fill(problem: Problem, skeleton: Skeleton) -> Filled | None:
     return None if left else filler.finish()
 
 
-def _maker(kind: Kind, stage: int, microbatch: int, num_stages: int) -> Key:
+def maker_of(kind: Kind, stage: int, microbatch: int, num_stages: int) -> Key:
+    """Returns the action that makes the input of another. It does not exist for an F of the first stage."""
+    if kind == "W":
+        return ("I", stage, microbatch)
     if kind == "F":
         return ("F", stage - 1, microbatch)
     if stage == num_stages - 1:

@@ -1,4 +1,4 @@
-"""Nested values of tensors, taken apart into the tensors and a structure in plain text.
+"""Nested values of tensors, taken apart into the tensors and a structure in plain text, or into microbatches.
 
 A value is a tensor, None, a bool, int, float or str, or a tuple, list or dict of values. Inputs, targets and outputs of
 the model may also hold named tuples, dataclasses and containers that are registered with torch. Values that travel
@@ -8,7 +8,7 @@ between stages may not: their structure is JSON, so a peer cannot have this rank
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ import torch
 
 from echelon._torch_private import tree_flatten, tree_unflatten
 from echelon.backends.admission import check_values
-from echelon.errors import ProtocolError, UnsupportedOp
+from echelon.errors import ProtocolError, SizeMismatch, UnsupportedOp
 
 Value: TypeAlias = object
 """A nested value."""
@@ -172,3 +172,69 @@ def _build(spec: object, next_tensor: Callable[[bool], torch.Tensor]) -> Value:
         return {key: _build(item, next_tensor) for key, item in inside}
     items = [_build(item, next_tensor) for item in inside]
     return tuple(items) if kind == "tuple" else items
+
+
+# Batches: values whose tensors have one row per sample
+
+
+def batch_size(value: Value, what: str) -> int | None:
+    """Returns the length of dim 0 of the tensors in `value`; None if it has no tensor with a dim.
+
+    Raises:
+        SizeMismatch: the tensors differ in this length.
+    """
+    sizes = {len(tensor) for tensor in tensors_of(value) if tensor.dim()}
+    if len(sizes) > 1:
+        raise SizeMismatch(
+            "tensors with as many samples each", f"{sorted(sizes)} samples", f"{what}, dim 0", "cut all to one length"
+        )
+    return sizes.pop() if sizes else None
+
+
+def split(value: Value, num_microbatches: int) -> list[Value]:
+    """Cuts every tensor along dim 0. If the samples do not divide evenly, the first microbatches get one more.
+
+    Tensors without a dim, and values that are no tensors, are not cut: every microbatch has them whole.
+    """
+    if isinstance(value, torch.Tensor):  # fast path: most batches are one tensor
+        return list(_divided(value, num_microbatches))
+    rows = [_divided(tensor, num_microbatches) for tensor in tensors_of(value)]
+    return [_rebuilt(value, iter([row[index] for row in rows])) for index in range(num_microbatches)]
+
+
+def split_arguments(inputs: tuple[Value, ...], num_microbatches: int) -> list[tuple[Value, ...]]:
+    """Cuts positional arguments, as `split` does."""
+    if len(inputs) == 1:
+        return [(part,) for part in split(inputs[0], num_microbatches)]
+    return [part for part in split(inputs, num_microbatches) if isinstance(part, tuple)]
+
+
+def split_keywords(kwargs: Mapping[str, Value], num_microbatches: int) -> list[dict[str, Value]]:
+    """Cuts keyword arguments, as `split` does."""
+    if not kwargs:
+        return [{}] * num_microbatches
+    return [part for part in split(dict(kwargs), num_microbatches) if isinstance(part, dict)]
+
+
+def merge(values: Sequence[Value]) -> Value:
+    """Concatenates the tensors of several values of one structure along dim 0; the inverse of `split`.
+
+    Tensors without a dim, such as one loss per microbatch, are stacked.
+    """
+    columns = list(zip(*(tensors_of(value) for value in values), strict=True))
+    whole = [torch.stack(column) if column[0].dim() == 0 else torch.cat(column) for column in columns]
+    return _rebuilt(values[0], iter(whole))
+
+
+def _divided(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+    if not tensor.dim():
+        return [tensor] * count
+    rows = tensor.tensor_split(count)
+    # With .data, autograd takes the rows for tensors of their own. As views they would share one version counter, and
+    # a stage that writes to one microbatch in place would have changed the saved tensors of the others.
+    return rows if tensor.requires_grad else [piece.data for piece in rows]
+
+
+def _rebuilt(value: Value, tensors: Iterator[torch.Tensor]) -> Value:
+    """Returns the value with its tensors replaced, from left to right."""
+    return map_tensors(lambda _: next(tensors), value)

@@ -43,10 +43,6 @@ class Host(Protocol):
         """Adaptive wait of this rank."""
         ...
 
-    def check(self, context: int) -> None:
-        """Raises if the group cannot begin an operation."""
-        ...
-
     def check_liveness(self, call: OperationRecord, context: int, rank: int | None, board: SyncBlock | None) -> None:
         """Raises if waiting for `rank` of the world is in vain. None: this rank waits for its own turn."""
         ...
@@ -63,16 +59,20 @@ class Host(Protocol):
 class SharedMemoryExecutor(CollectiveExecutor):
     """Collectives of one group on one rank."""
 
-    def __init__(self, host: Host, context: int, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(
+        self, host: Host, check_open: Callable[[int], None], context: int, ranks: tuple[int, ...], rank: int
+    ) -> None:
         """Maps nothing yet.
 
         Args:
             host: the backend.
+            check_open: raises if a context cannot begin an operation.
             context: of the group.
             ranks: the world's rank of each member.
             rank: this one, among the members.
         """
         self._host = host
+        self._check_open = check_open
         self._context = context
         self._ranks = ranks
         self._rank = rank
@@ -94,7 +94,7 @@ class SharedMemoryExecutor(CollectiveExecutor):
         if turns.next != number:
             turns.enter(number, lambda: self._host.check_liveness(call, self._context, None, None))
         try:
-            self._host.check(self._context)
+            self._check_open(self._context)
             if self._interrupted is not None:
                 raise PeerFailed(self._ranks[self._rank], f"its operation #{self._interrupted} was interrupted")
             return act(self._shared or self._open(call), call, tensor, out)

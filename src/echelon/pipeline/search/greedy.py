@@ -1,8 +1,8 @@
-"""Slot scheduler: warm-up forwards of many shapes, then in each slot one backward and one forward on every rank.
+"""Greedy scheduler: warm-up forwards of many shapes, then by turns one backward and one forward on every rank.
 
 A rank with several stages takes the stage nearest to the end of the microbatch's way whose input is known: the last
-stage for a forward, the first for a backward. That frees memory soonest. A rank without room for a forward skips the
-slot.
+stage for a forward, the first for a backward. That frees memory soonest. A rank without room for a forward skips
+its turn.
 
 A shape of warm-up says how many forwards each rank starts with. With one stage per rank it is one row of numbers. On a
 V it has two rows: forwards of a rank's first stage, then pairs of forwards of its second and first stage. One more
@@ -20,26 +20,26 @@ from echelon.pipeline.search.problem import Problem
 from echelon.pipeline.search.weight_placement import Filled, Filler
 
 
-def fill_slots(problem: Problem, warm_ups: Sequence[Sequence[int]]) -> Filled | None:
+def schedule_greedily(problem: Problem, warm_ups: Sequence[Sequence[int]]) -> Filled | None:
     """Returns a schedule that starts with the warm-ups. None if they do not fit the limits, or ranks deadlock.
 
     Args:
         problem: The problem to solve.
         warm_ups: For each rank, the stages of its first forwards.
     """
-    slots = _Slots(problem)
-    if not slots.warm_up(warm_ups):
+    greedy = _Greedy(problem)
+    if not greedy.warm_up(warm_ups):
         return None
     left = 2 * problem.num_stages * problem.num_microbatches - sum(map(len, warm_ups))
     while left:
-        done = slots.backwards() + slots.forwards()
+        done = greedy.backwards() + greedy.forwards()
         if not done:
             return None
         left -= done
-    return slots.filler.finish()
+    return greedy.filler.finish()
 
 
-class _Slots:
+class _Greedy:
     def __init__(self, problem: Problem) -> None:
         self.filler = Filler(problem)
         self._problem = problem
@@ -70,7 +70,7 @@ class _Slots:
     def backwards(self) -> int:
         """Places one backward on each rank that has one, and returns their number.
 
-        Ranks whose gradient was known when the slot began come first. The other ranks may use gradients of this slot.
+        Ranks whose gradient was known when the turn began come first. The other ranks may use gradients of this turn.
         They do so only in their last unfinished stage of the model, which keeps the order of their stages.
         """
         put, rest = 0, []
