@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon._torch_private import DispatchMode
-from echelon.backends.tcp import peers
+from echelon.backends.tcp import reader
 from echelon.group.group import ProcessGroup
 from tests.helpers.worlds import start, tcp_world
 
@@ -64,7 +64,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _time_to_ask(monkeypatch):
     """A message that nobody has asked for in time is copied once more: here every rank has the time, however busy."""
-    monkeypatch.setattr(peers, "_HOLD_SECONDS", 10.0)
+    monkeypatch.setattr(reader, "_PAUSE_SECONDS", 10.0)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -380,7 +380,7 @@ def test_over_shared_memory_they_are_if_there_is_an_idle_core(pool):
 def test_a_core_is_idle_if_there_are_more_than_threads_of_local_ranks(monkeypatch, num_cores, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    backend = SimpleNamespace(shares_memory=True, hosts=(0, 0, 1), rank=1)
+    backend = SimpleNamespace(shares_memory=True, control=SimpleNamespace(hosts=(0, 0, 1)), rank=1)
     assert can_overlap(SimpleNamespace(backend=backend, hosts=(0, 0))) == expected
 
 

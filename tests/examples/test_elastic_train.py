@@ -61,7 +61,9 @@ def test_training_goes_on_after_the_last_checkpoint_and_ends_the_same(pool, tmp_
 
 
 def test_ranks_that_see_different_checkpoints_are_told(pool, tmp_path):
-    with pytest.raises(RuntimeError, match=r"the ranks have checkpoints of the steps \[20, 0\]: put .* where all of"):
+    with pytest.raises(
+        RuntimeError, match=r"the ranks have checkpoints of the steps \[20, 0\]: put .* into a folder that all of"
+    ):
         pool.run(elastic_train_of_two_hosts, 2, tmp_path)
 
 
