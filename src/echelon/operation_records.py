@@ -82,7 +82,6 @@ class OperationRecord:
 
     __slots__ = (
         "_clock",
-        "_watch",
         "begun",
         "context",
         "deadline",
@@ -97,10 +96,12 @@ class OperationRecord:
         "signature",
         "started",
         "thread",
+        "watch",
         "watched_by",
     )
     _clock: Callable[[], float]
-    _watch: LivenessCheck | None
+    watch: LivenessCheck | None
+    """The `lookout`, once it was made."""
     group: str
     context: int
     sequence: int
@@ -127,10 +128,10 @@ class OperationRecord:
     @property
     def lookout(self) -> LivenessCheck:
         """Diagnosis of this collective. Made by the first long wait, because most calls never wait long."""
-        if self._watch is None:
+        if self.watch is None:
             assert self.watched_by is not None, "a collective in flight"
-            self._watch = self.watched_by(self)
-        return self._watch
+            self.watch = self.watched_by(self)
+        return self.watch
 
     @property
     def is_internal(self) -> bool:
@@ -210,7 +211,7 @@ class FlightRecorder:
         # Filled in here, and the stack walked here: every operation pays for each further call of a function.
         record = OperationRecord.__new__(OperationRecord)
         record._clock = clock = self.clock
-        record._watch = None
+        record.watch = None
         record.watched_by = watched_by
         record.group, record.context, record.sequence, record.signature = group, context, sequence, signature
         record.operation, record.num_bytes, record.marks = operation, num_bytes, marks

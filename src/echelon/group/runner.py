@@ -328,7 +328,8 @@ class CollectiveRunner:
             self._fail(error, record)
         # Ended before the result is written: an `out` that does not fit is an error of this rank alone.
         record.ended = self._clock()
-        record.watched_by = None
+        # The last record is kept for `echelon.flight_recorder`: it must not keep the backend.
+        record.watched_by = record.watch = None
         return result if out is None else _write_out(out, result, prepared.note)
 
     def _fail(self, error: BaseException, record: OperationRecord) -> NoReturn:
@@ -336,7 +337,7 @@ class CollectiveRunner:
         watch = _diagnosis(self._backend, self._ranks, record)
         told = self._give_up(error, watch, f"rank {self._backend.rank} in {record}")
         record.end(told)
-        record.watched_by = None
+        record.watched_by = record.watch = None
         if told is error:
             raise error
         raise told from without_frames(error)
