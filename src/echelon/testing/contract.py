@@ -23,7 +23,7 @@ from echelon.errors import (
     UnsupportedOp,
 )
 from echelon.group.group import ProcessGroup
-from echelon.testing.ranks import Act, RunRanks
+from echelon.testing.ranks import Act, ContractError, RunRanks, expect, expect_error
 
 __all__ = ["ContractError", "check_backend", "clause_names"]
 
@@ -32,27 +32,6 @@ SECONDS = 20.0
 
 _LENGTHS = (4, 300_000)
 """Elements of a message that is copied whole, and of one that backends may lend or split."""
-
-
-class ContractError(AssertionError):
-    """Violation of the contract by a backend. The message names the clause and the difference."""
-
-
-def expect(condition: bool, message: str) -> None:
-    """Raises ContractError with `message` unless the condition holds."""
-    if not condition:
-        raise ContractError(message)
-
-
-def expect_error(kind: type[BaseException], act: Callable[[], object], when: str) -> BaseException:
-    """Returns the error of type `kind` that `act` raises. Raises ContractError if it raises none."""
-    try:
-        act()
-    except kind as error:
-        return error
-    except Exception as error:
-        raise ContractError(f"{when}: {kind.__name__} expected, got {type(error).__name__}: {error}") from error
-    raise ContractError(f"{when}: {kind.__name__} expected, nothing was raised")
 
 
 def check_backend(run_ranks: RunRanks, clauses: Sequence[str] | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Worlds for checks of a backend: ranks in threads of this process, or simulated ranks."""
+"""Worlds for checks of a backend, in threads of this process or of simulated ranks, and the expectations of checks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,27 @@ Raises the first error of any rank.
 
 _SECONDS = 40.0
 """Longer than any wait of a check (20 s): a rank that still runs hangs."""
+
+
+class ContractError(AssertionError):
+    """Violation of the contract by a backend. The message names the clause and the difference."""
+
+
+def expect(condition: bool, message: str) -> None:
+    """Raises ContractError with `message` unless the condition holds."""
+    if not condition:
+        raise ContractError(message)
+
+
+def expect_error(kind: type[BaseException], act: Callable[[], object], when: str) -> BaseException:
+    """Returns the error of type `kind` that `act` raises. Raises ContractError if it raises none."""
+    try:
+        act()
+    except kind as error:
+        return error
+    except Exception as error:
+        raise ContractError(f"{when}: {kind.__name__} expected, got {type(error).__name__}: {error}") from error
+    raise ContractError(f"{when}: {kind.__name__} expected, nothing was raised")
 
 
 def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks:
