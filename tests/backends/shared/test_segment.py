@@ -5,20 +5,22 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 
 import echelon
+from echelon.backends.collective import Collective
 from echelon.backends.formats import memory_layout
 from echelon.backends.lanes import InOrder
 from echelon.backends.shared import backend
+from echelon.backends.shared.collectives.executor import SharedMemoryExecutor
 from echelon.backends.shared.collectives.sync_block import SyncBlock
 from echelon.backends.shared.memory import fd_passing, support
 from echelon.backends.shared.memory.segment import Segment
 from echelon.backends.shared.memory.waiting import SpinThenSleep
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, PeerFailed
 from tests.helpers.collective_calls import call_of
 from tests.helpers.worlds import tcp_world
 
@@ -230,6 +232,38 @@ def test_a_peer_that_gives_up_whenever_it_does_so_disagrees_in_nothing_else(segm
         else:
             assert found is None
     boards[0]._words = words
+
+
+class Host:
+    """Services of a backend whose news is that rank 1 has closed its group, with the rank's last tick or without."""
+
+    def __init__(self, segment, window, *, has_come):
+        self.segment = segment
+        self.waiter = SpinThenSleep(1000)
+        self._window = window
+        self._peer = SyncBlock(window, (0, 1), 1, self.waiter, give_up) if has_come else None
+
+    def check_liveness(self, call, *_):
+        if self._peer is not None:
+            self._peer.meet(call_of(call.sequence, call.operation))
+        raise PeerFailed(1, "it has closed its group", has_closed=True)
+
+    def now(self):
+        return 0.0
+
+    def map_region(self, *_):
+        return self._window
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+def test_a_peer_that_ticks_and_closes_between_two_looks_has_done_its_part(segment, has_come):
+    """The waiter reads the word before it polls, so the tick and the news of the end can both come in between."""
+    window = segment.map(segment.allocate(2 * memory_layout.ROOM_BYTES), 2 * memory_layout.ROOM_BYTES)
+    host = Host(segment, window, has_come=has_come)
+    executor = SharedMemoryExecutor(host, lambda _: None, 1, (0, 1), 0)
+    barrier = executor.prepare(Collective("barrier"))
+    with nullcontext() if has_come else pytest.raises(PeerFailed, match="rank 1 failed: it has closed its group"):
+        barrier(call_of(1, "barrier"), None, None)
 
 
 def test_operations_pass_in_their_order():
