@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -96,6 +97,25 @@ def test_messages_in_any_order_meet_by_their_tags_and_nothing_waits_for_ever(car
     with gloo_world(3) as world:
         assert on_every_rank(world, act) == [True] * 3
     assert len(carried) == 3 * 2 * 7  # what is empty needs no engine
+
+
+def send_after_rank_0_has_left(group, carried):
+    """Rank 1 sends to rank 2 first when the process of rank 0 has ended, and its store with it."""
+    if group.rank == 0:
+        for peer in (1, 2):
+            group.send(torch.tensor([os.getpid()]), peer)
+        return None
+    ended = os.pidfd_open(group.recv(0).item())
+    assert select.select([ended], [], [], 20.0)[0]
+    os.close(ended)
+    if group.rank == 2:
+        return group.recv(1).tolist()
+    group.send(torch.ones(1), 2)
+    return carried
+
+
+def test_two_ranks_need_no_rank_0_to_connect(carried):
+    assert run_forked(send_after_rank_0_has_left, 3, carried, backend="gloo") == {1: [4], 2: [1.0]}
 
 
 def test_a_receive_says_where_the_message_is_to_be_and_what_does_not_fit_leaves_the_next_one(carried):

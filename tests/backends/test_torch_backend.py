@@ -5,6 +5,7 @@ operations stand with those of the other backends.
 """
 
 import os
+import select
 import signal
 import struct
 import threading
@@ -25,6 +26,7 @@ from echelon._torch_private import is_in_backward
 from echelon.backends.collective import Collective
 from echelon.backends.operators import operator
 from echelon.backends.shared.backend import share
+from echelon.backends.torch_distributed import engine as engine_module
 from echelon.backends.torch_distributed.agreement import exchange, gather
 from echelon.backends.torch_distributed.collectives import native_op
 from echelon.backends.torch_distributed.engine import Engine
@@ -125,6 +127,49 @@ def test_a_rank_that_dies_inside_of_the_engine_is_named_at_once(world_size):
         assert failed == 1, text
         assert "all_reduce(sum) of float32[100000], #2" in text
         assert seconds < 5.0, text
+
+
+def meet_after_rank_0_has_left(group):
+    """Ranks 1 and 2 communicate first when the process of rank 0 has ended, and its store with it."""
+    part = group.subgroup([1, 2])
+    if group.rank == 0:
+        for peer in (1, 2):
+            group.send(torch.tensor([os.getpid()]), peer)
+        return None
+    ended = os.pidfd_open(group.recv(0).item())
+    assert select.select([ended], [], [], 20.0)[0]
+    os.close(ended)
+    return part.all_reduce(torch.ones(2), timeout=10.0).tolist()
+
+
+def test_a_group_without_rank_0_needs_no_rank_0_to_connect():
+    assert run_forked(meet_after_rank_0_has_left, 3, backend="gloo") == {1: [2.0, 2.0], 2: [2.0, 2.0]}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_rank_keeps_its_store_until_all_have_connected(first, monkeypatch):
+    """It may have done its part of the operation, and leave, while others still read addresses."""
+    has_begun = threading.Event()
+    make = engine_module.make_process_group
+
+    def make_late(engines, store, rank, *arguments):
+        group = make(engines, store, rank, *arguments)
+        if rank == 3:
+            early.append(has_begun.wait(0.2))
+        return group
+
+    def act(group):
+        part = group.subgroup(range(first, 4 + first))
+        if part is not None:
+            part.broadcast(torch.ones(1), src=0)  # which Gloo's rank 3 gets from rank 1 or 2
+            if part.rank == 0:
+                has_begun.set()
+
+    early = []
+    monkeypatch.setattr(engine_module, "make_process_group", make_late)
+    with gloo_world(4 + first) as world:
+        on_every_rank(world, act)
+    assert early == [False]
 
 
 def hold_back(group):

@@ -11,8 +11,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from echelon.backends.connect.members import machine_id
+from echelon.backends.formats.wire import Tag
 from echelon.backends.tcp.backend import TcpBackend
-from echelon.backends.torch_distributed.backend import TorchBackend, engage, meet_at_store
+from echelon.backends.torch_distributed.backend import TorchBackend, engage
+from echelon.backends.torch_distributed.store import PORT_SEQUENCE, meet_at_store
 from echelon.group.group import ProcessGroup
 
 SECRET = b"a secret of this test"
@@ -66,7 +68,9 @@ def gloo_world(world_size, *, shares=True, **options):
     """
 
     def make(tcp):
-        return engage(tcp, "gloo", 20.0) if shares else TorchBackend(tcp, tcp, "gloo", meet_at_store(tcp, 20.0))
+        if shares:
+            return engage(tcp, "gloo", 20.0)
+        return TorchBackend(tcp, tcp, "gloo", meet_at_store(tcp, range(world_size), Tag(0, PORT_SEQUENCE), 20.0))
 
     with tcp_world(world_size, **options) as connected, ThreadPoolExecutor(world_size) as threads:
         world = list(threads.map(make, connected))

@@ -4,18 +4,16 @@ Strategy. A `TcpBackend` connects all ranks: it authenticates them, carries mess
 that died, left or gave up. Over it, or over memory that the ranks of one host share, they agree on each collective
 before an engine begins. Each of our groups has an engine of its own: a process group of torch.
 `torch.distributed.new_group` is not used: all ranks of the world would have to call it for every group, and our groups
-are made by their members alone. Engines connect through a TCPStore of rank 0, which listens where rank 0 does.
+are made by their members alone. Engines connect through a TCPStore of their first rank, which listens where that rank
+does.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined] # public, by its docs
+from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
 from echelon.backends.base import Backend
 from echelon.backends.collective import CollectiveExecutor
@@ -28,10 +26,8 @@ from echelon.backends.torch_distributed.collectives import EngineExecutor
 from echelon.backends.torch_distributed.engine import Engines
 from echelon.backends.torch_distributed.engines import ENGINES, MESSAGES
 from echelon.backends.torch_distributed.messages import EngineMessages
-from echelon.errors import ConnectError, Timeout
-
-# Sequence number of the message with the port of the store; collectives never get as far.
-_SEQUENCE = (1 << 64) - 2
+from echelon.backends.torch_distributed.store import PORT_SEQUENCE, meet_at_store
+from echelon.errors import Timeout
 
 
 class TorchBackend(Backend):
@@ -47,7 +43,7 @@ class TorchBackend(Backend):
             tcp: connects all ranks.
             notes: for agreements before an engine begins: a backend carried by `tcp`, or `tcp` itself.
             name: one of `ENGINES`.
-            store: reached by all ranks, used for nothing else.
+            store: of rank 0, used for nothing else.
         """
         self._engines = Engines(tcp, name, store)
         types = MESSAGES.get(name, frozenset())
@@ -113,30 +109,5 @@ def engage(tcp: TcpBackend, name: str, timeout: float) -> TorchBackend:
         ConnectError: the store of rank 0 cannot be reached.
     """
     notes = share(tcp, required=False, timeout=timeout)
-    return TorchBackend(tcp, notes, name, meet_at_store(tcp, timeout))
-
-
-def meet_at_store(tcp: TcpBackend, timeout: float) -> Store:
-    """Returns a store of rank 0, at the address by which the other ranks reach rank 0. Every rank calls it."""
-    if tcp.world_size == 1:
-        return HashStore()
-    host, patience = tcp.members[0].host, timedelta(seconds=timeout)
-    tag = Tag(0, _SEQUENCE)
-    if tcp.rank == 0:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=tcp.world_size) as listener:
-            port = listener.getsockname()[1]
-            # torch takes over the socket, and closes it.
-            store = TCPStore(
-                host, port, None, True, patience, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-            )
-        for rank in range(1, tcp.world_size):
-            tcp.messages.send(torch.tensor([port], device="cpu"), rank, tag, timeout)
-        return store
-    port = int(tcp.messages.recv(0, tag, timeout=timeout).item())
-    try:
-        return TCPStore(host, port, None, False, patience, wait_for_workers=False)
-    except RuntimeError as error:
-        raise ConnectError(
-            f"rank {tcp.rank} cannot reach the store of rank 0 at {host}, port {port}: check that a firewall lets it"
-        ) from error
+    store = meet_at_store(tcp, range(tcp.world_size), Tag(0, PORT_SEQUENCE), timeout)
+    return TorchBackend(tcp, notes, name, store)

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from echelon.backends.collective import Collective, CollectiveExecutor, Run, received_buffer, result_buffer
+from echelon.backends.formats.wire import Tag
 from echelon.backends.lanes import InOrder
 from echelon.backends.memory import as_bytes, dtype_code, dtype_of, new_tensor
 from echelon.backends.operators import Operator, accumulation_dtype
 from echelon.backends.torch_distributed.agreement import Agreement
 from echelon.backends.torch_distributed.engine import Engine, EngineFailed, Engines, Look
 from echelon.backends.torch_distributed.engines import ENGINES
+from echelon.backends.torch_distributed.store import PORT_SEQUENCE
 from echelon.errors import PeerFailed
 from echelon.operation_records import OperationRecord
 
@@ -274,7 +276,12 @@ class EngineExecutor(CollectiveExecutor):
             told = self._agree(call, own)
             try:
                 engine = self._engine = self._engine or self._engines.open(
-                    f"{self._context:x}", self._ranks, ENGINES[self._engines.name], call.deadline, look
+                    f"{self._context:x}",
+                    self._ranks,
+                    ENGINES[self._engines.name],
+                    call.deadline,
+                    look,
+                    Tag(self._context, PORT_SEQUENCE),
                 )
                 with engine.limited(call.deadline - self._engines.now(), look):
                     yield engine, told

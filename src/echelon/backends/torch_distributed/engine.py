@@ -19,18 +19,20 @@ from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # public, by its docs
 
 from echelon._torch_private import all_gather_into, is_in_backward, make_process_group
+from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import AcceleratorStreamScope, StreamScope
 from echelon.backends.lanes import wait_checking
 from echelon.backends.memory import as_bytes
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.backends.torch_distributed.engines import ENGINES, TIMED
+from echelon.backends.torch_distributed.store import meet_at_store
 from echelon.errors import EchelonError, PeerFailed, Timeout
 
 T = TypeVar("T")
@@ -234,7 +236,7 @@ class Engines:
         Args:
             tcp: connects all ranks.
             name: one of `ENGINES`.
-            store: reached by all ranks, used for nothing else.
+            store: of rank 0, used for nothing else.
         """
         self.name = name
         self.rank = tcp.rank
@@ -252,6 +254,7 @@ class Engines:
         devices: Iterable[str],
         deadline: float,
         look: Look,
+        tag: Tag,
         begin: Callable[[dist.ProcessGroup, int, torch.device], None] | None = None,
     ) -> Engine:
         """Returns a new engine. All its ranks call it.
@@ -262,6 +265,7 @@ class Engines:
             devices: the device types of its tensors.
             deadline: time at which the members must have connected.
             look: called during the wait.
+            tag: of a message with which the ranks find each other.
             begin: runs first on the process group, with this rank in it and the device.
 
         Raises:
@@ -270,16 +274,20 @@ class Engines:
         rank, members = list(ranks).index(self.rank), self._tcp.members
         host = members[self.rank].host if members and _INTERFACE not in os.environ else ""
         engines = {device: ENGINES[self.name][device] for device in devices}
-        timeout = timedelta(seconds=max(1.0, deadline - self.now()))
-        # A connection of its own: a thread that waits on a connection blocks other threads, which open other engines.
-        store = PrefixStore(prefix, self._store.clone())  # type: ignore[attr-defined] # not in its stub
+        seconds = max(1.0, deadline - self.now())
+        timeout = timedelta(seconds=seconds)
 
         def make() -> dist.ProcessGroup:
             try:
+                store = PrefixStore(prefix, self._store_of(ranks, tag, seconds))
                 group = make_process_group(engines, store, rank, len(ranks), timeout, host)
                 if begin is not None:
                     begin(group, rank, self.device)
-            except Exception as error:  # torch does not document its errors here
+                # The store ends with its rank or the rank's group, and other members may still be reading addresses.
+                store.set(f"connected/{rank}", "")
+                if rank == 0:
+                    store.wait([f"connected/{member}" for member in range(len(ranks))], timeout)
+            except Exception as error:  # torch does not document its errors here; `cause_of` finds those of TCP
                 raise EngineFailed(f"no connections: {error}") from error
             return group
 
@@ -288,6 +296,13 @@ class Engines:
         engine = Engine(group, rank, len(ranks), is_timed=self.name in TIMED)
         self._open.add(engine)
         return engine
+
+    def _store_of(self, ranks: Sequence[int], tag: Tag, seconds: float) -> Store:
+        if ranks[0] == 0:
+            # A connection of its own: a thread that waits on a connection blocks others, which open other engines.
+            return cast("Store", self._store.clone())  # type: ignore[attr-defined] # not in its stub
+        # Rank 0 may have left, and its store with it.
+        return meet_at_store(self._tcp, ranks, tag, seconds)
 
     def close(self) -> None:
         """Closes all engines."""

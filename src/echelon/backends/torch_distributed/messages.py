@@ -43,6 +43,8 @@ _ANNOUNCED = "a tensor that the engine carries"
 _NOTHING = 0
 # Bit of an answer's sequence number; for messages of users, of its context.
 _ANSWERS = 1 << 62
+# Bit of the context in the tag of the message with which a channel opens. A revoked group's messages still go.
+_PORTS = 1 << 61
 # Lane for the stream of receives from any rank: their sender, and so their channel, is not known when they are called.
 # Channels have the lanes below. Groups have their 64-bit contexts, inverted or not.
 _ANY_LANE = -(1 << 65)
@@ -111,7 +113,8 @@ class Channel:
         try:
             if self._engine is None:
                 prefix, deadline = "{:x}/{}to{}".format(*self._route), self._engines.now() + seconds
-                self._engine = self._engines.open(prefix, ends, self._types, deadline, look, greet)
+                tag = Tag(self._route.context ^ _PORTS)
+                self._engine = self._engines.open(prefix, ends, self._types, deadline, look, tag, greet)
             with self._engine.limited(seconds, look):
                 act(self._engine)
         except BaseException as error:
