@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -33,6 +33,8 @@ class Backend(ABC):
     """Whether collectives of ranks on one host go through memory: they take processor time, and wait for no network."""
     query_peers_after = 1.0
     """Seconds that a collective waits for a rank before it asks whether that one makes the same calls."""
+    now: Callable[[], float] = staticmethod(time.monotonic)
+    """Returns the time, in seconds, that timeouts of this backend run on."""
 
     def __init__(self, messages: Messages, control: ControlPlane, lanes: Lanes | None = None) -> None:
         """Composes a backend.
@@ -76,10 +78,6 @@ class Backend(ABC):
     def aside(self, context: int) -> StreamScope | None:  # noqa: ARG002
         """Returns the place of a group's asynchronous operation among the streams of a device; None: there are none."""
         return None
-
-    def now(self) -> float:
-        """Returns the time, in seconds, that timeouts of this backend run on."""
-        return time.monotonic()
 
     def compute(self, step: object) -> AbstractContextManager[object]:  # noqa: ARG002
         """Says that this rank computes `step` inside. A simulated rank takes from that how long it lasts."""

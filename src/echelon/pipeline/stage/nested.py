@@ -183,6 +183,8 @@ def batch_size(value: Value, what: str) -> int | None:
     Raises:
         SizeMismatch: the tensors differ in this length.
     """
+    if isinstance(value, torch.Tensor):  # fast path: most targets are one tensor
+        return len(value) if value.dim() else None
     sizes = {len(tensor) for tensor in tensors_of(value) if tensor.dim()}
     if len(sizes) > 1:
         raise SizeMismatch(
