@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from echelon.backends.formats.wire import signed
 from echelon.backends.memory import describe, is_plain, new_tensor, plain
 from echelon.backends.operators import Operator, operator
 from echelon.backends.work import Work
@@ -123,11 +122,6 @@ class CollectiveExecutor(ABC):
     @abstractmethod
     def prepare(self, collective: Collective) -> Run:
         """Returns the function that runs a collective. It is called again and again."""
-
-
-def signed_note(record: OperationRecord) -> str:
-    """Returns the text that ranks compare with a message: operation, sequence and signature."""
-    return signed(record.operation, record.sequence, record.signature)
 
 
 def wait_and_look(work: Work[T], peer: int, call: OperationRecord, now: Callable[[], float]) -> T:

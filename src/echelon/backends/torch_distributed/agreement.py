@@ -17,8 +17,8 @@ from typing import TypeAlias
 import torch
 
 from echelon.backends.base import Backend
-from echelon.backends.collective import Collective, Run, signed_note, wait_and_look
-from echelon.backends.formats.wire import Tag
+from echelon.backends.collective import Collective, Run, wait_and_look
+from echelon.backends.formats.wire import Tag, signed
 from echelon.operation_records import OperationRecord
 
 Agreement: TypeAlias = Callable[[OperationRecord, Sequence[int]], Sequence[Sequence[int]]]
@@ -61,7 +61,7 @@ def exchange(
     Raises:
         CollectiveMismatch: a rank has another note. PeerFailed, Timeout.
     """
-    size, note = len(ranks), signed_note(call)
+    size, note = len(ranks), signed(call.operation, call.sequence, call.signature)
     known = [list(facts)]  # facts of this rank, of the rank before it, and so on
     distance, step = 1, 0
     while distance < size:

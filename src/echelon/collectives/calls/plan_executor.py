@@ -19,7 +19,7 @@ from echelon.backends.base import Backend
 from echelon.backends.collective import Collective, CollectiveExecutor, Run, can_hold, result_buffer
 from echelon.backends.memory import is_plain, new_tensor, plain
 from echelon.backends.modes import overwrite
-from echelon.backends.operators import Combine, accumulation_dtype
+from echelon.backends.operators import Combine, Operator, accumulation_dtype
 from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, RowChunks, even_sizes
 from echelon.collectives.calls.run import Channel, run
 from echelon.collectives.plans import select
@@ -50,9 +50,7 @@ class PlanExecutor(CollectiveExecutor):
         self._selector = selector
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
-        if collective.op:
-            _ = collective.reduction  # raises now, before the collective has a number
-        return partial(self._run, _PARTS[collective.kind], collective)
+        return partial(self._run, _PARTS[collective.kind](collective), collective)
 
     def _run(
         self, part: _Part, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None
@@ -89,16 +87,15 @@ _Part: TypeAlias = Callable[[Channel, Collective, Any, Tensor | None], Any]
 # Tensors of equal shape
 
 
-def _all_reduce(channel: Channel, collective: Collective, tensor: Tensor, _: Tensor | None) -> Tensor:
-    reduction = collective.reduction
+def _all_reduce(reduction: Operator, channel: Channel, _: Collective, tensor: Tensor, __: Tensor | None) -> Tensor:
     wide = _widen(tensor)
     flat = wide.view(-1)
     run_plan(channel, "all_reduce", partial(FlatChunks.equal, flat), tensor.nbytes, combine=reduction.combine)
     return _keep(tensor, reduction.finish(wide, channel.num_ranks))
 
 
-def _reduce(channel: Channel, collective: Collective, tensor: Tensor, _: Tensor | None) -> Tensor:
-    reduction, dst = collective.reduction, collective.root
+def _reduce(reduction: Operator, channel: Channel, collective: Collective, tensor: Tensor, _: Tensor | None) -> Tensor:
+    dst = collective.root
     wide = _widen(tensor)
     flat = wide.view(-1)
     if channel.rank == dst:
@@ -121,8 +118,8 @@ def _broadcast(channel: Channel, collective: Collective, tensor: Tensor, _: Tens
     return tensor if is_source else _keep(tensor, whole)
 
 
-def _reduce_scatter(channel: Channel, collective: Collective, tensor: Tensor, out: Tensor | None) -> Tensor:
-    reduction, own = collective.reduction, channel.rank
+def _reduce_scatter(reduction: Operator, channel: Channel, _: Collective, tensor: Tensor, out: Tensor | None) -> Tensor:
+    own = channel.rank
     num_rows, *row = tensor.shape
     rows = even_sizes(num_rows, channel.num_ranks)
     shape = (rows[own], *row)
@@ -222,18 +219,19 @@ def _broadcast_rows(channel: Channel, collective: Collective, rows: Tensor, _: T
     return torch.cat([made[0][number] for number in range(len(made[0]))])
 
 
-_PARTS: Mapping[str, _Part] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "broadcast_rows": _broadcast_rows,
-    "barrier": _barrier,
-    "empty": _empty,
+# The operator is looked up when a collective is prepared. An error comes before the collective has a number.
+_PARTS: Mapping[str, Callable[[Collective], _Part]] = {
+    "all_reduce": lambda collective: partial(_all_reduce, collective.reduction),
+    "reduce": lambda collective: partial(_reduce, collective.reduction),
+    "reduce_scatter": lambda collective: partial(_reduce_scatter, collective.reduction),
+    "broadcast": lambda _: _broadcast,
+    "all_gather": lambda _: _all_gather,
+    "gather": lambda _: _gather,
+    "scatter": lambda _: _scatter,
+    "all_to_all": lambda _: _all_to_all,
+    "broadcast_rows": lambda _: _broadcast_rows,
+    "barrier": lambda _: _barrier,
+    "empty": lambda _: _empty,
 }
 
 

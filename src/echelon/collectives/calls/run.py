@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from echelon.backends.base import Backend
-from echelon.backends.collective import signed_note, wait_and_look
-from echelon.backends.formats.wire import Tag
+from echelon.backends.collective import wait_and_look
+from echelon.backends.formats.wire import Tag, signed
 from echelon.backends.operators import Combine
 from echelon.backends.work import Work
 from echelon.collectives.calls.chunks import Chunks
@@ -50,7 +50,7 @@ class Channel:
         self.num_ranks = len(ranks)
         self.selector = selector
         self.tag = Tag(context, record.sequence)
-        self.note = signed_note(record)
+        self.note = signed(record.operation, record.sequence, record.signature)
         """Text that ranks compare with every message."""
         self._record = record
 
