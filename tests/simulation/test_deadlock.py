@@ -33,6 +33,15 @@ def test_a_cycle_is_pointed_out_with_operation_and_line_of_every_rank():
     assert message.count("group.recv((group.rank + 1) % group.world_size, tag=5)") == 3
 
 
+def leads_to_a_cycle(group):
+    group.recv((1, 2, 1)[group.rank])
+
+
+def test_a_rank_that_waits_for_a_cycle_is_no_part_of_it():
+    with pytest.raises(echelon.DeadlockError, match="wait for each other, rank 1 -> rank 2 -> rank 1: let one"):
+        echelon.simulate(leads_to_a_cycle, 3)
+
+
 def one_skips_the_last_operation(group):
     group.barrier()
     if group.rank != 1:
@@ -155,6 +164,45 @@ def test_polling_lets_the_others_go_on(seed):
     assert echelon.simulate(poll_two, 2, seed=seed).results[0] == 1.0
 
 
+def poll_in_turn(group, tags):
+    """Only the message with tag 2 is on its way: the other one is sent when this rank has seen that."""
+    if group.rank:
+        group.send(torch.ones(1), 0, tag=2)
+        group.recv(0)
+        group.send(torch.ones(1), 0, tag=1)
+        return None
+    works = [group.irecv(1, tag=tag) for tag in tags]
+    while not (works[0].is_completed() or works[1].is_completed()):
+        pass
+    group.send(torch.ones(1), 1)
+    return [work.wait().item() for work in works]
+
+
+@pytest.mark.parametrize("tags", [(1, 2), (2, 1)])
+def test_polling_one_work_in_turn_with_another_ends_when_either_does(tags):
+    network = echelon.Network(latency=1.0)
+    assert echelon.simulate(poll_in_turn, 2, (tags,), network=network).results[0] == [1.0, 1.0]
+
+
+def wait_again(group):
+    """Rank 1 comes to the collective after 5 s, and sends after 10 s."""
+    if group.rank:
+        for act in (lambda: group.all_reduce(torch.ones(1)), lambda: group.send(torch.ones(1), 0)):
+            with pytest.raises(echelon.Timeout):
+                group.recv(0, tag=7, timeout=5.0)
+            act()
+        return None
+    work = group.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(echelon.Timeout):
+        work.wait(1.0)
+    group.irecv(1).wait(20.0)
+    return group.backend.now(), work.is_completed()
+
+
+def test_what_ends_after_its_wait_does_not_end_the_next_wait():
+    assert echelon.simulate(wait_again, 2).results[0] == (pytest.approx(10.0, abs=0.1), True)
+
+
 def cleans_up(group, cleaned):
     try:
         group.recv(1 - group.rank)
@@ -181,6 +229,22 @@ def test_an_error_comes_before_the_deadlock_that_it_causes():
     with pytest.raises(KeyError, match="no such layer") as caught:
         echelon.simulate(fails_while_others_wait, 3)
     assert caught.value.__notes__ == ["raised on rank 2 of 3"]
+
+
+def fails_last(group):
+    """Rank 1 has heard from rank 0 that it fails, and is faster to report that."""
+    if group.rank == 1:
+        raise echelon.PeerFailed(0, "no such layer")
+    try:
+        group.recv(1)
+    except echelon.PeerFailed:
+        raise KeyError("no such layer") from None
+
+
+def test_the_first_cause_is_raised_however_late_it_comes():
+    with pytest.raises(KeyError, match="no such layer") as caught:
+        echelon.simulate(fails_last, 2)
+    assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
 def interrupted(group):
