@@ -68,6 +68,10 @@ class VirtualWork(Work[T]):
         self.tag = tag
         """Tag of a receive that is no part of a collective. None otherwise, and once the receive is recorded."""
 
+    def awaited(self) -> tuple[int, ...]:
+        """Returns the ranks that this operation waits for: its own rank for an asynchronous one, ANY for any rank."""
+        return (self.peer,)
+
     def is_completed(self) -> bool:
         """Whether the operation has ended, after all events of this instant have run."""
         return self.has_ended or self.boundary.poll(self)  # type: ignore[arg-type]

@@ -25,10 +25,11 @@ from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain
 from echelon.simulation.faults import FaultPlan, Faults
-from echelon.simulation.network import NetworkLike, host_numbers, link_function
+from echelon.simulation.network import NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.random_state import on_one_core
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
+from echelon.simulation.whole import Collectives, Order, backend_of
 from echelon.simulation.world import World
 from echelon.timeline.timeline import Timeline
 
@@ -74,6 +75,8 @@ def simulate(
     timeout: float = DEFAULT_TIMEOUT,
     memory: bool = False,
     late_sends: bool = False,
+    collectives: Collectives | None = None,
+    order: Order = "shm",
 ) -> Simulation:
     """Runs `fn(group, *args)` on every rank of a simulated world. Blocks until all ranks have ended.
 
@@ -99,11 +102,16 @@ def simulate(
         late_sends: whether a send is done as late as it can be without virtual time: once no rank can go on otherwise
             at the time at which its message arrives. A rank that overwrites a tensor before its send is done is then
             found whenever it does so at that time. Most strict without `network` and `costs`, where all is one time.
+        collectives: "whole" plays each collective as one event with the cost of its plan, "messages" plays the messages
+            of the plan. Results are the same. So is the virtual time, unless a rank's messages get in each other's way.
+            None: "messages" with `faults` or `late_sends`, which act on messages, else "whole".
+        order: order in which reductions combine values. "shm": that of the ranks, as real processes of one host do.
+            "tcp": that of the algorithm, as processes do over TCP.
 
     Raises:
         InvalidWorldSize: `world_size` is below 1 or above 65,536.
-        LaunchError, InvalidRank: an argument is invalid, `late_sends` is given with `memory`, or a fault names a rank
-            that is not in the world.
+        LaunchError, InvalidRank: an argument is invalid, `late_sends` is given with `memory`, a fault names a rank that
+            is not in the world, or a fault acts on messages and collectives have none.
         DeadlockError: no rank can go on. It lists which rank waits for which, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
         UnsupportedOp: a rank changed a tensor before its send was done. It names the line of the send. Checked with
@@ -121,8 +129,10 @@ def simulate(
         # The check keeps sent tensors alive, so they would count for longer.
         raise LaunchError("late_sends=True and memory=True: leave one out, because no send is checked with memory=True")
     link, hosts = link_function(network, world_size), host_numbers(network, world_size)
-    world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends)
-    run = _Run(world, world_size, fn, args, timeout)
+    make = backend_of(_way_of(collectives, plan, late_sends), _checked_order(order))
+    is_instant, follows_plans = takes_no_time(network), order == "tcp"
+    world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
+    run = _Run(world, world_size, fn, args, timeout, make)
     num_threads = torch.get_num_threads()
     try:
         with _rarer_collections(), on_one_core():
@@ -135,7 +145,7 @@ def simulate(
         elapsed=run.elapsed,
         seed=seed,
         timeline=world.recorder.timeline(),
-        bytes_sent=dict(sorted(world.recorder.bytes_sent.items())),
+        bytes_sent=world.bytes_sent(),
         peak_memory=tuple(memory_meter.peak for memory_meter in world.memory_meters) if memory else None,
         measurements=None if meter is None else meter.measurements(),
         events=world.recorder.events,
@@ -149,11 +159,40 @@ def _check(fn: object, args: object, seed: object, timeout: object) -> None:
     check_default_timeout(timeout, LaunchError)
 
 
+def _way_of(collectives: object, faults: FaultPlan, late_sends: bool) -> Collectives:
+    """Returns how collectives are played."""
+    if collectives is None:
+        return "messages" if faults.faults or late_sends else "whole"
+    if collectives == "messages":
+        return "messages"
+    if collectives != "whole":
+        raise LaunchError(
+            f'collectives={collectives!r}: use "whole" or "messages", or None to let the simulation choose'
+        )
+    if on_messages := faults.on_messages():
+        raise LaunchError(f'collectives="whole" has no messages for {on_messages}: use collectives="messages"')
+    return "whole"
+
+
+def _checked_order(order: object) -> Order:
+    if order == "shm":
+        return "shm"
+    if order == "tcp":
+        return "tcp"
+    raise LaunchError(f'order={order!r}: use "shm" or "tcp"')
+
+
 class _Run:
     """Running simulation: its ranks, their results and their failures."""
 
     def __init__(
-        self, world: World, world_size: int, fn: Callable[..., Any], args: Sequence[object], timeout: float
+        self,
+        world: World,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: Sequence[object],
+        timeout: float,
+        make_backend: Callable[[int, int, World, float], VirtualBackend],
     ) -> None:
         self.results: list[Any] = [None] * world_size
         self.elapsed = 0.0
@@ -162,6 +201,7 @@ class _Run:
         self._fn = fn
         self._args = args
         self._timeout = timeout
+        self._make_backend = make_backend
         self._num_left = world_size
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
@@ -181,6 +221,7 @@ class _Run:
             # until the garbage collector ran.
             for backend in self._backends:
                 backend.forget()
+            self._world.forget()
             self._scheduler.forget()
             self._errors.clear()
         # The error's traceback refers to this frame: without the `del`, frame and error would be a cycle.
@@ -205,7 +246,7 @@ class _Run:
     def _run_rank(self, rank: int) -> None:
         """Body of a rank's main task."""
         torch.set_num_threads(1)  # `simulate` restores the caller's number
-        backend = VirtualBackend(rank, len(self.results), self._world, self._timeout)
+        backend = self._make_backend(rank, len(self.results), self._world, self._timeout)
         self._backends.append(backend)
         group = ProcessGroup(backend)
         try:
@@ -283,6 +324,8 @@ def explore(
     faults: Faults = (),
     *,
     late_sends: bool = False,
+    collectives: Collectives | None = "messages",
+    order: Order = "shm",
     check: Callable[[Simulation], object] | None = None,
 ) -> int:
     """Simulates `fn` with one seed after another. Returns the number of seeds tried.
@@ -291,8 +334,9 @@ def explore(
     replay it.
 
     Args:
-        fn, world_size, args, network, costs, faults, late_sends: as for `simulate`.
+        fn, world_size, args, network, costs, faults, late_sends, order: as for `simulate`.
         seeds: the seeds to try.
+        collectives: as for `simulate`, but "messages" if it is not given, because the order of messages is explored.
         check: function called with the simulation of each seed. An exception of it is a failure, too. It can check
             conditions that no single rank sees, such as equal results.
 
@@ -307,7 +351,18 @@ def explore(
     count = 0
     for seed in seeds:
         try:
-            simulation = simulate(fn, world_size, args, seed, network, costs, faults, late_sends=late_sends)
+            simulation = simulate(
+                fn,
+                world_size,
+                args,
+                seed,
+                network,
+                costs,
+                faults,
+                late_sends=late_sends,
+                collectives=collectives,
+                order=order,
+            )
             if check is not None:
                 check(simulation)
         except Exception as error:  # not KeyboardInterrupt, which is no failure of the seed
