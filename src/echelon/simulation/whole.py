@@ -77,7 +77,8 @@ class WholeExecutor(PlannedExecutor):
             task = self._boundary.enter()
             if self._backend.control.is_closed:
                 raise self._backend.control.closed_error()
-            task.operation = note
+            if len(self._hall.ranks) > 1:  # as with messages, of which a rank alone sends none, and has no span
+                task.operation = note
 
             def make(hall: Hall) -> Meeting:
                 return Meeting(hall, note, self._backend.rank, collective.kind, collective.root, plan)
