@@ -28,7 +28,7 @@ from echelon.backends.messages import Messages
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.work import Received, Work
-from echelon.call_site import calling_place, source_of
+from echelon.call_site import Place, calling_place
 from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
 from echelon.operation_records import FlightRecorder
 from echelon.simulation.scheduler import Ended, Task
@@ -410,7 +410,7 @@ class _Lane:
     """Queue of a rank's asynchronous operations, which run in order in one task."""
 
     def __init__(self) -> None:
-        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
+        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object], Place | None]] = deque()
         self.last: VirtualWork[object] | None = None
         self.task: Task | None = None
 
@@ -433,11 +433,10 @@ class VirtualLanes(Lanes):
         work: VirtualWork[T] = VirtualWork(self._boundary, description, self._timeout, rank, description, None)
         # A task per lane: a lane's operations run in order, and lanes overlap.
         queue = self._lanes.setdefault(lane, _Lane())
-        queue.jobs.append((function, work))  # type: ignore[arg-type]
+        queue.jobs.append((function, work, calling_place()))  # type: ignore[arg-type]
         queue.last = work  # type: ignore[assignment]
-        place = source_of(calling_place())
         if queue.task is None:
-            queue.task = self._scheduler.add(rank, partial(self._work_off, queue), len(self._lanes), place)
+            queue.task = self._scheduler.add(rank, partial(self._work_off, queue), len(self._lanes))
         elif queue.task.is_idle:
             self._scheduler.clock.wake(queue.task, queue.task.turn)
         self._boundary.leave(task)
@@ -449,7 +448,7 @@ class VirtualLanes(Lanes):
         while True:
             while not queue.jobs:
                 self._scheduler.park()
-            function, work = queue.jobs.popleft()
+            function, work, task.origin = queue.jobs.popleft()
             self._boundary.leave(task)
             result, error = None, None
             try:

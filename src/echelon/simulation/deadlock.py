@@ -106,7 +106,7 @@ def _waiting(world: World, task: Task) -> Waiting:
         rank=task.rank,
         peers=work.awaited(),
         doing=_doing(work, world.flight_recorders[task.rank]),
-        place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
+        place=source_of(task.origin if task.number else place_of_thread(task.thread.ident)),
         is_beside=task.number > 0,
         is_collective=work.awaited() == (task.rank,) or bool(work.operation),
     )

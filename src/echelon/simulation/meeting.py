@@ -90,6 +90,8 @@ class Meeting:
         self._num_seated = 0
         self._times: Times | None = None
         self._take: Take | None = None
+        self._framing = FRAMING.get(kind, Framing.ROWS)
+        self._all_need_all = kind not in TO_ROOT and kind not in FROM_ROOT
 
     @property
     def is_over(self) -> bool:
@@ -109,7 +111,9 @@ class Meeting:
 
     def play(self) -> None:
         """Schedules the ends of all ranks that wait for no other any more."""
-        ready = [seat for seat in self._seats if seat and not seat.has_end and self._lacks(seat.rank) == 0]
+        if self._all_need_all and self._present != self._all:
+            return
+        ready = [seat for seat in self._seats if seat and not seat.has_end and not self._lacks(seat.rank)]
         if not ready:
             return
         if self._take is None and (self._kind not in TO_ROOT or any(seat.rank == self._root for seat in ready)):
@@ -131,19 +135,12 @@ class Meeting:
 
     def _lacks(self, rank: int) -> int:
         """Returns the ranks that a rank of the group still waits for, as a set of bits."""
-        needed = self._all if self._waves is None else self._waves.needs[rank]
+        needed = self._all if self._all_need_all else self._waves.needs[rank]
         return needed & ~self._present
 
     @property
-    def _framing(self) -> Framing:
-        return FRAMING.get(self._kind, Framing.ROWS)
-
-    @property
-    def _waves(self) -> Waves | None:
-        """Waves of a collective in which not every rank needs every other. None: each needs all."""
-        if self._kind in TO_ROOT or self._kind in FROM_ROOT:
-            return self._hall.prices.waves(self._plan, self._framing)
-        return None
+    def _waves(self) -> Waves:
+        return self._hall.prices.waves(self._plan, self._framing)
 
     def _calls(self) -> Calls:
         plan = self._plan if self._hall.follows_plans else None
@@ -169,7 +166,7 @@ class Meeting:
             return [now] * len(ready)
         arrivals = [seat.arrival if seat else math.inf for seat in self._seats]
         free = [seat.free if seat else 0.0 for seat in self._seats]
-        if self._waves is None:
+        if self._all_need_all:
             # What a rank has sent since it came delays its messages as well, unless it has left by now.
             busy = [hall.traffic.free_at(rank) for rank in hall.ranks]
             free = [max(mine, other) if other > now else mine for mine, other in zip(free, busy, strict=True)]
@@ -209,7 +206,7 @@ class Meeting:
         seat = self._seats[index]
         if seat is not None and seat.work.has_ended:
             return False
-        return self._waves is None or bool(self._waves.needs[rank] >> index & 1)
+        return self._all_need_all or bool(self._waves.needs[rank] >> index & 1)
 
     def sends_to(self, rank: int, peer: int) -> bool:
         """Whether a rank of the group exchanges messages with a rank of the world, which has not ended its part."""
@@ -219,7 +216,7 @@ class Meeting:
         seat = self._seats[index]
         if seat is not None and seat.work.has_ended:
             return False
-        return self._waves is None or index in self._waves.neighbours[rank]
+        return self._all_need_all or index in self._waves.neighbours[rank]
 
     def awaited_by(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks of the world that have not come, for which a rank of the group waits."""

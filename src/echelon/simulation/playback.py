@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -100,6 +101,8 @@ class _Parcel(NamedTuple):
     needs: int
 
 
+# 16: the waves of a ring of 256 ranks take 0.4 s to make, and 3 MB.
+@lru_cache(maxsize=16)
 def waves_of(plan: Plan, framing: Framing) -> Waves:
     """Returns the waves of a plan.
 

@@ -22,6 +22,7 @@ from functools import partial
 from threading import get_ident
 
 from echelon.backends.work import Work
+from echelon.call_site import Place
 from echelon.errors import EchelonError, UnsupportedOp
 
 
@@ -38,9 +39,9 @@ class Task:
     number: int
     """0 for a rank's main task, from 1 for its lanes."""
     body: Callable[[], None]
-    origin: str
-    """Line of the program that started a lane. Empty for a main task."""
     leave: Callable[[Task], None]
+    origin: Place | None = None
+    """Line of the program that started the present operation of a lane. None for a main task."""
     awaits: Work[object] | None = None
     deadline: float = math.inf
     insists: bool = False
@@ -184,9 +185,9 @@ class Scheduler:
 
     # Called by the thread that starts the simulation. A running task may call `add`, too.
 
-    def add(self, rank: int, body: Callable[[], None], number: int = 0, origin: str = "") -> Task:
+    def add(self, rank: int, body: Callable[[], None], number: int = 0) -> Task:
         """Adds a task, with its first turn at the present time. Does not block."""
-        task = Task(rank, number, body, origin, self._leave)
+        task = Task(rank, number, body, self._leave)
         self._tasks[task] = None
         self._threads.append(task.thread)
         task.thread.start()

@@ -355,7 +355,9 @@ class World:
     def fail_overwritten(self, sender: Task, place: Place | None, dst: int, what: str) -> None:
         """Ends the simulation with the error for a tensor that was changed during its send. The first one counts."""
         if self.overwritten is None:
-            line = source_of(place) or sender.origin  # a lane has no line of the program but the one that began it
+            line = source_of(place) or source_of(
+                sender.origin
+            )  # a lane has no line of the program but the one that began it
             self.overwritten = UnsupportedOp(
                 f"rank {sender.rank} changed a tensor before its send to rank {dst} was done, at "
                 f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
