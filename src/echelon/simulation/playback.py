@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -101,15 +100,25 @@ class _Parcel(NamedTuple):
     needs: int
 
 
-# 16: the waves of a ring of 256 ranks take 0.4 s to make, and 3 MB.
-@lru_cache(maxsize=16)
+# The waves of a ring of 256 ranks take 0.4 s to make, and 3 MB.
+_MOST_KNOWN = 16
+_known: dict[tuple[int, Framing], tuple[Plan, Waves]] = {}
+
+
 def waves_of(plan: Plan, framing: Framing) -> Waves:
     """Returns the waves of a plan.
 
     Raises:
         PlanError: a rank waits for a message that is never sent.
     """
-    return _Sorter(plan, framing).waves()
+    # Cached by identity: a Send equals a Recv with the same numbers, so plans that differ may be equal.
+    found = _known.get((id(plan), framing))
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        # The plan is kept with them, so that its identity stays its own.
+        found = _known[id(plan), framing] = plan, _Sorter(plan, framing).waves()
+    return found[1]
 
 
 class _Sorter:
