@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -73,30 +73,27 @@ def result_of(calls: Calls) -> Take:
 
 def _all_reduce(calls: Calls) -> Take:
     total = _combined(calls)[0]
-    return lambda _, tensor, __: _kept(tensor, total)
+    return lambda _, tensor, __: _kept(tensor, total.view(_shape(tensor)))
 
 
 def _reduce(calls: Calls) -> Take:
     root = calls.any.root
     total = _combined(calls)[root if calls.plan is not None else 0]
-    return lambda rank, tensor, _: _kept(tensor, total) if rank == root else tensor
+    return lambda rank, tensor, _: _kept(tensor, total.view(_shape(tensor))) if rank == root else tensor
 
 
 def _reduce_scatter(calls: Calls) -> Take:
-    collective, num_ranks = calls.any, calls.num_ranks
-    assert collective.shape is not None
-    num_rows, *row = collective.shape
-    if calls.plan is None:
-        begins = [0, *accumulate(even_sizes(num_rows, num_ranks))]
-        total = _combined(calls)[0]
-        parts: Sequence[Tensor] = [total[begin:end] for begin, end in pairwise(begins)]
-    else:
-        parts = [part.view(-1, *row) if part.numel() else part.view(0, *row) for part in _combined(calls)]
+    combined = _combined(calls)
 
     def take(rank: int, tensor: Tensor | None, out: Tensor | None) -> Tensor:
         assert tensor is not None
-        result = result_buffer(out, parts[rank].shape, tensor)
-        return result.copy_(parts[rank].view(result.shape))
+        num_rows, *row = tensor.shape
+        rows, width = even_sizes(num_rows, calls.num_ranks), math.prod(row)
+        result = result_buffer(out, (rows[rank], *row), tensor)
+        begin = sum(rows[:rank]) * width
+        # By a plan, each rank has its own part only.
+        part = combined[0][begin : begin + result.numel()] if calls.plan is None else combined[rank]
+        return result.copy_(part.view(result.shape))
 
     return take
 
@@ -171,6 +168,11 @@ def splits_of(collective: Collective, num_ranks: int) -> Sequence[int]:
     return collective.in_splits or even_sizes(collective.shape[0], num_ranks)
 
 
+def _shape(tensor: Tensor | None) -> torch.Size:
+    assert tensor is not None
+    return tensor.shape
+
+
 def _kept(tensor: Tensor | None, values: Tensor) -> Tensor:
     assert tensor is not None
     overwrite(tensor, values)
@@ -195,13 +197,15 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def in_rank_order(collective: Collective, tensors: Sequence[Tensor]) -> Tensor:
-    """Combines contiguous tensors in their order, as ranks that share memory do."""
+    """Combines contiguous tensors in their order, as ranks that share memory do. Returns a flat tensor."""
     operator = collective.reduction
-    total = new_tensor(tuple(tensors[0].shape), tensors[0].dtype)
-    if len(tensors) > 1:
-        combine_in_order(total, tensors, operator)
+    # Flat: tensors that were packed into one may have another shape on each rank.
+    flats = [tensor.view(-1) for tensor in tensors]
+    total = new_tensor(tuple(flats[0].shape), flats[0].dtype)
+    if len(flats) > 1:
+        combine_in_order(total, flats, operator)
         return total
-    wide = tensors[0].to(accumulation_dtype(total.dtype), copy=True)
+    wide = flats[0].to(accumulation_dtype(total.dtype), copy=True)
     return total.copy_(operator.finish(wide, 1))
 
 
@@ -229,7 +233,7 @@ class Inputs:
 
 
 def _combined(calls: Calls) -> list[Tensor]:
-    """Returns the combined values: in rank order one tensor, by a plan the flat values of every rank."""
+    """Returns the combined values, flat: in rank order one tensor, by a plan that of every rank."""
     if calls.plan is None:
         return [in_rank_order(calls.any, calls.all)]
     return _as_planned(calls, calls.plan)
@@ -259,8 +263,7 @@ def _as_planned(calls: Calls, plan: Plan) -> list[Tensor]:
         ]
         _play(plan, chunks, reduction.combine)
         results = flats
-    results = [reduction.finish(result, num_ranks).to(collective.dtype) for result in results]
-    return results if collective.kind == "reduce_scatter" else [result.view(collective.shape) for result in results]
+    return [reduction.finish(result, num_ranks).to(collective.dtype) for result in results]
 
 
 def _place(calls: Calls, rank: int, size: int, wide: torch.dtype) -> Tensor | None:

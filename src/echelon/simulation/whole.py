@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -160,8 +161,11 @@ class RankOrderExecutor(PlannedExecutor):
             with self._world.uncounted_memory(self._world_rank):
                 total = inputs.total(collective)
             if collective.kind == "reduce_scatter":
-                total = total.tensor_split(len(self._key[1]))[self._rank]
-            overwrite(result, total)
+                begin = sum(map(len, tensor.tensor_split(len(self._key[1]))[: self._rank])) * math.prod(
+                    tensor.shape[1:]
+                )
+                total = total[begin : begin + result.numel()]
+            overwrite(result, total.view(result.shape))
             self._took(inputs, record)
             return result
 
