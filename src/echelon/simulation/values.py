@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -203,10 +203,22 @@ def in_rank_order(collective: Collective, tensors: Sequence[Tensor]) -> Tensor:
     flats = [tensor.view(-1) for tensor in tensors]
     total = new_tensor(tuple(flats[0].shape), flats[0].dtype)
     if len(flats) > 1:
-        combine_in_order(total, flats, operator)
+        for begin, end in pairwise(_bounds(collective, len(flats), total)):
+            combine_in_order(total[begin:end], [flat[begin:end] for flat in flats], operator)
         return total
     wide = flats[0].to(accumulation_dtype(total.dtype), copy=True)
     return total.copy_(operator.finish(wide, 1))
+
+
+def _bounds(collective: Collective, num_ranks: int, total: Tensor) -> list[int]:
+    """Returns where the pieces that are combined at once begin, and the end of the last."""
+    # torch multiplies complex numbers in vectors, and the last few of a tensor one by one, which rounds otherwise. So
+    # each rank's part is combined alone, as the rank itself would.
+    if collective.kind == "reduce_scatter" and collective.op == "product" and total.dtype.is_complex:
+        assert collective.shape is not None
+        num_rows, *row = collective.shape
+        return [0, *accumulate(rows * math.prod(row) for rows in even_sizes(num_rows, num_ranks))]
+    return [0, total.numel()]
 
 
 class Inputs:
