@@ -369,7 +369,12 @@ def explore(
             name = getattr(fn, "__name__", repr(fn))
             more = "".join(f", {what}=..." for what, given in _given(args, network, costs, faults) if given)
             more += ", late_sends=True" if late_sends else ""
-            replay = f"echelon.simulate({name}, {world_size}{more}, seed={seed})"
+            more += f", seed={seed}"
+            # The way that `simulate` chooses is left out.
+            if collectives == "whole" or (collectives == "messages" and not faults and not late_sends):
+                more += f', collectives="{collectives}"'
+            more += ', order="tcp"' if order == "tcp" else ""
+            replay = f"echelon.simulate({name}, {world_size}{more})"
             told = f"seed {seed} fails, after {count} that passed; to replay it: {replay}"
             error.add_note(told)
             print(told, file=sys.stderr)
