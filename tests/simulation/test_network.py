@@ -112,7 +112,9 @@ def test_every_algorithm_takes_the_time_of_its_formula(monkeypatch, algorithm, w
         "bits": lambda p: sum(number.bit_count() for number in range(p)),
     }
     expected = eval(algorithm.cost, {}, names)
-    elapsed = echelon.simulate(call, world_size, (operation, num_bytes), network=network, collectives="messages").elapsed
+    elapsed = echelon.simulate(
+        call, world_size, (operation, num_bytes), network=network, collectives="messages"
+    ).elapsed
     assert elapsed == echelon.simulate(call, world_size, (operation, num_bytes), network=network).elapsed
     if (operation, algorithm.name) not in NOT_EXACT:
         assert elapsed == pytest.approx(expected, rel=1e-14)

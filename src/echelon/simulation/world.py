@@ -371,9 +371,10 @@ class World:
         return dict(sorted(sent.items()))
 
     def forget(self) -> None:
-        """Drops all tensors of collectives, after the end of the simulation."""
+        """Drops all tensors of collectives, and the reference cycles, after the end of the simulation."""
         self.inputs.clear()
         self._halls.clear()
+        self.flight_recorders.clear()  # their clock refers to this world
 
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""
