@@ -87,7 +87,7 @@ class Price:
         self._traffic.reserve(self._ranks[rank], float(times.last_left[rank]), float(self._played().busy[rank]))
 
     def hold_up(self, times: Times, earlier: Times | None) -> None:
-        """Lets messages take computing time from their two ranks, those whose times were not known `earlier`."""
+        """Lets messages, if their times were not known `earlier`, take computing time from their two ranks."""
         overhead, waves = self._routes.overhead * self._num_bytes, self._routes.waves
         is_known = np.isfinite(times.left) & (overhead > 0)
         if earlier is not None:

@@ -201,7 +201,9 @@ class Scheduler:
         self.running = first
         first.gate.release()
         try:
-            self._finished.acquire()
+            # In turns of a second: Python would not see a signal that came just before the thread blocked.
+            while not self._finished.acquire(timeout=1.0):
+                pass
         except BaseException:  # such as KeyboardInterrupt, which only the main thread gets
             self.is_ending = self._is_stopped = True
             _interrupt(list(self._tasks), self.running)
