@@ -23,9 +23,6 @@ from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispat
 from torch._C._distributed_c10d import _DistributedBackendOptions as DistributedBackendOptions
 from torch._C._distributed_c10d import _register_work as register_work
 from torch._C._distributed_c10d import _resolve_process_group, _unregister_all_process_groups
-from torch._C._distributed_c10d import (
-    _set_thread_isolation_mode,  # type: ignore[attr-defined] # missing in its stub
-)
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -257,15 +254,16 @@ class GroupRegistry(dist.distributed_c10d._World):
 
 @contextmanager
 def groups_of_each_thread() -> Iterator[None]:
-    """Inside, functional collectives find a group by its name among those that the calling thread has made.
+    """Inside, functional collectives find by its name only a group that the calling thread has made.
 
     torch has no public way: its C++ keeps one registry for the process, or one for each thread.
     """
-    _set_thread_isolation_mode(True)
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined] # missing in its stub
+    isolate(True)
     try:
         yield
     finally:
-        _set_thread_isolation_mode(False)
+        isolate(False)
 
 
 def forget_groups_of_thread() -> None:

@@ -111,8 +111,8 @@ class Boundary:
     """Boundary between a simulated rank's program and the library. Called by the running task of the rank.
 
     Every call into the library begins and ends here. At its start, the time that the program has computed since its
-    last call passes. In between other ranks may have turns. At its end, control and the rank's state of the process go back to
-    the program.
+    last call passes. In between other ranks may have turns. At its end, control goes back to the program, with the
+    rank's state of the process.
     """
 
     def __init__(self, rank: int, world: World, timeout: float) -> None:

@@ -1,7 +1,7 @@
 """Exchange of the process's state between simulated ranks.
 
-Strategy. A process has one environment, one default group of torch.distributed, one random state of each kind. Ranks take
-turns in them. The states are exchanged when code of another rank's program is about to run, not at every hand-over
+Strategy. A process has one environment, one default group of torch.distributed, one random state of each kind. Ranks
+take turns in them. The states are exchanged when code of another rank's program is about to run, not at every hand-over
 between threads: inside the library nothing reads them. So every reader sees its rank's state, through any name and from
 any of the rank's threads.
 """
