@@ -179,7 +179,7 @@ class WholeBackend(VirtualBackend):
     """Simulated rank whose collectives are played whole."""
 
     def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor:  # noqa: D102
-        return WholeExecutor(self, self._boundary, self.world.hall(context, tuple(ranks)), context)
+        return WholeExecutor(self, self.boundary, self.world.hall(context, tuple(ranks)), context)
 
 
 class RankOrderBackend(VirtualBackend):

@@ -28,7 +28,7 @@ from echelon.simulation.faults import FaultPlan
 from echelon.simulation.meeting import Hall, MeetingMailbox
 from echelon.simulation.network import Network, Traffic
 from echelon.simulation.prices import Prices
-from echelon.simulation.random_state import RandomStates
+from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler, Task
 from echelon.simulation.values import Inputs
@@ -164,7 +164,8 @@ class World:
         """Whether a send is done only after all that can happen at the time of its arrival."""
         self.traffic = Traffic(self.scheduler, world_size, link, faults)
         self.recorder = Recorder(world_size)
-        self.random_states = RandomStates(seed, world_size)
+        self.rank_states = RankStates((), world_size)
+        """States of the process that each rank has for itself."""
         self.mailboxes = [MeetingMailbox() for _ in range(world_size)]
         self.prices = Prices(self.traffic)
         self.inputs: dict[tuple[int, tuple[int, ...], int], Inputs] = {}
