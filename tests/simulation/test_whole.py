@@ -169,6 +169,21 @@ def test_a_rank_that_closes_is_missed_by_name(way):
     assert run.results == [2, 2, None, 2]
 
 
+def broadcast_and_leave(group):
+    own = torch.full((1000,), float(group.rank))
+    group.broadcast(own, 0)
+    if group.rank == 0:
+        group.close()
+    return own[0].item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_has_ended_its_part_may_leave(way):
+    """The root goes on long before the last rank has its values, which pass three others on their way."""
+    run = echelon.simulate(broadcast_and_leave, 16, network="1GbE", collectives=way)
+    assert run.results == [0.0] * 16
+
+
 def too_late(group):
     if group.rank == 1:
         with group.backend.compute("long"):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from echelon.backends.collective import Collective
@@ -117,7 +118,11 @@ class Meeting:
         if not ready:
             return
         if self._take is None and (self._kind not in TO_ROOT or any(seat.rank == self._root for seat in ready)):
-            self._take = result_of(self._calls())
+            try:
+                self._take = result_of(self._calls())
+            except Exception as error:
+                self._blame(error)
+                return
             for seat in filter(None, self._seats):
                 seat.tensor = seat.out = None  # kept no longer than needed
         self._num_open -= len(ready)
@@ -132,6 +137,17 @@ class Meeting:
                 _complete(seats)
             else:
                 self._hall.clock.at(end, partial(_complete, seats))
+
+    def _blame(self, error: Exception) -> None:
+        """Fails the rank whose tensor is of a class of its own, which may compute otherwise. Raises if there is none.
+
+        The other ranks hear of it as the group is revoked.
+        """
+        odd = (seat for seat in self._seats if seat and type(seat.tensor) not in (torch.Tensor, type(None)))
+        culprit = next(odd, None)
+        if culprit is None:
+            raise error
+        culprit.work.complete(error=error)
 
     def _lacks(self, rank: int) -> int:
         """Returns the ranks that a rank of the group still waits for, as a set of bits."""
