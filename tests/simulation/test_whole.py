@@ -179,9 +179,14 @@ def broadcast_and_leave(group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_has_ended_its_part_may_leave(way):
-    """The root goes on long before the last rank has its values, which pass three others on their way."""
-    run = echelon.simulate(broadcast_and_leave, 16, network="1GbE", collectives=way)
-    assert run.results == [0.0] * 16
+    """The root has left long before rank 3 has its values, which come from rank 1."""
+
+    def slow_from_1(src, _):
+        return echelon.Network(latency=1.0 if src == 1 else 1e-6)
+
+    run = echelon.simulate(broadcast_and_leave, 4, network=slow_from_1, collectives=way)
+    assert run.results == [0.0] * 4
+    assert run.elapsed > 1.0
 
 
 def too_late(group):
@@ -200,6 +205,22 @@ def test_a_timeout_names_the_rank_that_is_behind():
     texts = [text for text, _ in results]
     assert any("waited 5.0 s for rank 1, which is before its first operation" in text for text in texts)
     assert [now for _, now in results] == [5.0, 10.0, 5.0]
+
+
+def wait_with_an_impatient_rank(group):
+    if group.rank == 1:
+        with group.backend.compute("long"):
+            pass
+        return None
+    with pytest.raises((echelon.Timeout, echelon.PeerFailed), match=r"waited 5\.0 s for rank 1"):
+        group.barrier(timeout=5.0 if group.rank == 0 else None)
+    return group.backend.now()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_timeout_of_one_rank_ends_the_wait_of_the_others(way):
+    run = echelon.simulate(wait_with_an_impatient_rank, 3, costs={"long": 10.0}, collectives=way)
+    assert run.results == [5.0, None, 5.0]
 
 
 def go_on_after_a_timeout(group):
