@@ -21,17 +21,19 @@ def pool():
 
 def runner(request, backend):
     """Returns `run(fn, world_size, *args)`, which gives the results of all ranks on simulated ranks or on processes."""
+    if backend == "whole":
+        return lambda fn, world_size, *args: echelon.simulate(fn, world_size, args, timeout=20.0).results
     if backend == "simulated":
         return lambda fn, world_size, *args: (
-            echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
+            echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True, order="tcp").results
         )
     pool = request.getfixturevalue("pool")
     return lambda fn, world_size, *args: pool.run(fn, world_size, *args, backend=backend)
 
 
-@pytest.fixture(params=["simulated", "processes", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.fixture(params=["simulated", "whole", "processes", pytest.param("gloo", marks=pytest.mark.slow)])
 def run(request):
-    """Runs a function on simulated ranks, and on processes with the backend that they choose."""
+    """Runs a function on simulated ranks, message by message and whole, and on processes that choose their backend."""
     return runner(request, "auto" if request.param == "processes" else request.param)
 
 

@@ -40,6 +40,7 @@ def gloo_world(world_size):
 
 WORLDS = {
     "simulated": simulated_ranks(),
+    "simulated, message by message": simulated_ranks(collectives="messages"),
     "simulated, another seed": simulated_ranks(seed=1),
     "simulated, slow network": simulated_ranks(network="1GbE"),
     "free-running": ranks_in_threads(SimulatedBackend.create_group),

@@ -36,8 +36,8 @@ def all_of_them(group):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_results_are_those_without_hosts(sizes):
     world_size = sum(sizes)
-    found = echelon.simulate(all_of_them, world_size, network=network(sizes))
-    assert found.results == echelon.simulate(all_of_them, world_size, late_sends=True).results
+    found = echelon.simulate(all_of_them, world_size, network=network(sizes), collectives="messages", order="tcp")
+    assert found.results == echelon.simulate(all_of_them, world_size, late_sends=True, order="tcp").results
     assert found.results[0]["large"] == [world_size * (world_size + 1) / 2]
 
 

@@ -17,7 +17,7 @@ def use(monkeypatch, operation, name):
 
 
 def simulate(fn, world_size, *args):
-    return echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True).results
+    return echelon.simulate(fn, world_size, args, timeout=20.0, late_sends=True, order="tcp").results
 
 
 def names(operation):
@@ -215,5 +215,13 @@ def test_a_chunk_that_is_being_sent_is_not_overwritten(monkeypatch, operation, n
     use(monkeypatch, operation, name)
     for world_size in (2, 3, 4):
         for slow in range(world_size):
-            found = echelon.simulate(large, world_size, (operation, 24), network=slow_from(slow), timeout=1000.0)
+            found = echelon.simulate(
+                large,
+                world_size,
+                (operation, 24),
+                network=slow_from(slow),
+                timeout=1000.0,
+                collectives="messages",
+                order="tcp",
+            )
             assert found.results == [0] * world_size

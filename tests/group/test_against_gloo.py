@@ -92,7 +92,7 @@ def make_calls(group, batch):
 
 
 def check_simulated(world_size, batch, seed):
-    results = echelon.simulate(make_calls, world_size, (batch,), seed=seed, late_sends=True).results
+    results = echelon.simulate(make_calls, world_size, (batch,), seed=seed, late_sends=True, order="tcp").results
     for number, case in enumerate(batch):
         for rank, wanted in enumerate(expected(case, world_size)):
             check(case, results[rank][number], wanted)

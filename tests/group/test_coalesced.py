@@ -89,7 +89,7 @@ def count_messages(group, act):
     ],
 )
 def test_messages_are_those_of_one_tensor_for_each_dtype(act, messages):
-    trace = echelon.simulate(act, 2).trace.splitlines()
+    trace = echelon.simulate(act, 2, collectives="messages").trace.splitlines()
     assert sum("rank 0 sends to rank 1" in line for line in trace) == messages
 
 

@@ -13,7 +13,10 @@ MANY_ON_PROCESSES = settings(FEW, max_examples=250)
 
 
 def simulated(program):
-    verify(program, echelon.simulate(run, program.world_size, (program,), timeout=20.0, late_sends=True).results)
+    verify(
+        program,
+        echelon.simulate(run, program.world_size, (program,), timeout=20.0, late_sends=True, order="tcp").results,
+    )
 
 
 def on_processes(pool, program, backend):

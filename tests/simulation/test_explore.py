@@ -32,12 +32,12 @@ def test_it_stops_at_the_first_failing_seed_and_says_how_to_replay_it(capsys):
         echelon.explore(never_rank_three_first, 4, seeds=range(100))
     note = caught.value.__notes__[-1]
     seed = int(re.match(r"seed (\d+) fails, after \1 that passed", note)[1])
-    assert f"echelon.simulate(never_rank_three_first, 4, seed={seed})" in note
+    assert f'echelon.simulate(never_rank_three_first, 4, seed={seed}, collectives="messages")' in note
     assert note in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="rank 3 came first"):
-        echelon.simulate(never_rank_three_first, 4, seed=seed)
+        echelon.simulate(never_rank_three_first, 4, seed=seed, collectives="messages")
     for earlier in range(seed):
-        echelon.simulate(never_rank_three_first, 4, seed=earlier)
+        echelon.simulate(never_rank_three_first, 4, seed=earlier, collectives="messages")
 
 
 def test_a_check_sees_what_no_rank_can_see():

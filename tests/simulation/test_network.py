@@ -54,12 +54,13 @@ def call(group, operation, num_bytes):
     return group.backend.now()
 
 
+@pytest.mark.parametrize("way", ["whole", "messages"])
 @pytest.mark.parametrize("rows", [1, 32, 1024])
 @pytest.mark.parametrize(("operation", "algorithm", "world_size"), CASES)
-def test_collectives_take_the_time_of_their_formulas(monkeypatch, operation, algorithm, world_size, rows):
+def test_collectives_take_the_time_of_their_formulas(monkeypatch, operation, algorithm, world_size, rows, way):
     monkeypatch.setenv(f"ECHELON_{operation.upper()}", algorithm)
     num_bytes = 4 * world_size * rows
-    run = echelon.simulate(call, world_size, (operation, num_bytes), network=NETWORK)
+    run = echelon.simulate(call, world_size, (operation, num_bytes), network=NETWORK, collectives=way)
     assert run.elapsed == max(run.results) == FORMULAS[operation, algorithm](world_size, num_bytes)
 
 
@@ -111,7 +112,10 @@ def test_every_algorithm_takes_the_time_of_its_formula(monkeypatch, algorithm, w
         "bits": lambda p: sum(number.bit_count() for number in range(p)),
     }
     expected = eval(algorithm.cost, {}, names)
-    elapsed = echelon.simulate(call, world_size, (operation, num_bytes), network=network).elapsed
+    elapsed = echelon.simulate(
+        call, world_size, (operation, num_bytes), network=network, collectives="messages"
+    ).elapsed
+    assert elapsed == echelon.simulate(call, world_size, (operation, num_bytes), network=network).elapsed
     if (operation, algorithm.name) not in NOT_EXACT:
         assert elapsed == pytest.approx(expected, rel=1e-14)
     else:  # eight bytes a tensor more at most

@@ -1,8 +1,9 @@
 """A collective as a value, and the interface of the executors that run it.
 
 Strategy. A group prepares each `Collective` once: an executor turns the value into a function, and the group keeps the
-function under the value. There are three executors: plans over messages (`collectives/calls/plan_executor`), memory
-that the ranks share (`shared/collectives`), and an engine of torch (`torch_distributed/collectives`).
+function under the value. There are four executors: plans over messages (`collectives/calls/plan_executor`), memory
+that the ranks share (`shared/collectives`), an engine of torch (`torch_distributed/collectives`), and one event of a
+simulation (`simulation/whole`).
 """
 
 from __future__ import annotations

@@ -65,6 +65,16 @@ _DIM_BYTES = 48
 """Memory counted for each dimension: a Python number, and size and stride in torch."""
 
 
+def disagreement(peer: int, theirs: str, own: str) -> CollectiveMismatch:
+    """Returns the error of a rank in one operation for a peer in another."""
+    return CollectiveMismatch(
+        f"rank {peer} is in {theirs}, this rank in {own}: "
+        "every rank must call the same operations in the same order with the same arguments",
+        peer,
+        theirs,
+    )
+
+
 class Receive:
     """A receive that was posted."""
 
@@ -104,13 +114,7 @@ class Receive:
         A place that it does not fit is given up, unless it must.
         """
         if self.note is not None and note != self.note:
-            theirs = readable(note) or "send"
-            return CollectiveMismatch(
-                f"rank {src} is in {theirs}, this rank in {readable(self.note) or 'recv'}: "
-                "every rank must call the same operations in the same order with the same arguments",
-                src,
-                theirs,
-            )
+            return disagreement(src, readable(note) or "send", readable(self.note) or "recv")
         if self.out is not None and (self.out.shape != shape or self.out.dtype != dtype):
             if not self.must_fit:
                 self.out = None

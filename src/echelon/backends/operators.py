@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -139,3 +139,27 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype == torch.complex32:
         return torch.complex64
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def combine_in_order(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Operator) -> None:
+    """Reduces the parts in their order into `target`, which may be one of them."""
+    dtype = target.dtype
+    wide = accumulation_dtype(dtype)
+    if wide is dtype and len(parts) == 2 and not operator.divides:  # fast path: 2 ranks
+        operator.function(parts[0], parts[1], out=target)
+        return
+    first, second, *others = parts
+    # A part that is the target would be overwritten by the first step if it came third or later.
+    if wide is dtype and not (others and any(part is target for part in others)):
+        function = operator.function
+        function(first, second, out=target)
+        for part in others:
+            function(target, part, out=target)
+        if operator.divides:
+            operator.finish(target, len(parts))
+        return
+    # In a copy, as float32 for 8- and 16-bit floats, which are rounded once at the end instead of at every step.
+    total = first.to(wide, copy=True)
+    for part in (second, *others):
+        operator.combine(total, part.to(wide))
+    target.copy_(operator.finish(total, len(parts)))

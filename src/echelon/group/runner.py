@@ -34,7 +34,7 @@ from echelon.backends.operators import check_op
 from echelon.backends.work import Work
 from echelon.collectives.calls.coalesced import Packed
 from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, HangDiagnosis
-from echelon.collectives.calls.plan_executor import PlanExecutor
+from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor
 from echelon.collectives.plans.select import Selector
 from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of, without_frames
 from echelon.group.staging import Around, admit, nothing
@@ -81,10 +81,11 @@ class CollectiveRunner:
         self._ranks = ranks
         self._context = context
         self._name = name
-        native = backend.executor(context, ranks)
-        self.is_native = native is not None
+        self._executor = backend.executor(context, ranks) or PlanExecutor(backend, ranks, context)
+        self.is_native = not isinstance(self._executor, PlannedExecutor)
         """Whether the backend runs collectives itself, not by messages of a plan."""
-        self._executor = native or PlanExecutor(backend, ranks, context, selector)
+        if isinstance(self._executor, PlannedExecutor):
+            self._executor.selector = selector
         backend.control.join(context, ranks)
         # Guards the sequence number, signature and marks, which must advance together. Held for no other work.
         self._numbering = threading.Lock()

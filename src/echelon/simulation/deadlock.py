@@ -9,11 +9,12 @@ from echelon.backends.delivery import ANY
 from echelon.backends.formats.wire import Tag, readable
 from echelon.call_site import place_of_thread, source_of
 from echelon.errors import DeadlockError
-from echelon.operation_records import FlightRecorder
+from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.pipeline.run.transfer import what_passes
-from echelon.simulation.backend import Passage, VirtualWork
+from echelon.simulation.backend import Passage, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
 from echelon.simulation.world import World, is_plain
+from echelon.wording import listed
 
 _MOST_UNCLAIMED = 8
 """Most unclaimed messages that a DeadlockError lists."""
@@ -23,25 +24,29 @@ class Waiting(NamedTuple):
     """Waiting task, as a DeadlockError lists it."""
 
     rank: int
-    peer: int
-    """Rank that it waits for. Its own if it waits for an asynchronous operation, ANY if any rank will do."""
+    peers: tuple[int, ...]
+    """Ranks that it waits for. Its own if it waits for an asynchronous operation, ANY if any rank will do."""
     doing: str
     place: str
     """Line of the program. Empty if the rank's function has returned."""
     is_beside: bool
     """Whether the task is a lane. `place` is then the line that started the operation."""
+    is_collective: bool
+    """Whether it waits in a collective, or for an asynchronous operation."""
+    of_store: bool
+    """Whether it waits for a key of a store of torch.distributed."""
 
     def __str__(self) -> str:
-        whom = "any rank" if self.peer == ANY else f"rank {self.peer}"
+        whom = "any rank" if self.peers == (ANY,) else listed(self.peers)
         if self.is_beside:
             return f"rank {self.rank}, in {self.doing}, waits for {whom}; begun at {self.place}"
-        whom = whom if self.peer != self.rank else "its own asynchronous operation"
+        whom = whom if self.peers != (self.rank,) else "its own asynchronous operation"
         where = f", at {self.place}" if self.place else ", at the end of its function"
         return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
 
 
-def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
-    """Returns the error for tasks of a world that wait for ever."""
+def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockError:
+    """Returns the error for tasks of a world that wait for ever. `hint` is a mistake that may be the cause."""
     waiting = sorted(_waiting(world, task) for task in tasks)
     # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
     returned = sorted(world.returned - {task.rank for task in tasks if task.number == 0})
@@ -54,25 +59,29 @@ def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
     lines += unclaimed[:_MOST_UNCLAIMED]
     if len(unclaimed) > _MOST_UNCLAIMED:
         lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
-    reason = _reason(waiting, returned)
+    reason = hint or _reason(waiting, returned)
     return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *lines]))
 
 
 def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
     # Before any cycle: a rank that has returned can send nothing more.
     for task in tasks:
-        if task.peer in returned:
-            return (
-                f"rank {task.rank} waits for rank {task.peer}, which has returned: make both call the same operations"
-            )
+        if gone := [peer for peer in task.peers if peer in returned]:
+            which = "which has returned: make both" if len(gone) == 1 else "which have returned: make all"
+            return f"rank {task.rank} waits for {listed(gone)}, {which} call the same operations"
     edges: dict[int, list[int]] = {}
+    collective: dict[int, bool] = {}
     for task in tasks:
-        if task.peer not in (task.rank, ANY):
-            edges.setdefault(task.rank, []).append(task.peer)
+        edges.setdefault(task.rank, []).extend(peer for peer in task.peers if peer not in (task.rank, ANY))
+        collective[task.rank] = collective.get(task.rank, True) and task.is_collective
     cycle = _find_cycle(edges)
+    if not cycle and (in_store := next((task for task in tasks if task.of_store), None)):
+        return f"no other rank will end the wait of rank {in_store.rank} in {in_store.doing}"
     if not cycle:
         return "the messages that they wait for were never sent: match every receive with a send"
     path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
+    if all(collective[rank] for rank in cycle):
+        return f"they wait for each other, {path}: make all ranks call the collectives in the same order"
     return f"they wait for each other, {path}: let one of them send before it waits"
 
 
@@ -99,11 +108,26 @@ def _waiting(world: World, task: Task) -> Waiting:
     assert isinstance(work, VirtualWork)
     return Waiting(
         rank=task.rank,
-        peer=work.peer,
+        peers=work.awaited(),
         doing=_doing(work, world.flight_recorders[task.rank]),
-        place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
+        place=_line_of_lane(world, task, work) if task.number else source_of(place_of_thread(task.thread.ident)),
         is_beside=task.number > 0,
+        is_collective=work.awaited() == (task.rank,) or bool(work.operation),
+        of_store=isinstance(work, StoreWait),
     )
+
+
+def _line_of_lane(world: World, task: Task, work: VirtualWork[object]) -> str:
+    """Returns the line that started the operation of a lane. That of the operation in the lane, if it has no record."""
+    flight = _flight_of(work, world.flight_recorders[task.rank])
+    return source_of(task.origin if flight is None else flight.place)
+
+
+def _flight_of(work: VirtualWork[object], recorder: FlightRecorder) -> OperationRecord | None:
+    passage = work.description
+    if work.flight is not None or not isinstance(passage, Passage):
+        return work.flight
+    return recorder.find(passage.tag.context, passage.tag.sequence)
 
 
 def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
@@ -112,7 +136,7 @@ def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
         return str(passage)
     if value := what_passes(passage.tag):
         return f"{passage.doing} rank {passage.peer}, {value}"
-    flight = work.flight or recorder.find(passage.tag.context, passage.tag.sequence)
+    flight = _flight_of(work, recorder)
     group = "" if flight is None or flight.group == "world" else f", of group {flight.group!r}"
     return (readable(work.operation) or str(passage)) + group
 

@@ -142,6 +142,12 @@ class FaultPlan:
         partitions = [fault for fault in faults if isinstance(fault, NetworkPartition)]
         self._partitions = sorted(partitions, key=lambda partition: partition.start)
 
+    def on_messages(self) -> Fault | None:
+        """Returns a fault that acts on messages. None if all act on ranks."""
+        kills = [kill for kill in self.kills if kill.at_op is not None]
+        faults: tuple[Fault, ...] = (*kills, *self._delays, *self._partitions)
+        return faults[0] if faults else None
+
     def arrival(self, src: int, dst: int, left: float, arrives: float) -> float:
         """Returns the arrival time of a message that left at `left` and arrives at `arrives` without faults.
 

@@ -51,16 +51,35 @@ class Traffic:
 
     def send(self, src: int, dst: int, num_bytes: int) -> Passage:
         """Sends a message: reserves its sender's link and returns its times. Never blocks."""
-        link = self._links.get((src, dst)) or self._find_link(src, dst)
+        link = self.link(src, dst)
         # The sender is the bottleneck: its messages leave one after another, whichever ranks they are for.
         left = max(self._clock.now, self._free_at[src]) + num_bytes / link.bandwidth
         self._free_at[src] = left
         passage = self._pass(src, dst, left, left + link.latency)
         if link.overhead and num_bytes:
             seconds = link.overhead * num_bytes
-            self._hold_up_at(passage.left, src, seconds)
-            self._hold_up_at(passage.arrives, dst, seconds)
+            self.hold_up_at(passage.left, src, seconds)
+            self.hold_up_at(passage.arrives, dst, seconds)
         return passage
+
+    def link(self, src: int, dst: int) -> Network:
+        """Returns the network from one rank to another."""
+        return self._links.get((src, dst)) or self._find_link(src, dst)
+
+    def free_at(self, rank: int) -> float:
+        """Returns the time at which all messages that a rank has sent so far have left."""
+        return self._free_at[rank]
+
+    def reserve(self, rank: int, last_left: float, seconds: float) -> None:
+        """Keeps a rank's link busy for the messages of a whole collective.
+
+        Args:
+            rank: The rank.
+            last_left: Time at which the last of them has left.
+            seconds: Their time on the link. In between, other messages can leave.
+        """
+        free_at = self._free_at[rank]
+        self._free_at[rank] = max(free_at, min(last_left, max(free_at, self._clock.now) + seconds))
 
     def _find_link(self, src: int, dst: int) -> Network:
         try:
@@ -82,7 +101,8 @@ class Traffic:
         finally:
             self._num_computing[rank] -= 1
 
-    def _hold_up_at(self, time: float, rank: int, seconds: float) -> None:
+    def hold_up_at(self, time: float, rank: int, seconds: float) -> None:
+        """Delays a rank's computing at `time` by a message's overhead."""
         if time <= self._clock.now:
             self._hold_up(rank, seconds)
         elif time < math.inf:
@@ -209,6 +229,17 @@ def link_function(network: NetworkLike, world_size: int) -> Callable[[int, int],
             "the numbers equal"
         )
     return chosen.between
+
+
+def takes_no_time(network: NetworkLike) -> bool:
+    """Whether all messages arrive at once."""
+    chosen = Network.named(network) if isinstance(network, str) else network
+    if chosen is None:
+        return True
+    if not isinstance(chosen, Network):
+        return False
+    local = chosen.hosts is None or (chosen.local_latency == 0 and chosen.local_bandwidth == math.inf)
+    return chosen.latency == 0 and chosen.bandwidth == math.inf and chosen.overhead == 0 and local
 
 
 def _checked(network: Callable[[int, int], Network]) -> Callable[[int, int], Network]:

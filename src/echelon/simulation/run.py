@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +26,15 @@ from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain
 from echelon.simulation.faults import FaultPlan, Faults
-from echelon.simulation.network import NetworkLike, host_numbers, link_function
-from echelon.simulation.random_state import on_one_core
+from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
+from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
+from echelon.simulation.process.library_state import DefaultDtype, LibraryState
+from echelon.simulation.process.random_state import RandomState, on_one_core
+from echelon.simulation.process.state import RankStates, State
+from echelon.simulation.process.torch_distributed import TorchDistributed
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
+from echelon.simulation.whole import Collectives, Order, backend_of
 from echelon.simulation.world import World
 from echelon.timeline.timeline import Timeline
 
@@ -74,6 +80,8 @@ def simulate(
     timeout: float = DEFAULT_TIMEOUT,
     memory: bool = False,
     late_sends: bool = False,
+    collectives: Collectives | None = None,
+    order: Order = "shm",
 ) -> Simulation:
     """Runs `fn(group, *args)` on every rank of a simulated world. Blocks until all ranks have ended.
 
@@ -99,11 +107,16 @@ def simulate(
         late_sends: whether a send is done as late as it can be without virtual time: once no rank can go on otherwise
             at the time at which its message arrives. A rank that overwrites a tensor before its send is done is then
             found whenever it does so at that time. Most strict without `network` and `costs`, where all is one time.
+        collectives: "whole" plays each collective as one event with the cost of its plan, "messages" plays the messages
+            of the plan. Results are the same. So is the virtual time, unless a rank's messages get in each other's way.
+            None: "messages" with `faults` or `late_sends`, which act on messages, else "whole".
+        order: order in which reductions combine values. "shm": that of the ranks, as real processes of one host do.
+            "tcp": that of the algorithm, as processes do over TCP.
 
     Raises:
         InvalidWorldSize: `world_size` is below 1 or above 65,536.
-        LaunchError, InvalidRank: an argument is invalid, `late_sends` is given with `memory`, or a fault names a rank
-            that is not in the world.
+        LaunchError, InvalidRank: an argument is invalid, `late_sends` is given with `memory`, a fault names a rank that
+            is not in the world, or a fault acts on messages and collectives have none.
         DeadlockError: no rank can go on. It lists which rank waits for which, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
         UnsupportedOp: a rank changed a tensor before its send was done. It names the line of the send. Checked with
@@ -121,25 +134,60 @@ def simulate(
         # The check keeps sent tensors alive, so they would count for longer.
         raise LaunchError("late_sends=True and memory=True: leave one out, because no send is checked with memory=True")
     link, hosts = link_function(network, world_size), host_numbers(network, world_size)
-    world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends)
-    run = _Run(world, world_size, fn, args, timeout)
-    num_threads = torch.get_num_threads()
-    try:
-        with _rarer_collections(), on_one_core():
-            run.run()
-    finally:
-        world.random_states.restore()
-        torch.set_num_threads(num_threads)
+    named = isinstance(network, Network) and network.hosts is not None  # else all ranks are on one, as torchrun's
+    make = backend_of(_way_of(collectives, plan, late_sends), _checked_order(order))
+    is_instant, follows_plans = takes_no_time(network), order == "tcp"
+    with _only_simulation():
+        world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
+        run = _Run(world, world_size, fn, args, timeout, make)
+        num_threads = torch.get_num_threads()
+        world.rank_states = rank_states = RankStates(
+            _states(run.torch, seed, hosts if named else (0,) * world_size), world_size
+        )
+        try:
+            with _rarer_collections(), on_one_core(), run.torch.installed():
+                run.run()
+        finally:
+            rank_states.restore()
+            torch.set_num_threads(num_threads)
     return Simulation(
         results=run.results,
         elapsed=run.elapsed,
         seed=seed,
         timeline=world.recorder.timeline(),
-        bytes_sent=dict(sorted(world.recorder.bytes_sent.items())),
+        bytes_sent=world.bytes_sent(),
         peak_memory=tuple(memory_meter.peak for memory_meter in world.memory_meters) if memory else None,
         measurements=None if meter is None else meter.measurements(),
         events=world.recorder.events,
     )
+
+
+_is_simulating = threading.Lock()
+
+
+@contextmanager
+def _only_simulation() -> Iterator[None]:
+    """Inside, this is the only simulation of the process.
+
+    Raises:
+        LaunchError: another one is running.
+    """
+    if not _is_simulating.acquire(blocking=False):
+        raise LaunchError(
+            "a simulation is running in this process already: run one after the other, or in processes of their own"
+        )
+    try:
+        yield
+    finally:
+        _is_simulating.release()
+
+
+def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
+    """Returns the states of the process that each rank has for itself."""
+    names = [(sys, "argv"), (sys, "excepthook")]
+    attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
+    variables = functools.partial(torchrun_variables, hosts=hosts)
+    return [RandomState(seed), Environment(variables), Attributes(attributes), DefaultDtype(), LibraryState()]
 
 
 def _check(fn: object, args: object, seed: object, timeout: object) -> None:
@@ -149,11 +197,40 @@ def _check(fn: object, args: object, seed: object, timeout: object) -> None:
     check_default_timeout(timeout, LaunchError)
 
 
+def _way_of(collectives: object, faults: FaultPlan, late_sends: bool) -> Collectives:
+    """Returns how collectives are played."""
+    if collectives is None:
+        return "messages" if faults.faults or late_sends else "whole"
+    if collectives == "messages":
+        return "messages"
+    if collectives != "whole":
+        raise LaunchError(
+            f'collectives={collectives!r}: use "whole" or "messages", or None to let the simulation choose'
+        )
+    if on_messages := faults.on_messages():
+        raise LaunchError(f'collectives="whole" has no messages for {on_messages}: use collectives="messages"')
+    return "whole"
+
+
+def _checked_order(order: object) -> Order:
+    if order == "shm":
+        return "shm"
+    if order == "tcp":
+        return "tcp"
+    raise LaunchError(f'order={order!r}: use "shm" or "tcp"')
+
+
 class _Run:
     """Running simulation: its ranks, their results and their failures."""
 
     def __init__(
-        self, world: World, world_size: int, fn: Callable[..., Any], args: Sequence[object], timeout: float
+        self,
+        world: World,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: Sequence[object],
+        timeout: float,
+        make_backend: Callable[[int, int, World, float], VirtualBackend],
     ) -> None:
         self.results: list[Any] = [None] * world_size
         self.elapsed = 0.0
@@ -162,10 +239,12 @@ class _Run:
         self._fn = fn
         self._args = args
         self._timeout = timeout
+        self._make_backend = make_backend
         self._num_left = world_size
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
         self._backends: list[VirtualBackend] = []
+        self.torch = TorchDistributed(world)
         self._disputed: set[int] = set()
         """Contexts whose ranks have got CollectiveMismatch already."""
         self._scheduler.on_stuck = self._explain
@@ -181,6 +260,7 @@ class _Run:
             # until the garbage collector ran.
             for backend in self._backends:
                 backend.forget()
+            self._world.forget()
             self._scheduler.forget()
             self._errors.clear()
         # The error's traceback refers to this frame: without the `del`, frame and error would be a cycle.
@@ -200,17 +280,17 @@ class _Run:
                 error.__cause__ = self._errors[cause.rank]
             error.add_note(f"raised on rank {cause.rank} of {len(self.results)}")
             return error
-        return self._scheduler.error or self._world.overwritten or self._world.missed()
+        return self._scheduler.error or self._world.overwritten or self._world.missed() or self.torch.missed()
 
     def _run_rank(self, rank: int) -> None:
         """Body of a rank's main task."""
         torch.set_num_threads(1)  # `simulate` restores the caller's number
-        backend = VirtualBackend(rank, len(self.results), self._world, self._timeout)
+        backend = self._make_backend(rank, len(self.results), self._world, self._timeout)
         self._backends.append(backend)
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            with provide(group), self._world.memory_meter(backend.rank):
+            with provide(group), self.torch.rank(group), self._world.memory_meter(backend.rank):
                 self.results[rank] = self._fn(group, *self._args)
             self._world.returned.add(rank)
             backend.drain()
@@ -244,7 +324,7 @@ class _Run:
             return None
         if self._tell_of_disagreement():
             return None
-        return explain(world, tasks)
+        return explain(world, tasks, self.torch.missing_divisions())
 
     def _tell_of_disagreement(self) -> bool:
         """Fails a collective that two ranks called differently, on all ranks. True if there was one."""
@@ -283,6 +363,8 @@ def explore(
     faults: Faults = (),
     *,
     late_sends: bool = False,
+    collectives: Collectives | None = "messages",
+    order: Order = "shm",
     check: Callable[[Simulation], object] | None = None,
 ) -> int:
     """Simulates `fn` with one seed after another. Returns the number of seeds tried.
@@ -291,8 +373,9 @@ def explore(
     replay it.
 
     Args:
-        fn, world_size, args, network, costs, faults, late_sends: as for `simulate`.
+        fn, world_size, args, network, costs, faults, late_sends, order: as for `simulate`.
         seeds: the seeds to try.
+        collectives: as for `simulate`, but "messages" if it is not given, because the order of messages is explored.
         check: function called with the simulation of each seed. An exception of it is a failure, too. It can check
             conditions that no single rank sees, such as equal results.
 
@@ -307,14 +390,30 @@ def explore(
     count = 0
     for seed in seeds:
         try:
-            simulation = simulate(fn, world_size, args, seed, network, costs, faults, late_sends=late_sends)
+            simulation = simulate(
+                fn,
+                world_size,
+                args,
+                seed,
+                network,
+                costs,
+                faults,
+                late_sends=late_sends,
+                collectives=collectives,
+                order=order,
+            )
             if check is not None:
                 check(simulation)
         except Exception as error:  # not KeyboardInterrupt, which is no failure of the seed
             name = getattr(fn, "__name__", repr(fn))
             more = "".join(f", {what}=..." for what, given in _given(args, network, costs, faults) if given)
             more += ", late_sends=True" if late_sends else ""
-            replay = f"echelon.simulate({name}, {world_size}{more}, seed={seed})"
+            more += f", seed={seed}"
+            # The way that `simulate` chooses is left out.
+            if collectives == "whole" or (collectives == "messages" and not faults and not late_sends):
+                more += f', collectives="{collectives}"'
+            more += ', order="tcp"' if order == "tcp" else ""
+            replay = f"echelon.simulate({name}, {world_size}{more})"
             told = f"seed {seed} fails, after {count} that passed; to replay it: {replay}"
             error.add_note(told)
             print(told, file=sys.stderr)

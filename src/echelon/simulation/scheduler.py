@@ -22,6 +22,7 @@ from functools import partial
 from threading import get_ident
 
 from echelon.backends.work import Work
+from echelon.call_site import Place
 from echelon.errors import EchelonError, UnsupportedOp
 
 
@@ -38,9 +39,9 @@ class Task:
     number: int
     """0 for a rank's main task, from 1 for its lanes."""
     body: Callable[[], None]
-    origin: str
-    """Line of the program that started a lane. Empty for a main task."""
     leave: Callable[[Task], None]
+    origin: Place | None = None
+    """Line of the program that started the present operation of a lane. None for a main task."""
     awaits: Work[object] | None = None
     deadline: float = math.inf
     insists: bool = False
@@ -184,9 +185,9 @@ class Scheduler:
 
     # Called by the thread that starts the simulation. A running task may call `add`, too.
 
-    def add(self, rank: int, body: Callable[[], None], number: int = 0, origin: str = "") -> Task:
+    def add(self, rank: int, body: Callable[[], None], number: int = 0) -> Task:
         """Adds a task, with its first turn at the present time. Does not block."""
-        task = Task(rank, number, body, origin, self._leave)
+        task = Task(rank, number, body, self._leave)
         self._tasks[task] = None
         self._threads.append(task.thread)
         task.thread.start()
@@ -200,7 +201,9 @@ class Scheduler:
         self.running = first
         first.gate.release()
         try:
-            self._finished.acquire()
+            # In turns of a second: Python would not see a signal that came just before the thread blocked.
+            while not self._finished.acquire(timeout=1.0):
+                pass
         except BaseException:  # such as KeyboardInterrupt, which only the main thread gets
             self.is_ending = self._is_stopped = True
             _interrupt(list(self._tasks), self.running)
@@ -233,6 +236,10 @@ class Scheduler:
                 "thread that runs the rank; for threads of your own use SimulatedBackend.create_group"
             )
         return task
+
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is the running task."""
+        return self.running is not None and self.running.ident == get_ident()
 
     def sleep(self, seconds: float) -> None:
         """Blocks the running task for `seconds` of virtual time. math.inf: for ever."""

@@ -6,7 +6,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,10 +25,13 @@ from echelon.operation_records import FlightRecorder
 from echelon.pipeline.run.transfer import TRANSFERS
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
+from echelon.simulation.meeting import Hall, MeetingMailbox
 from echelon.simulation.network import Network, Traffic
-from echelon.simulation.random_state import RandomStates
+from echelon.simulation.prices import Prices
+from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler, Task
+from echelon.simulation.values import Inputs
 
 
 class MemoryMeter(DispatchMode):  # type: ignore[no-untyped-call]
@@ -146,6 +149,8 @@ class World:
         measures_memory: bool,
         hosts: tuple[int, ...],
         late_sends: bool,
+        is_instant: bool,
+        follows_plans: bool,
     ) -> None:
         # The one source of order between events at the same time: one seed gives one run.
         self.scheduler = Scheduler(random.Random(seed).random)
@@ -159,8 +164,15 @@ class World:
         """Whether a send is done only after all that can happen at the time of its arrival."""
         self.traffic = Traffic(self.scheduler, world_size, link, faults)
         self.recorder = Recorder(world_size)
-        self.random_states = RandomStates(seed, world_size)
-        self.mailboxes = [Mailbox() for _ in range(world_size)]
+        self.rank_states = RankStates((), world_size)
+        """States of the process that each rank has for itself."""
+        self.mailboxes = [MeetingMailbox() for _ in range(world_size)]
+        self.prices = Prices(self.traffic)
+        self.inputs: dict[tuple[int, tuple[int, ...], int], Inputs] = {}
+        """Values of the reductions under way, by context, ranks and sequence."""
+        self._is_instant = is_instant
+        self._follows_plans = follows_plans
+        self._halls: dict[tuple[int, tuple[int, ...]], Hall] = {}
         self.memory_meters = [MemoryMeter() for _ in range(world_size)] if measures_memory else []
         self.flight_recorders: dict[int, FlightRecorder] = {}
         self.returned: set[int] = set()
@@ -211,18 +223,37 @@ class World:
         """Inside, the memory of new tensors of a rank is counted, if the simulation has `memory=True`."""
         return self.memory_meters[rank] if self.memory_meters else nullcontext()
 
+    @contextmanager
+    def uncounted_memory(self, rank: int) -> Iterator[None]:
+        """Inside, new tensors count as no rank's memory. Called in a thread of `rank`."""
+        if not self.memory_meters:
+            yield
+            return
+        meter = self.memory_meters[rank]
+        before, meter.is_paused = meter.is_paused, True
+        try:
+            yield
+        finally:
+            meter.is_paused = before
+
+    def hall(self, context: int, ranks: tuple[int, ...]) -> Hall:
+        """Returns the meetings of a group's collectives."""
+        # With the ranks, because disjoint groups may have one context.
+        found = self._halls.get((context, ranks))
+        if found is None:
+            found = self._halls[context, ranks] = Hall(
+                ranks, context, self.clock, self.traffic, self.prices, self._is_instant, self._follows_plans
+            )
+        return found
+
     def _copy(self, src: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a sent tensor, for the receiver. Its memory does not count as the sender's."""
         # In normal mode: torch refuses to change a tensor of inference mode outside of it, where the receiver may be.
         if not self.memory_meters:
             with normal_mode():
                 return tensor.detach().clone() if tensor.requires_grad else tensor.clone()
-        self.memory_meters[src].is_paused = True
-        try:
-            with normal_mode():
-                return tensor.detach().clone()
-        finally:
-            self.memory_meters[src].is_paused = False
+        with self.uncounted_memory(src), normal_mode():
+            return tensor.detach().clone()
 
     def arrive(self, src: int, dst: int, tensor: torch.Tensor, tag: Tag, note: str) -> None:
         """Delivers a message to the mailbox of its receiver."""
@@ -293,13 +324,20 @@ class World:
                 # The name of the collective is in the trace, which has the note of each message.
                 events = (Event(*event) for event in self.recorder.events)  # type: ignore[arg-type]
                 note = next((event.note for event in events if event.rank == src and event.tag == tag), "")
-                flight = self.flight_recorders[src].find(tag.context, tag.sequence)
-                place = "" if flight is None else f" at {line_of(flight.place)}"
-                return CollectiveMismatch(
-                    f"rank {dst} has returned without {readable(note) or 'a collective'}, which rank {src} called"
-                    f"{place}: every rank must call the same operations in the same order with the same arguments"
-                )
+                return self._absence(dst, src, tag, note)
+        for hall in self._halls.values():
+            for absent, caller, tag, note in hall.left_out():
+                if not any(mailbox.failures.of(caller, tag) for mailbox in self.mailboxes):
+                    return self._absence(absent, caller, tag, note)
         return None
+
+    def _absence(self, absent: int, caller: int, tag: Tag, note: str) -> CollectiveMismatch:
+        flight = self.flight_recorders[caller].find(tag.context, tag.sequence)
+        place = "" if flight is None else f" at {line_of(flight.place)}"
+        return CollectiveMismatch(
+            f"rank {absent} has returned without {readable(note) or 'a collective'}, which rank {caller} called"
+            f"{place}: every rank must call the same operations in the same order with the same arguments"
+        )
 
     def _unreceived(self) -> list[tuple[int, int, Tag]]:
         """Returns receiver, sender and tag of all messages that were not received, in flight or not, sorted."""
@@ -318,12 +356,26 @@ class World:
     def fail_overwritten(self, sender: Task, place: Place | None, dst: int, what: str) -> None:
         """Ends the simulation with the error for a tensor that was changed during its send. The first one counts."""
         if self.overwritten is None:
-            line = source_of(place) or sender.origin  # a lane has no line of the program but the one that began it
+            line = source_of(place) or source_of(
+                sender.origin
+            )  # a lane has no line of the program but the one that began it
             self.overwritten = UnsupportedOp(
                 f"rank {sender.rank} changed a tensor before its send to rank {dst} was done, at "
                 f"{self.clock.now:g} s in {what}{line and f', sent at {line}'}: wait for the Work of the send first"
             )
             self.scheduler.fail(self.overwritten)
+
+    def bytes_sent(self) -> dict[tuple[int, int], int]:
+        """Returns the bytes of all messages, by (sender, receiver), sorted."""
+        sent = self.recorder.bytes_sent.copy()
+        sent.update(self.prices.bytes_sent())
+        return dict(sorted(sent.items()))
+
+    def forget(self) -> None:
+        """Drops all tensors of collectives, and the reference cycles, after the end of the simulation."""
+        self.inputs.clear()
+        self._halls.clear()
+        self.flight_recorders.clear()  # their clock refers to this world
 
     def note(self, rank: int, what: str) -> None:
         """Adds a line to the trace."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from echelon.backends.base import Backend
 from echelon.group.group import ProcessGroup
@@ -81,8 +81,10 @@ def ranks_in_threads(make_world: Callable[[int], Sequence[Backend]]) -> RunRanks
     return run
 
 
-def simulated_ranks(seed: int = 0, network: NetworkLike = None) -> RunRanks:
-    """Returns a runner on simulated ranks, one at a time. `seed` and `network` as for `simulate`."""
+def simulated_ranks(
+    seed: int = 0, network: NetworkLike = None, *, collectives: Literal["whole", "messages"] | None = None
+) -> RunRanks:
+    """Returns a runner on simulated ranks, one at a time. `seed`, `network` and `collectives` as for `simulate`."""
 
     def run(world_size: int, act: Act) -> list[object]:
         def run_rank(group: ProcessGroup) -> object:
@@ -90,6 +92,6 @@ def simulated_ranks(seed: int = 0, network: NetworkLike = None) -> RunRanks:
             group.backend.close()
             return result
 
-        return simulate(run_rank, world_size, seed=seed, network=network).results
+        return simulate(run_rank, world_size, seed=seed, network=network, collectives=collectives).results
 
     return run

@@ -24,30 +24,35 @@ from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks,
 from echelon.collectives.calls.run import Channel, run
 from echelon.collectives.plans import select
 from echelon.collectives.plans.algorithms import OPERATIONS
-from echelon.collectives.plans.select import Selector
+from echelon.collectives.plans.select import Choice, Selector
 from echelon.operation_records import OperationRecord
 
 _VARIABLES = {operation: select.variable_of(operation) for operation in OPERATIONS}
 _PACKED = torch.contiguous_format
 
 
-class PlanExecutor(CollectiveExecutor):
+class PlannedExecutor(CollectiveExecutor):
+    """Executor whose collectives follow plans, over messages or as if there were some."""
+
+    selector: Selector
+    """Selector of the group's algorithms. The group sets it before the first collective."""
+
+
+class PlanExecutor(PlannedExecutor):
     """Collectives of one group on one rank, over a backend's messages."""
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], context: int, selector: Selector) -> None:
+    def __init__(self, backend: Backend, ranks: Sequence[int], context: int) -> None:
         """Sends nothing yet.
 
         Args:
             backend: Transport of the messages.
             ranks: The backend's rank of each member.
             context: Number that separates this group's messages from those of other groups.
-            selector: Selector of the algorithms.
         """
         self._backend = backend
         self._ranks = ranks
         self._rank = ranks.index(backend.rank)
         self._context = context
-        self._selector = selector
 
     def prepare(self, collective: Collective) -> Run:  # noqa: D102
         return partial(self._run, _PARTS[collective.kind](collective), collective)
@@ -55,7 +60,7 @@ class PlanExecutor(CollectiveExecutor):
     def _run(
         self, part: _Part, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None
     ) -> Any:
-        channel = Channel(self._backend, self._ranks, self._rank, self._context, record, self._selector)
+        channel = Channel(self._backend, self._ranks, self._rank, self._context, record, self.selector)
         with torch.no_grad():
             return part(channel, collective, tensor, out)
 
@@ -72,9 +77,7 @@ def run_plan(
 
     `chunks` is called with the number of chunks of the plan.
     """
-    # Read for every call, so a program can change the variable between two calls.
-    overruled = os.environ.get(_VARIABLES[operation], "")
-    algorithm, plan = channel.selector.choose(operation, num_bytes, root, overruled)
+    algorithm, plan = choose(channel.selector, operation, num_bytes, root)
     # The algorithm is in the note, so that ranks compare that as well.
     channel.note += f" by {algorithm}"
     run(plan, channel, chunks(plan.num_chunks), combine)
@@ -82,6 +85,12 @@ def run_plan(
 
 _Part: TypeAlias = Callable[[Channel, Collective, Any, Tensor | None], Any]
 """This rank's part of a collective. Blocks until it is done."""
+
+
+def choose(selector: Selector, operation: str, num_bytes: int, root: int) -> Choice:
+    """Selects an algorithm for an operation, by the user's environment first."""
+    # Read for every call, so a program can change the variable between two calls.
+    return selector.choose(operation, num_bytes, root, os.environ.get(_VARIABLES[operation], ""))
 
 
 # Tensors of equal shape

@@ -16,7 +16,7 @@ import torch
 from echelon.backends.collective import result_buffer
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import copy_contiguous
-from echelon.backends.operators import Operator, accumulation_dtype
+from echelon.backends.operators import Operator, accumulation_dtype, combine_in_order
 from echelon.backends.shared.collectives.exchange import exit_barrier, meet_with
 from echelon.backends.shared.collectives.rank_region import Shared
 from echelon.backends.shared.collectives.streaming import pass_by, stream
@@ -51,11 +51,11 @@ def small_all_reduce(
         if len(small.places) == 2 and not operator.divides and accumulation_dtype(dtype) is dtype:
             operator.function(small.places[0], small.places[1], out=tensor)
         else:
-            _combine(tensor, small.places, operator)
+            combine_in_order(tensor, small.places, operator)
     elif (result := board.result()) is not None:
         ctypes.memmove(tensor.data_ptr(), result, size)
     else:
-        _combine(tensor, small.places, operator)
+        combine_in_order(tensor, small.places, operator)
         board.give_result(tensor.data_ptr(), size)
     return tensor
 
@@ -76,7 +76,7 @@ def large_all_reduce(
         _reduce_slices(shared, call, everywhere, operator)
     elif shown is not None and shared.num_ranks == 2:
         # One meeting: 1.20 and 1.22 times as fast for 512 KiB and 1 MiB. Two meetings, a half for each rank: 0.93.
-        _combine(flat, [flat if peer == shared.rank else place for peer, place in enumerate(shown)], operator)
+        combine_in_order(flat, [flat if peer == shared.rank else place for peer, place in enumerate(shown)], operator)
     elif shown is not None:
         _reduce_shown(shared, call, flat, operator)
     elif shared.num_ranks == 2:
@@ -114,7 +114,7 @@ def reduce_scatter(
     result = result_buffer(out, shape, tensor)
     if tensor.nbytes <= memory_layout.SMALL_BYTES:
         _show(shared, call, tensor)
-        _combine(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
+        combine_in_order(result, shared.rooms.small_parts(call.sequence, tensor.shape, tensor.dtype)[rank], operator)
         return result
     parts = tensor.tensor_split(count)
     # With 4 ranks one meeting was 0.54 and 1.18 times as fast for 512 KiB and 1 MiB, so they use the slots.
@@ -134,10 +134,10 @@ def reduce_scatter(
 def _reduce_shown_to(shared: Shared, call: OperationRecord, tensor: torch.Tensor, dst: int, operator: Operator) -> None:
     """Rank `dst` reduces the other ranks' data with its own."""
     is_reader = shared.rank == dst
-    reads_own = is_reader and dst < 2  # from index 2 on, `_combine` would need a copy
+    reads_own = is_reader and dst < 2  # from index 2 on, `combine_in_order` would need a copy
     places = _show(shared, call, tensor, writes=not reads_own)
     if is_reader:
-        _combine(
+        combine_in_order(
             tensor, [tensor if reads_own and peer == dst else place for peer, place in enumerate(places)], operator
         )
 
@@ -150,7 +150,7 @@ def _exchange_halves(
     places = shared.rooms.small(call.sequence, halves[rank].shape, result.dtype).places
     shared.rooms.small(call.sequence, halves[1 - rank].shape, result.dtype).write(halves[1 - rank])
     shared.board.meet(call)
-    _combine(result, [halves[rank] if peer == rank else place for peer, place in enumerate(places)], operator)
+    combine_in_order(result, [halves[rank] if peer == rank else place for peer, place in enumerate(places)], operator)
 
 
 def _show(
@@ -172,7 +172,7 @@ def _reduce_shown(shared: Shared, call: OperationRecord, flat: torch.Tensor, ope
     rank = shared.rank
     shown = shared.rooms.small_parts(call.sequence, flat.shape, flat.dtype)
     targets = flat.tensor_split(shared.num_ranks)
-    _combine(targets[rank], shown[rank], operator)
+    combine_in_order(targets[rank], shown[rank], operator)
     copy_contiguous(targets[rank], shown[rank][rank])
     exit_barrier(shared, call)
     for peer, target in enumerate(targets):
@@ -185,7 +185,7 @@ def _reduce_slices(
 ) -> None:
     """Symmetric tensors: each rank reduces its slice of all of them in place, then writes it to all."""
     for parts in _pieces_of_slices(shared, everywhere):
-        _combine(parts[0], parts, operator)
+        combine_in_order(parts[0], parts, operator)
         # Piece by piece, while it is in the cache.
         for part in parts[1:]:
             copy_contiguous(parts[0], part)
@@ -199,7 +199,7 @@ def _reduce_slices_to(
     scratch = everywhere[0].new_empty(_SLICE_BYTES // everywhere[0].itemsize)
     for parts in _pieces_of_slices(shared, everywhere):
         total = scratch[: len(parts[0])]
-        _combine(total, parts, operator)
+        combine_in_order(total, parts, operator)
         copy_contiguous(total, parts[dst])
     exit_barrier(shared, call)
 
@@ -217,7 +217,7 @@ def _combine_slice(target: torch.Tensor, everywhere: Sequence[torch.Tensor], sta
     """Reduces the elements from `start` on of all tensors into `target`, piece by piece."""
     for piece in torch.split(target, _SLICE_BYTES // target.itemsize):
         if len(piece):
-            _combine(piece, [flat[start : start + len(piece)] for flat in everywhere], operator)
+            combine_in_order(piece, [flat[start : start + len(piece)] for flat in everywhere], operator)
         start += len(piece)
 
 
@@ -236,7 +236,7 @@ def _reduce_pieces(
     def read(number: int, slot: int) -> None:
         piece = pieces[number]
         parts = [piece if peer == rank else _head(slots[peer][slot], piece) for peer in range(count)]
-        _combine(piece, parts, operator)
+        combine_in_order(piece, parts, operator)
 
     # The only reader's own pieces are read by nobody else, so it does not write them.
     writes = any(reader != rank for reader in readers)
@@ -262,7 +262,7 @@ def _reduce_parts(shared: Shared, call: OperationRecord, flat: torch.Tensor, ope
         own, place = pieces[number][begin:end], slots[rank][slot][begin:end]
         parts = [own if peer == rank else slots[peer][slot][begin:end] for peer in range(count)]
         # Reduced into the slot, where the peers read it, then copied home while it is in the cache.
-        _combine(place, parts, operator)
+        combine_in_order(place, parts, operator)
         copy_contiguous(place, own)
 
     def read(number: int, slot: int) -> None:
@@ -332,7 +332,7 @@ def _reduce_shares(
         if len(here):
             own = here if own.data_ptr() == here.data_ptr() else own  # `out` may be the share's own memory
             parts = [own if peer == rank else place(peer, slot, len(here)) for peer in range(count)]
-            _combine(here, parts, operator)
+            combine_in_order(here, parts, operator)
 
     stream(shared, call, -(-len(shares[0]) // size), write, read)
 
@@ -345,30 +345,6 @@ def _lane(owner: int, reader: int) -> int:
 def _head(slot: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     """Returns the part of a slot that a piece occupies."""
     return slot if slot.shape == piece.shape else slot[: len(piece)]
-
-
-def _combine(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Operator) -> None:
-    """Reduces the parts in their order into `target`, which may be one of them."""
-    dtype = target.dtype
-    wide = accumulation_dtype(dtype)
-    if wide is dtype and len(parts) == 2 and not operator.divides:  # fast path: 2 ranks
-        operator.function(parts[0], parts[1], out=target)
-        return
-    first, second, *others = parts
-    # A part that is the target would be overwritten by the first step if it came third or later.
-    if wide is dtype and not (others and any(part is target for part in others)):
-        function = operator.function
-        function(first, second, out=target)
-        for part in others:
-            function(target, part, out=target)
-        if operator.divides:
-            operator.finish(target, len(parts))
-        return
-    # In a copy, as float32 for 8- and 16-bit floats, which are rounded once at the end instead of at every step.
-    total = first.to(wide, copy=True)
-    for part in (second, *others):
-        operator.combine(total, part.to(wide))
-    target.copy_(operator.finish(total, len(parts)))
 
 
 def _written_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,343 @@
+"""Meetings of ranks in collectives that are played whole, each as one event with the cost of its plan.
+
+Strategy. Each rank takes a seat in the meeting of its collective and waits. A rank that comes plays the plan for all
+that have come. So every rank that waits for none of the others any more learns its end, and an event wakes it then. The
+rank whose coming completes the values computes them. A seat ends early if its rank is killed, if a rank that it needs
+fails, or with the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.backends.collective import Collective
+from echelon.backends.formats.wire import Tag
+from echelon.backends.matching import Mailbox
+from echelon.backends.memory import plain
+from echelon.backends.work import Work
+from echelon.collectives.plans.plan import Plan
+from echelon.errors import EchelonError, Failure, PeerFailed
+from echelon.simulation.network import Traffic
+from echelon.simulation.playback import Framing, Times, Waves
+from echelon.simulation.prices import FRAMING, Prices, sizes_of
+from echelon.simulation.scheduler import Clock
+from echelon.simulation.values import Calls, Take, result_of, snapshot
+
+TO_ROOT = frozenset({"reduce", "gather"})
+"""Collectives in which the other ranks need not wait for the root."""
+FROM_ROOT = frozenset({"broadcast", "broadcast_rows", "scatter"})
+"""Collectives in which the root need not wait for the others."""
+
+
+class Seat:
+    """Seat of one rank in a meeting, from its coming to its end."""
+
+    __slots__ = ("arrival", "collective", "free", "has_end", "meeting", "out", "rank", "tensor", "work")
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        collective: Collective,
+        tensor: Tensor | None,
+        out: Tensor | None,
+        arrival: float,
+        free: float,
+    ) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        """Rank in the group."""
+        self.collective = collective
+        self.tensor = tensor
+        """Contiguous values. None if the rank has none, or they are nobody's business."""
+        self.out = out
+        self.arrival = arrival
+        self.free = free
+        """Time at which the rank's earlier messages have left."""
+        self.has_end = False
+        """Whether the time of its end is known."""
+        self.work: Work[None]
+
+    def fails_with(self, peer: int) -> bool:
+        """Whether the failure of a rank of the world prevents the end of this seat."""
+        return self.meeting.needs(self.rank, peer)
+
+
+class Meeting:
+    """One collective of one group."""
+
+    def __init__(self, hall: Hall, note: str, first: int, kind: str, root: int, plan: Plan) -> None:
+        self.note = note
+        """Text that ranks compare."""
+        self.first = first
+        """Rank of the world that came first."""
+        self._hall = hall
+        self._kind = kind
+        self._root = root
+        self._plan = plan
+        self._seats: list[Seat | None] = [None] * len(hall.ranks)
+        self._present = 0
+        """Ranks that have come, as a set of bits."""
+        self._all = (1 << len(hall.ranks)) - 1
+        self._num_open = len(hall.ranks)
+        """Number of ranks whose end is not known."""
+        self._num_seated = 0
+        self._times: Times | None = None
+        self._take: Take | None = None
+        self._framing = FRAMING.get(kind, Framing.ROWS)
+        self._all_need_all = kind not in TO_ROOT and kind not in FROM_ROOT
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ends of all ranks are known."""
+        return self._num_open == 0
+
+    def sit_down(self, rank: int, collective: Collective, tensor: Tensor | None, out: Tensor | None) -> Seat:
+        """Gives a rank of the group its seat."""
+        if tensor is not None:
+            ends_alone = rank == self._root if self._kind in FROM_ROOT else self._kind in TO_ROOT and rank != self._root
+            tensor = snapshot(tensor) if ends_alone else plain(tensor)
+        free = self._hall.traffic.free_at(self._hall.ranks[rank])
+        seat = self._seats[rank] = Seat(self, rank, collective, tensor, out, self._hall.clock.now, free)
+        self._present |= 1 << rank
+        self._num_seated += 1
+        return seat
+
+    def play(self) -> None:
+        """Schedules the ends of all ranks that wait for no other any more."""
+        if self._all_need_all and self._present != self._all:
+            return
+        ready = [seat for seat in self._seats if seat and not seat.has_end and not self._lacks(seat.rank)]
+        if not ready:
+            return
+        if self._take is None and (self._kind not in TO_ROOT or any(seat.rank == self._root for seat in ready)):
+            try:
+                self._take = result_of(self._calls())
+            except Exception as error:
+                self._blame(error)
+                return
+            for seat in filter(None, self._seats):
+                seat.tensor = seat.out = None  # kept no longer than needed
+        self._num_open -= len(ready)
+        now = self._hall.clock.now
+        ends = self._ends(ready)
+        by_end: defaultdict[float, list[Seat]] = defaultdict(list)
+        for seat, end in zip(ready, ends, strict=True):
+            seat.has_end = True
+            by_end[end].append(seat)
+        for end, seats in by_end.items():
+            if end <= now:
+                _complete(seats)
+            else:
+                self._hall.clock.at(end, partial(_complete, seats))
+
+    def _blame(self, error: Exception) -> None:
+        """Fails the rank whose tensor is of a class of its own, which may compute otherwise. Raises if there is none.
+
+        The other ranks hear of it as the group is revoked.
+        """
+        odd = (seat for seat in self._seats if seat and type(seat.tensor) not in (torch.Tensor, type(None)))
+        culprit = next(odd, None)
+        if culprit is None:
+            raise error
+        culprit.work.complete(error=error)
+
+    def _lacks(self, rank: int) -> int:
+        """Returns the ranks that a rank of the group still waits for, as a set of bits."""
+        needed = self._all if self._all_need_all else self._waves.needs[rank]
+        return needed & ~self._present
+
+    @property
+    def _waves(self) -> Waves:
+        return self._hall.prices.waves(self._plan, self._framing)
+
+    def _calls(self) -> Calls:
+        plan = self._plan if self._hall.follows_plans else None
+        return Calls(
+            self._collectives(),
+            [None if seat is None else seat.tensor for seat in self._seats],
+            [None if seat is None else seat.out for seat in self._seats],
+            plan,
+        )
+
+    def _collectives(self) -> list[Collective | None]:
+        return [None if seat is None else seat.collective for seat in self._seats]
+
+    def _ends(self, ready: Sequence[Seat]) -> list[float]:
+        hall, now = self._hall, self._hall.clock.now
+        if hall.is_instant and not self.is_over:
+            return [now] * len(ready)
+        sizes = sizes_of(self._collectives(), self._plan)
+        price = hall.prices.of(self._plan, self._framing, hall.ranks, sizes)
+        if self.is_over:
+            price.times_played += 1
+        if hall.is_instant:
+            return [now] * len(ready)
+        arrivals = [seat.arrival if seat else math.inf for seat in self._seats]
+        free = [seat.free if seat else 0.0 for seat in self._seats]
+        if self._all_need_all:
+            # What a rank has sent since it came delays its messages as well, unless it has left by now.
+            busy = [hall.traffic.free_at(rank) for rank in hall.ranks]
+            free = [max(mine, other) if other > now else mine for mine, other in zip(free, busy, strict=True)]
+        earlier, self._times = self._times, price.play(arrivals, free)
+        for seat in ready:
+            price.use(self._times, seat.rank)
+        price.hold_up(self._times, earlier)
+        # Rounding apart, no end lies before now: the rank that came last is needed by all that are ready.
+        return [max(now, float(self._times.ends[seat.rank])) for seat in ready]
+
+    def take(self, seat: Seat, tensor: Tensor | None, out: Tensor | None) -> Any:
+        """Returns the result of a rank whose end has come."""
+        if self._kind in TO_ROOT and seat.rank != self._root:
+            return tensor if self._kind == "reduce" else None
+        assert self._take is not None, "a seat ends after its values are known"
+        return self._take(seat.rank, tensor, out)
+
+    def give_up(self, seat: Seat) -> None:
+        """Takes back the seat of a rank that has failed."""
+        self._seats[seat.rank] = None
+        self._present &= ~(1 << seat.rank)
+        self.stand_up()
+
+    def stand_up(self) -> None:
+        """Ends the part of a rank."""
+        self._num_seated -= 1
+        # Breaks the cycle of meeting and seats, so that the values go at once.
+        if self._num_seated == 0 and self.is_over:
+            self._seats = [None] * len(self._seats)
+            self._take = None
+
+    def needs(self, rank: int, peer: int) -> bool:
+        """Whether a rank of the group cannot end if a rank of the world has failed."""
+        index = self._hall.index.get(peer)
+        if index is None:
+            return False
+        seat = self._seats[index]
+        if seat is not None and seat.work.has_ended:
+            return False
+        return self._all_need_all or bool(self._waves.needs[rank] >> index & 1)
+
+    def sends_to(self, rank: int, peer: int) -> bool:
+        """Whether a rank of the group exchanges messages with a rank of the world, which has not ended its part."""
+        index = self._hall.index.get(peer)
+        if index is None:
+            return False
+        seat = self._seats[index]
+        if seat is not None and seat.work.has_ended:
+            return False
+        return self._all_need_all or index in self._waves.neighbours[rank]
+
+    def awaited_by(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks of the world that have not come, for which a rank of the group waits."""
+        lacks = self._lacks(rank)
+        return tuple(peer for index, peer in enumerate(self._hall.ranks) if lacks >> index & 1)
+
+    def absent(self) -> list[int]:
+        """Returns the ranks of the world that have not come."""
+        return [peer for peer, seat in zip(self._hall.ranks, self._seats, strict=True) if seat is None]
+
+
+def _complete(seats: Sequence[Seat]) -> None:
+    for seat in seats:
+        if not seat.work.has_ended:
+            seat.work.complete()
+
+
+class LeftOut(NamedTuple):
+    """Collective that a rank has not called, though no rank waits for it any more."""
+
+    absent: int
+    caller: int
+    """Rank that has called it."""
+    tag: Tag
+    note: str
+
+
+class Hall:
+    """Meetings of one group."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        context: int,
+        clock: Clock,
+        traffic: Traffic,
+        prices: Prices,
+        is_instant: bool,
+        follows_plans: bool,
+    ) -> None:
+        self.ranks = ranks
+        """Ranks of the world."""
+        self.index = {rank: index for index, rank in enumerate(ranks)}
+        self.clock = clock
+        self.traffic = traffic
+        self.prices = prices
+        self.is_instant = is_instant
+        """Whether messages take no time."""
+        self.follows_plans = follows_plans
+        """Whether values are combined in the order of the plan, not of the ranks."""
+        self._context = context
+        self._meetings: dict[int, Meeting] = {}
+
+    def meeting(self, sequence: int, make: Callable[[Hall], Meeting]) -> Meeting:
+        """Returns the meeting of a collective. The first rank that comes makes it."""
+        found = self._meetings.get(sequence)
+        if found is None:
+            found = self._meetings[sequence] = make(self)
+        return found
+
+    def end(self, sequence: int) -> None:
+        """Forgets a meeting whose ends are all known."""
+        self._meetings.pop(sequence, None)
+
+    def left_out(self) -> Iterator[LeftOut]:
+        """Yields the collectives that a rank has not called."""
+        for sequence, meeting in sorted(self._meetings.items()):
+            absent = meeting.absent()
+            if len(absent) < len(self.ranks) and absent:
+                yield LeftOut(absent[0], meeting.first, Tag(self._context, sequence), meeting.note)
+
+
+class MeetingMailbox(Mailbox):
+    """Mailbox of a simulated rank, which also ends its seats in meetings when a peer or a group fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seats: dict[Seat, int] = {}
+        """Seats whose end has not come, each with the context of its group."""
+
+    def failure_of(self, seat: Seat, context: int) -> Failure | None:
+        """Returns the failure that prevents the end of a seat, as far as this rank knows by now."""
+        failures = self.failures
+        if error := failures.contexts.get(context):
+            return error
+        for peer, failure in failures.peers.items():
+            if seat.fails_with(peer) or seat.meeting.sends_to(seat.rank, peer):
+                return failure
+        return None
+
+    def fail_peer(self, rank: int, error: PeerFailed) -> PeerFailed:  # noqa: D102
+        first = super().fail_peer(rank, error)
+        self._end_seats(first, lambda seat, _: seat.fails_with(rank))
+        return first
+
+    def fail_context(self, context: int, error: Failure, *arriving: Any) -> Failure:  # noqa: D102
+        first = super().fail_context(context, error, *arriving)
+        self._end_seats(first, lambda _, own: own == context)
+        return first
+
+    def fail_all(self, error: EchelonError) -> None:  # noqa: D102
+        super().fail_all(error)
+        self._end_seats(error, lambda *_: True)
+
+    def _end_seats(self, error: EchelonError, concerns: Callable[[Seat, int], bool]) -> None:
+        for seat, context in list(self.seats.items()):
+            if not seat.work.has_ended and concerns(seat, context):
+                seat.work.complete(error=error)

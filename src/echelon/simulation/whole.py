@@ -1,0 +1,203 @@
+"""Executors of the collectives of simulated ranks: played whole, or message by message with values in rank order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from echelon.backends.collective import (
+    REDUCTIONS,
+    Collective,
+    CollectiveExecutor,
+    Run,
+    signed_note,
+    wait_and_look,
+)
+from echelon.backends.delivery import ANY, disagreement
+from echelon.backends.formats.wire import Tag, readable
+from echelon.backends.memory import new_tensor
+from echelon.backends.modes import overwrite
+from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor, choose
+from echelon.collectives.plans.select import SIZED
+from echelon.operation_records import OperationRecord
+from echelon.simulation.backend import Boundary, Passage, VirtualBackend, VirtualWork
+from echelon.simulation.meeting import Hall, Meeting, Seat
+from echelon.simulation.values import Inputs, snapshot
+from echelon.simulation.world import World
+
+Collectives: TypeAlias = Literal["whole", "messages"]
+"""Ways to play a collective: as one event, or message by message."""
+Order: TypeAlias = Literal["shm", "tcp"]
+"""Orders in which a reduction combines values: that of the ranks, or that of the algorithm's plan."""
+
+
+class SeatWork(VirtualWork[None]):
+    """Wait of a rank for the end of its seat in a meeting."""
+
+    __slots__ = ("_meeting", "_rank")
+
+    def __init__(self, boundary: Boundary, timeout: float, note: str, tag: Tag, meeting: Meeting, rank: int) -> None:
+        super().__init__(boundary, Passage("collective with", ANY, tag), timeout, ANY, note, None)
+        self._meeting = meeting
+        self._rank = rank
+
+    def awaited(self) -> tuple[int, ...]:  # noqa: D102
+        return self._meeting.awaited_by(self._rank)
+
+
+class WholeExecutor(PlannedExecutor):
+    """Collectives of one group on one rank, each played as one event."""
+
+    def __init__(self, backend: VirtualBackend, boundary: Boundary, hall: Hall, context: int) -> None:
+        self._backend = backend
+        self._boundary = boundary
+        self._hall = hall
+        self._context = context
+        self._rank = hall.index[backend.rank]
+        self._world = backend.world
+        self._mailbox = backend.world.mailboxes[backend.rank]
+
+    def prepare(self, collective: Collective) -> Run:  # noqa: D102
+        if collective.op:
+            _ = collective.reduction  # raises now, before the collective has a number
+        if collective.kind == "empty":
+            return _empty(collective)
+        return partial(self._run, collective)
+
+    def _run(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
+        kind = "broadcast" if collective.kind == "broadcast_rows" else collective.kind
+        num_bytes = collective.num_bytes if collective.kind in SIZED else 0
+        algorithm, plan = choose(self.selector, kind, num_bytes, max(collective.root, 0))
+        note = f"{signed_note(record)} by {algorithm}"
+        with self._backend.messages.will_wait(), torch.no_grad():
+            task = self._boundary.enter()
+            if self._backend.control.is_closed:
+                raise self._backend.control.closed_error()
+            if len(self._hall.ranks) > 1:  # as with messages, of which a rank alone sends none, and has no span
+                task.operation = note
+
+            def make(hall: Hall) -> Meeting:
+                return Meeting(hall, note, self._backend.rank, collective.kind, collective.root, plan)
+
+            meeting = self._hall.meeting(record.sequence, make)
+            seat = self._sit_down(meeting, collective, record, tensor, out, note)
+            self._boundary.leave(task)
+            try:
+                # Fast path of the rank that comes last, which need not wait.
+                if seat.work.has_ended:
+                    seat.work.result()
+                else:
+                    wait_and_look(seat.work, ANY, record, self._backend.now)
+            except BaseException:
+                meeting.give_up(seat)
+                raise
+            finally:
+                self._mailbox.seats.pop(seat, None)
+            try:
+                return meeting.take(seat, tensor, out)
+            finally:
+                meeting.stand_up()
+
+    def _sit_down(
+        self,
+        meeting: Meeting,
+        collective: Collective,
+        record: OperationRecord,
+        tensor: Tensor | None,
+        out: Tensor | None,
+        note: str,
+    ) -> Seat:
+        """Comes to a meeting. Completes the seats whose ends are reached, if this is the last rank that they need."""
+        world, rank = self._world, self._backend.rank
+        world.recorder.events.append((world.clock.now, rank, f"calls {readable(note)}"))
+        with world.uncounted_memory(rank):
+            seat = meeting.sit_down(self._rank, collective, tensor, out)
+            tag = Tag(self._context, record.sequence)
+            seat.work = SeatWork(self._boundary, self._backend.timeout, note, tag, meeting, self._rank)
+            if error := self._mailbox.failure_of(seat, self._context):
+                seat.work.complete(error=error)
+            elif note != meeting.note:
+                seat.work.complete(error=disagreement(meeting.first, readable(meeting.note), readable(note)))
+            else:
+                self._mailbox.seats[seat] = self._context
+                meeting.play()
+                if meeting.is_over:
+                    self._hall.end(record.sequence)
+        return seat
+
+
+class RankOrderExecutor(PlannedExecutor):
+    """Collectives of one group on one rank, played message by message. Reductions combine values in rank order."""
+
+    def __init__(self, backend: VirtualBackend, ranks: Sequence[int], context: int) -> None:
+        self._messages = PlanExecutor(backend, ranks, context)
+        self._key = context, tuple(ranks)
+        self._rank = ranks.index(backend.rank)
+        self._world = backend.world
+        self._world_rank = backend.rank
+
+    def prepare(self, collective: Collective) -> Run:  # noqa: D102
+        self._messages.selector = self.selector
+        run = self._messages.prepare(collective)
+        return run if collective.kind not in REDUCTIONS else partial(self._run, run, collective)
+
+    def _run(
+        self, run: Run, collective: Collective, record: OperationRecord, tensor: Tensor, out: Tensor | None
+    ) -> Tensor:
+        inputs = self._world.inputs.setdefault((*self._key, record.sequence), Inputs(len(self._key[1])))
+        with self._world.uncounted_memory(self._world_rank), torch.no_grad():
+            inputs.give(self._rank, snapshot(tensor))
+        result: Tensor = run(record, tensor, out)
+        with torch.no_grad():
+            if collective.kind == "reduce" and collective.root != self._rank:
+                self._took(inputs, record)
+                return result
+            # A rank that has its result has got a message from every other, by way of others maybe.
+            with self._world.uncounted_memory(self._world_rank):
+                total = inputs.total(collective)
+            if collective.kind == "reduce_scatter":
+                begin = sum(map(len, tensor.tensor_split(len(self._key[1]))[: self._rank])) * math.prod(
+                    tensor.shape[1:]
+                )
+                total = total[begin : begin + result.numel()]
+            overwrite(result, total.view(result.shape))
+            self._took(inputs, record)
+            return result
+
+    def _took(self, inputs: Inputs, record: OperationRecord) -> None:
+        inputs.num_ended += 1
+        if inputs.num_ended == len(self._key[1]):
+            del self._world.inputs[*self._key, record.sequence]
+
+
+class WholeBackend(VirtualBackend):
+    """Simulated rank whose collectives are played whole."""
+
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor:  # noqa: D102
+        return WholeExecutor(self, self.boundary, self.world.hall(context, tuple(ranks)), context)
+
+
+class RankOrderBackend(VirtualBackend):
+    """Simulated rank whose collectives are played message by message, with values in rank order."""
+
+    def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor:  # noqa: D102
+        return RankOrderExecutor(self, ranks, context)
+
+
+def backend_of(collectives: Collectives, order: Order) -> Callable[[int, int, World, float], VirtualBackend]:
+    """Returns the class of the ranks' backends."""
+    if collectives == "whole":
+        return WholeBackend
+    return RankOrderBackend if order == "shm" else VirtualBackend
+
+
+def _empty(collective: Collective) -> Run:
+    assert collective.shape is not None
+    assert collective.dtype is not None
+    shape, dtype = tuple(collective.shape), collective.dtype
+    return lambda *_: new_tensor(shape, dtype)
