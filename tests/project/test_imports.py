@@ -19,11 +19,12 @@ LAYERS = (
     ("group",),
     ("mesh", "functional"),
     ("launch",),
+    ("interop",),
     ("data_parallel",),
     ("pipeline",),
     ("simulation", "testing"),
     ("bench", "doctor"),
-    ("cli", "interop", "__init__", "__main__"),
+    ("cli", "__init__", "__main__"),
 )
 """From the bottom to the top: a module imports from its own layer and those below."""
 
