@@ -18,9 +18,9 @@ from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
 from echelon.errors import DeadlockError, LaunchError, PeerFailed, fails
 from echelon.group.group import ProcessGroup
+from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
-from echelon.launch.spawn import check_call
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain
@@ -77,6 +77,9 @@ def simulate(
 ) -> Simulation:
     """Runs `fn(group, *args)` on every rank of a simulated world. Blocks until all ranks have ended.
 
+    A function that does not take the group is called as `fn(*args)`: `def main():` needs no change. If both calls fit,
+    as for `def main(*args):` or one optional parameter, the group comes first.
+
     Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
     seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs
     unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU) and computes with one
@@ -85,7 +88,7 @@ def simulate(
     Args:
         fn: function that each rank runs.
         world_size: number of ranks.
-        args: further arguments of `fn`, the same objects on every rank.
+        args: arguments of `fn` without the group, the same objects on every rank.
         seed: seed of the order of events and of all random states.
         network: a `Network`, the name of one (see `echelon.simulation.PRESETS`), or a function from two ranks to the
             `Network` between them. None: messages take no time.
@@ -112,7 +115,8 @@ def simulate(
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
     check_world_size(world_size)
-    _check(fn, args, seed, timeout)
+    call = rank_call(fn, args)
+    _check(seed, timeout)
     cost, meter = step_cost(costs), meter_for(costs)
     if callable(faults):
         faults = faults(random.Random(f"faults of {seed}"), world_size)
@@ -122,7 +126,7 @@ def simulate(
         raise LaunchError("late_sends=True and memory=True: leave one out, because no send is checked with memory=True")
     link, hosts = link_function(network, world_size), host_numbers(network, world_size)
     world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends)
-    run = _Run(world, world_size, fn, args, timeout)
+    run = _Run(world, world_size, call, timeout)
     num_threads = torch.get_num_threads()
     try:
         with _rarer_collections(), on_one_core():
@@ -142,8 +146,7 @@ def simulate(
     )
 
 
-def _check(fn: object, args: object, seed: object, timeout: object) -> None:
-    check_call(fn, args)
+def _check(seed: object, timeout: object) -> None:
     if not is_count(seed):
         raise LaunchError(f"seed={seed!r}: give a whole number, at least 0, so that the run can be repeated")
     check_default_timeout(timeout, LaunchError)
@@ -152,15 +155,12 @@ def _check(fn: object, args: object, seed: object, timeout: object) -> None:
 class _Run:
     """Running simulation: its ranks, their results and their failures."""
 
-    def __init__(
-        self, world: World, world_size: int, fn: Callable[..., Any], args: Sequence[object], timeout: float
-    ) -> None:
+    def __init__(self, world: World, world_size: int, call: RankCall, timeout: float) -> None:
         self.results: list[Any] = [None] * world_size
         self.elapsed = 0.0
         self._world = world
         self._scheduler = world.scheduler
-        self._fn = fn
-        self._args = args
+        self._call = call
         self._timeout = timeout
         self._num_left = world_size
         self._errors: dict[int, BaseException] = {}
@@ -211,7 +211,7 @@ class _Run:
         try:
             backend.begin()
             with provide(group), self._world.memory_meter(backend.rank):
-                self.results[rank] = self._fn(group, *self._args)
+                self.results[rank] = self._call.run(group)
             self._world.returned.add(rank)
             backend.drain()
             self._world.note(rank, "has returned")
@@ -297,13 +297,16 @@ def explore(
             conditions that no single rank sees, such as equal results.
 
     Raises:
-        LaunchError: there are no seeds, or `check` is no function.
+        InvalidWorldSize, LaunchError: `world_size` or `args` is invalid, as for `simulate`; there are no seeds, or
+            `check` is no function.
         Exception: the exception of the first failing seed.
     """
     if not isinstance(seeds, Iterable):
         raise LaunchError(f"seeds={seeds!r}: give an iterable of seeds, such as range(1000)")
     if check is not None and not callable(check):
         raise LaunchError(f"check={check!r}: give a function of a Simulation")
+    check_world_size(world_size)
+    rank_call(fn, args)  # not a failure of the first seed
     count = 0
     for seed in seeds:
         try:
