@@ -23,7 +23,7 @@ LAYERS = (
     ("pipeline",),
     ("simulation", "testing"),
     ("bench", "doctor"),
-    ("cli", "interop", "__init__", "__main__"),
+    ("cli", "interop", "pytest_plugin", "__init__", "__main__"),
 )
 """From the bottom to the top: a module imports from its own layer and those below."""
 
