@@ -50,6 +50,7 @@ def simulated(
 
     def decorate(test: Callable[..., object]) -> Callable[..., None]:
         signature = _check_test(test)
+        seen = _without_group(signature)
 
         @functools.wraps(test)
         def run(*args: object, **kwargs: object) -> None:
@@ -64,7 +65,6 @@ def simulated(
                     error.add_note(_replay(world_size, options, seed, count))
                     raise
 
-        seen = _without_group(signature)
         run.__signature__ = seen  # type: ignore[attr-defined] # read by inspect.signature, and so by pytest
         return run
 
