@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import echelon
+import echelon.interop.torch_distributed  # registers the backend, in workers too
 from echelon.errors import LaunchError
 from echelon.launch.call import rank_call
 from echelon.launch.worker import Job, rank_variables
@@ -207,7 +208,7 @@ TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def torch_program(settings):
     """An unmodified program of torch.distributed."""
-    dist.init_process_group("gloo")
+    dist.init_process_group(settings["backend"])
     tensor = torch.tensor([float(settings["factor"] * (int(os.environ["RANK"]) + 1))])
     dist.all_reduce(tensor)
     result = dist.get_rank(), dist.get_world_size(), tensor.item()
@@ -232,10 +233,23 @@ def leaves_torchs_group_open():
     return dist.get_world_size()
 
 
-@pytest.mark.parametrize("factor", [2, 5])
-def test_a_program_of_torch_runs_unchanged_on_processes_again_and_again(pool, factor):
-    for _ in range(2):
-        results = pool.run(torch_program, 2, {"factor": factor})
+def of_spawn_that_runs(rank, world_size):
+    return rank, world_size
+
+
+def test_simulated_ranks_take_programs_of_torch():
+    assert echelon.simulate(torch_program, 2, args=({"factor": 2, "backend": "gloo"},)).results == [
+        (0, 2, 6.0),
+        (1, 2, 6.0),
+    ]
+    advised = echelon.simulate(lambda: of_spawn_that_runs(int(os.environ["RANK"]), 3), 3)
+    assert advised.results == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "echelon"])
+def test_a_program_of_torch_runs_unchanged_on_processes_again_and_again(pool, backend):
+    for factor in (2, 5):
+        results = pool.run(torch_program, 2, {"factor": factor, "backend": backend})
         assert results == [(rank, 2, 3.0 * factor) for rank in range(2)]
 
 

@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import echelon
 from echelon.errors import InvalidWorldSize, LaunchError
@@ -64,6 +66,15 @@ class TestOfUnittest(unittest.TestCase):
     @simulated(world_size=2)
     def test_a_method_of_unittest(self, group):
         assert group.world_size == 2
+
+
+@simulated(world_size=4, seeds=3)
+def test_a_program_of_torch(tmp_path):
+    dist.init_process_group("gloo")
+    (tmp_path / os.environ["RANK"]).touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == dist.get_world_size() == 4
+    dist.destroy_process_group()
 
 
 SETTINGS = types.SimpleNamespace(place=None)
