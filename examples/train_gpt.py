@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.simulate is None:
         train(options)
     else:
-        echelon.simulate(lambda _: train(options), options.simulate)
+        echelon.simulate(train, options.simulate, (options,))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.
 
 The names below are the public ones. Names that need torch are imported on first use: torch takes seconds to import, and
-neither `echelon --help` nor a pipeline schedule needs it.
+neither `echelon --help` nor a pipeline schedule needs it. So are the modules `echelon.functional`, `echelon.pipeline`,
+`echelon.simulation` and `echelon.testing`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
+    from echelon import functional as functional
+    from echelon import pipeline as pipeline
+    from echelon import simulation as simulation
+    from echelon import testing as testing
     from echelon.backends.work import Received
     from echelon.data_parallel import DDP, DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
     from echelon.group.group import ProcessGroup
@@ -68,6 +73,7 @@ _MODULES = {
     ),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
+_SUBMODULES = ("functional", "pipeline", "simulation", "testing")
 
 __all__ = [
     "DDP",
@@ -116,6 +122,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")  # which makes it an attribute of this module
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _torch_versions.require()  # before a module fails on a name that this torch lacks
@@ -125,4 +133,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(set(globals()) | set(__all__) | set(_SUBMODULES))

@@ -24,7 +24,7 @@ LAYERS = (
     ("pipeline",),
     ("simulation", "testing"),
     ("bench", "doctor"),
-    ("cli", "__init__", "__main__"),
+    ("cli", "pytest_plugin", "__init__", "__main__"),
 )
 """From the bottom to the top: a module imports from its own layer and those below."""
 

@@ -24,11 +24,26 @@ def test_type_checkers_see_the_names_that_are_imported_late():
     tree = ast.parse(inspect.getsource(echelon))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
-    assert seen == echelon._WHERE
+    assert seen == echelon._WHERE | dict.fromkeys(echelon._SUBMODULES, "echelon")
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
     assert not hasattr(echelon, "no_such_name")
+
+
+def test_modules_are_reached_without_an_import_of_their_own():
+    """In a new interpreter: the tests have imported all of them."""
+    code = (
+        "import sys, echelon\n"
+        "assert not [name for name in echelon._SUBMODULES if f'echelon.{name}' in sys.modules]\n"
+        "assert set(echelon._SUBMODULES) <= set(dir(echelon))\n"
+        "echelon.pipeline.schedules.build('gpipe', num_ranks=2, num_microbatches=2)\n"
+        "assert 'torch' not in sys.modules, 'a schedule needs no torch'\n"
+        "print(echelon.testing.RankPool, echelon.functional.all_reduce, echelon.simulation.PRESETS)\n"
+        "assert 'pytest' not in sys.modules\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_importing_the_package_does_not_import_torch():

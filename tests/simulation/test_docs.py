@@ -27,12 +27,17 @@ def test_every_block_prints_what_it_says():
         assert printed.getvalue() == expected
 
 
-def test_the_example_finds_its_three_bugs(tmp_path):
-    (code,) = [code for code, _ in blocks() if "def test_the_race" in code]
-    (tmp_path / "test_three_bugs.py").write_text(code)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_three_bugs.py"]
+def test_the_tests_pass_with_pytest(tmp_path, monkeypatch):
+    """The example finds its three bugs, and what the section about pytest shows runs there."""
+    (bugs,) = [code for code, _ in blocks() if "def test_the_race" in code]
+    examples = [code for code, _ in blocks() if "def test_all_reduce" in code or "(simulated)" in code]
+    (tmp_path / "test_three_bugs.py").write_text(bugs)
+    (tmp_path / "test_all_reduce.py").write_text("import pytest, torch, echelon\n" + "\n".join(examples))
+    # Not by its entry point, which needs an installation of this very version.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "echelon.pytest_plugin", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
-    assert "3 passed" in done.stdout, done.stdout
+    assert "6 passed" in done.stdout, done.stdout
 
 
 def test_what_the_deadlock_says_is_what_the_page_shows(tmp_path):

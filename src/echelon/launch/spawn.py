@@ -21,6 +21,7 @@ from echelon.backends.torch_distributed.engines import ENGINES, check_available
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import LaunchError, PeerFailed, Timeout
 from echelon.launch import environment
+from echelon.launch.call import rank_call
 from echelon.launch.report import GRACE, first_cause
 from echelon.launch.variables import ReservedPort, threads_per_rank
 from echelon.launch.worker import Job, Outcome, Worker, leave_if_imported
@@ -42,13 +43,17 @@ def spawn(
 ) -> list[Any]:
     """Runs `fn(group, *args)` on `world_size` new local processes and returns the results in rank order. Blocks.
 
+    A function that does not take the group is called as `fn(*args)`. Each process has RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, so that a program which calls
+    `torch.distributed.init_process_group("gloo")` runs unchanged.
+
     Each process starts a new interpreter and imports the module of `fn`, so a script must guard the call with
     `if __name__ == "__main__":`. Arguments and results are pickled. No process outlives the call.
 
     Args:
         fn: function at the top level of a module.
         world_size: number of processes, 1 to 4,096.
-        args: arguments of `fn` after the group.
+        args: arguments of `fn`, without the group.
         backend: as for `echelon.init`.
         timeout: default timeout of the group's blocking calls, seconds.
 
@@ -66,8 +71,9 @@ def spawn(
 class RankPool:
     """Pool of worker processes that run functions one after another, each as the ranks of a new group.
 
-    Workers are started on first use. A worker that has died, or was still busy at the end of its job, is replaced at
-    the next call. Use the pool from one thread; make it a fixture of the whole session:
+    Workers are started on first use. A worker that has died, was still busy at the end of its job, or has left torch's
+    default group open, is replaced at the next call. Use the pool from one thread; make it a fixture of the whole
+    session:
 
         @pytest.fixture(scope="session")
         def pool():
@@ -85,6 +91,9 @@ class RankPool:
         self, fn: Callable[..., object], world_size: int, *args: object, backend: str = "auto", timeout: float = 30.0
     ) -> list[Any]:
         """Runs `fn(group, *args)` on `world_size` processes and returns the results in rank order. Blocks meanwhile.
+
+        As by `spawn`, a function that does not take the group is called as `fn(*args)`, and the environment says to
+        torch which rank this is. Afterwards a worker's environment is as before the job.
 
         Args:
             fn: a function at the top level of a module that the workers can import.
@@ -138,10 +147,7 @@ class RankPool:
         if os.getpid() != self._process:  # a forked child
             return
         workers, self._workers = self._workers, []
-        for worker in workers:  # all first, so that they exit at the same time
-            worker.dismiss()
-        for worker in workers:
-            worker.end(_PATIENCE)
+        _end(workers, _PATIENCE)
 
     def _take(self, count: int) -> list[Worker]:
         """Removes `count` workers from the pool, starting new ones if there are too few."""
@@ -157,10 +163,9 @@ class RankPool:
 
     def _give_back(self, workers: list[Worker]) -> None:
         """Returns usable workers to the front of the pool and ends the others."""
-        usable = [worker for worker in workers if not worker.is_busy and not worker.is_dead()]
-        for worker in workers:
-            if worker not in usable:
-                worker.end()
+        usable = [worker for worker in workers if not (worker.is_busy or worker.is_spent or worker.is_dead())]
+        _end([worker for worker in workers if worker.is_spent], _PATIENCE)
+        _end([worker for worker in workers if worker not in usable and not worker.is_spent], 0.0)
         self._workers[:0] = usable
 
     def __enter__(self) -> RankPool:
@@ -173,23 +178,24 @@ class RankPool:
         return f"<RankPool: {'closed' if self._closed else f'{len(self._workers)} idle workers'}>"
 
 
-def check_call(function: object, args: object) -> None:
-    """Raises LaunchError unless `function` is callable and `args` is a sequence of its arguments after the group."""
-    if not callable(function):
-        raise LaunchError(f"fn={function!r}: give the function that each rank runs; its first argument is the group")
-    if not isinstance(args, Sequence) or isinstance(args, str):
-        raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")
+def _end(workers: Sequence[Worker], patience: float) -> None:
+    """Ends workers. Idle ones get `patience` seconds to exit by themselves."""
+    for worker in workers:  # all first, so that they exit at the same time
+        worker.dismiss()
+    for worker in workers:
+        worker.end(patience)
 
 
 def pickle_call(function: Callable[..., object], args: Sequence[object]) -> bytes:
-    """Returns (function, args) as bytes that another process can load.
+    """Returns the call that each rank makes, a `RankCall`, as bytes that another process can load.
 
     Raises:
-        LaunchError: the other process could not find the function by its name, or an argument cannot be pickled.
+        LaunchError: the function cannot be called with these arguments, the other process could not find it by its
+            name, or an argument cannot be pickled.
     """
     # Refused here: every worker would fail while it imports the program, with a message about a file named <stdin>
     # for instance.
-    check_call(function, args)
+    call = rank_call(function, args)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if "<" in name:
         raise LaunchError(f"fn={name} cannot be found by name in another process: def it at the top level of a module")
@@ -200,7 +206,7 @@ def pickle_call(function: Callable[..., object], args: Sequence[object]) -> byte
     if path is not None and not os.path.exists(path):
         raise LaunchError(f"this program was read from {path}, so no other process can import it: put it in a file")
     try:
-        return pickle.dumps((function, tuple(args)))
+        return pickle.dumps(call)
     except Exception as error:  # an argument's class may raise anything here
         raise LaunchError(
             f"fn={name} and its arguments cannot be pickled ({error}): pass functions of a module and plain values"
@@ -214,7 +220,7 @@ def run_job(
 
     Args:
         workers: one idle worker per rank.
-        call: from `pickle_call`; the function gets the group, then the arguments.
+        call: from `pickle_call`.
         backend: name of the group's backend.
         timeout: the group's default timeout, seconds.
         deadline: seconds after which the job is given up. None: never.
@@ -224,12 +230,15 @@ def run_job(
         Timeout: the deadline passed. Workers that have not reported are still running.
     """
     world_size = len(workers)
-    with ReservedPort() as port:
+    # Two ports: torch's rendezvous may listen at its own while the function's module is imported, before ours does.
+    with ReservedPort() as port, ReservedPort() as torch_port:
         job = Job(
             call=call,
             rank=0,
             world_size=world_size,
             address=port.address,
+            master_addr=torch_port.host,
+            master_port=torch_port.port,
             secret=secrets.token_hex(32).encode(),
             run_id=secrets.token_hex(4),
             backend=backend,

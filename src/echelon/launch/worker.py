@@ -18,15 +18,19 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch import report
+from echelon.launch.call import RankCall
+from echelon.launch.environment import without_launcher
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
 from echelon.launch.report import RankFailure, describe_exit, exit_status
 from echelon.launch.tuned import agreed_table
@@ -43,14 +47,17 @@ _ADVICE = (
 class Job(NamedTuple):
     """Job of one worker: the pickled `call` to run as `rank` of `world_size`, with the rendezvous at `address`.
 
-    call: (function, arguments), pickled. backend: one of `backends.NAMES`. num_threads: number of torch's
-    threads; None leaves torch's default. timeout: the group's default timeout, seconds.
+    call: a `RankCall`, pickled. master_addr, master_port: address for torch's own rendezvous. backend: one of
+    `backends.NAMES`. num_threads: number of torch's threads; None leaves torch's default. timeout: the group's default
+    timeout, seconds.
     """
 
     call: bytes
     rank: int
     world_size: int
     address: str
+    master_addr: str
+    master_port: int
     secret: bytes
     run_id: str
     backend: str
@@ -59,11 +66,15 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a job: the pickled result, or a failure and, if it can be pickled, its exception."""
+    """Outcome of a job: the pickled result, or a failure and, if it can be pickled, its exception.
+
+    is_last: the worker cannot run another job.
+    """
 
     result: bytes | None
     failure: RankFailure | None = None
     error: bytes | None = None
+    is_last: bool = False
 
 
 def leave_if_imported() -> None:
@@ -82,6 +93,7 @@ class Worker:
     """Parent's handle of one worker process.
 
     is_fresh: it has had no job yet, and may still be importing torch. is_busy: it has a job without a known outcome.
+    is_spent: it cannot run another job.
     """
 
     def __init__(self) -> None:
@@ -96,6 +108,7 @@ class Worker:
         self.pidfd = os.pidfd_open(self.pid)
         self.is_fresh = True
         self.is_busy = False
+        self.is_spent = False
 
     def submit(self, job: Job) -> None:
         """Sends `job`. If the worker is dead already, `outcome` returns its death."""
@@ -110,7 +123,7 @@ class Worker:
         try:
             if self.connection.poll():
                 outcome: Outcome = pickle.loads(self.connection.recv_bytes())
-                self.is_busy = False
+                self.is_busy, self.is_spent = False, outcome.is_last
                 return outcome
         except (EOFError, OSError):
             dead = True
@@ -171,7 +184,46 @@ def _perform(job: Job) -> Outcome:
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
     try:
-        function, args = pickle.loads(job.call)
+        with rank_variables(job):
+            outcome = _run(job)
+    finally:
+        sys.stdout.flush()  # the worker may be killed later, with its buffers
+    # The next job could not make torch's default group again. To destroy it here could block: Gloo's destructor joins
+    # threads that may wait for other ranks.
+    return outcome._replace(is_last=dist.is_available() and dist.is_initialized())
+
+
+@contextlib.contextmanager
+def rank_variables(job: Job) -> Iterator[None]:
+    """Inside, the environment has the variables by which torch knows its rank. Afterwards it is as before."""
+    before = dict(os.environ)
+    # A launcher of this program, such as torchrun, would say another rank, and that its agent serves the store.
+    inside = without_launcher(before) | {
+        "RANK": str(job.rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_RANK": str(job.rank),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(job.master_port),
+    }
+    _change_environment(inside)
+    try:
+        yield
+    finally:
+        _change_environment(before)
+
+
+def _change_environment(target: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - target.keys():
+        del os.environ[name]
+    for name, value in target.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _run(job: Job) -> Outcome:
+    try:
+        call: RankCall = pickle.loads(job.call)
         tcp = TcpBackend(
             job.rank,
             job.world_size,
@@ -184,14 +236,12 @@ def _perform(job: Job) -> Outcome:
         table = agreed_table(tcp, CONNECT_TIMEOUT)
         backend = carry(tcp, job.backend, CONNECT_TIMEOUT)
         with ProcessGroup(backend, table=table) as group, provide(group):
-            result = function(group, *args)
+            result = call.run(group)
         return Outcome(pickle.dumps(result))
     except SystemExit as error:
         return Outcome(None, report.describe(job.rank, error)) if fails(error) else Outcome(pickle.dumps(None))
     except BaseException as error:
         return Outcome(None, report.describe(job.rank, error), _pickled(error))
-    finally:
-        sys.stdout.flush()  # the worker may be killed later, with its buffers
 
 
 def _pickled(error: BaseException) -> bytes | None:

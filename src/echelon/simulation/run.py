@@ -19,9 +19,9 @@ from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
 from echelon.errors import DeadlockError, LaunchError, PeerFailed, fails
 from echelon.group.group import ProcessGroup
+from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
-from echelon.launch.spawn import check_call
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain
@@ -85,6 +85,9 @@ def simulate(
 ) -> Simulation:
     """Runs `fn(group, *args)` on every rank of a simulated world. Blocks until all ranks have ended.
 
+    A function that does not take the group is called as `fn(*args)`: `def main():` needs no change. If both calls fit,
+    as for `def main(*args):` or one optional parameter, the group comes first.
+
     Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
     seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs
     unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU) and computes with one
@@ -93,7 +96,7 @@ def simulate(
     Args:
         fn: function that each rank runs.
         world_size: number of ranks.
-        args: further arguments of `fn`, the same objects on every rank.
+        args: arguments of `fn` without the group, the same objects on every rank.
         seed: seed of the order of events and of all random states.
         network: a `Network`, the name of one (see `echelon.simulation.PRESETS`), or a function from two ranks to the
             `Network` between them. None: messages take no time.
@@ -125,7 +128,8 @@ def simulate(
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
     check_world_size(world_size)
-    _check(fn, args, seed, timeout)
+    call = rank_call(fn, args)
+    _check(seed, timeout)
     cost, meter = step_cost(costs), meter_for(costs)
     if callable(faults):
         faults = faults(random.Random(f"faults of {seed}"), world_size)
@@ -139,7 +143,7 @@ def simulate(
     is_instant, follows_plans = takes_no_time(network), order == "tcp"
     with _only_simulation():
         world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
-        run = _Run(world, world_size, fn, args, timeout, make)
+        run = _Run(world, world_size, call, timeout, make)
         num_threads = torch.get_num_threads()
         world.rank_states = rank_states = RankStates(
             _states(run.torch, seed, hosts if named else (0,) * world_size), world_size
@@ -190,8 +194,7 @@ def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]
     return [RandomState(seed), Environment(variables), Attributes(attributes), DefaultDtype(), LibraryState()]
 
 
-def _check(fn: object, args: object, seed: object, timeout: object) -> None:
-    check_call(fn, args)
+def _check(seed: object, timeout: object) -> None:
     if not is_count(seed):
         raise LaunchError(f"seed={seed!r}: give a whole number, at least 0, so that the run can be repeated")
     check_default_timeout(timeout, LaunchError)
@@ -227,8 +230,7 @@ class _Run:
         self,
         world: World,
         world_size: int,
-        fn: Callable[..., Any],
-        args: Sequence[object],
+        call: RankCall,
         timeout: float,
         make_backend: Callable[[int, int, World, float], VirtualBackend],
     ) -> None:
@@ -236,8 +238,7 @@ class _Run:
         self.elapsed = 0.0
         self._world = world
         self._scheduler = world.scheduler
-        self._fn = fn
-        self._args = args
+        self._call = call
         self._timeout = timeout
         self._make_backend = make_backend
         self._num_left = world_size
@@ -291,7 +292,7 @@ class _Run:
         try:
             backend.begin()
             with provide(group), self.torch.rank(group), self._world.memory_meter(backend.rank):
-                self.results[rank] = self._fn(group, *self._args)
+                self.results[rank] = self._call.run(group)
             self._world.returned.add(rank)
             backend.drain()
             self._world.note(rank, "has returned")
@@ -380,13 +381,16 @@ def explore(
             conditions that no single rank sees, such as equal results.
 
     Raises:
-        LaunchError: there are no seeds, or `check` is no function.
+        InvalidWorldSize, LaunchError: `world_size` or `args` is invalid, as for `simulate`; there are no seeds, or
+            `check` is no function.
         Exception: the exception of the first failing seed.
     """
     if not isinstance(seeds, Iterable):
         raise LaunchError(f"seeds={seeds!r}: give an iterable of seeds, such as range(1000)")
     if check is not None and not callable(check):
         raise LaunchError(f"check={check!r}: give a function of a Simulation")
+    check_world_size(world_size)
+    rank_call(fn, args)  # not a failure of the first seed
     count = 0
     for seed in seeds:
         try:

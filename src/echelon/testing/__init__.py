@@ -2,6 +2,7 @@
 
 from echelon.launch.spawn import RankPool
 from echelon.testing.contract import ContractError, check_backend, clause_names
+from echelon.testing.decorator import simulated
 from echelon.testing.races import RaceError, check_same_results
 from echelon.testing.ranks import RunRanks, ranks_in_threads, simulated_ranks
 
@@ -14,5 +15,6 @@ __all__ = [
     "check_same_results",
     "clause_names",
     "ranks_in_threads",
+    "simulated",
     "simulated_ranks",
 ]

@@ -1,0 +1,115 @@
+"""Call of the function that each rank runs: `fn(group, *args)` where its signature takes that, else `fn(*args)`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from echelon.arguments import shown
+from echelon.errors import LaunchError
+from echelon.group.group import ProcessGroup
+
+RANK_NAMES = ("rank", "local_rank")
+"""Names by which a function made for torch.multiprocessing.spawn takes its rank."""
+
+_GROUP = object()
+"""Stands for the group, which does not exist yet when the signature is checked."""
+
+
+class RankCall(NamedTuple):
+    """Call that each rank makes: a function, its arguments, and whether the group comes before them."""
+
+    function: Callable[..., Any]
+    args: tuple[object, ...]
+    takes_group: bool
+
+    def run(self, group: ProcessGroup) -> Any:
+        """Calls the function on this rank and returns its result."""
+        return self.function(group, *self.args) if self.takes_group else self.function(*self.args)
+
+
+def rank_call(function: object, args: object) -> RankCall:
+    """Returns the call that each rank makes.
+
+    It is `function(group, *args)` where the signature takes that, and `function(*args)` where only that fits. A
+    function of `*args`, or with one optional parameter, takes both, and gets the group. So does a function without a
+    signature, such as some builtins.
+
+    Args:
+        function: the function of the user.
+        args: its arguments, without the group.
+
+    Raises:
+        LaunchError: `function` is not callable, `args` is no sequence, neither call fits, or the first parameter is
+            named `rank` or `local_rank`.
+    """
+    if not callable(function):
+        raise LaunchError(f"fn={function!r}: give the function that each rank runs, as fn(group, *args) or fn(*args)")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(f"args={args!r}: give a tuple of the arguments that come after the group, such as (x,)")
+    args = tuple(args)
+    signatures = _signatures(function)
+    if signatures:
+        check_no_rank(function, signatures[-1])
+    # All signatures first, because a wrapper of (*args, **kwargs) takes any call. Then the wrapper's own alone: it may
+    # add arguments, as unittest.mock.patch does, or leave some out.
+    for required in (signatures, signatures[:1]):
+        for takes_group in (True, False):
+            given = (_GROUP, *args) if takes_group else args
+            if all(_fits(signature, given) for signature in required):
+                return RankCall(function, args, takes_group)
+    name = _name(function)
+    texts = [shown(value) for value in args]
+    with_group, without = f"{name}({', '.join(['group', *texts])})", f"{name}({', '.join(texts)})"
+    raise LaunchError(
+        f"fn={name} takes neither {with_group} nor {without}: its signature is {name}{_plain(signatures[0])}: "
+        "correct args, or the function's parameters"
+    )
+
+
+def check_no_rank(function: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Raises LaunchError if the first parameter is named as a rank, which neither call would give the function."""
+    positional = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if positional and positional[0] in RANK_NAMES:
+        name = _name(function)
+        further = {1: "", 2: ", n"}.get(len(positional), ", n, ...")
+        raise LaunchError(
+            f"fn={name} takes {positional[0]!r} first, as for torch.multiprocessing.spawn, and would get the group "
+            f"there: give `lambda: {name}(int(os.environ['RANK']){further})`, for processes as a def at the top level "
+            "of a module"
+        )
+
+
+def _signatures(function: Callable[..., Any]) -> list[inspect.Signature]:
+    """Returns the signature of a function, then that of the function that it wraps. Empty if it has none."""
+    try:
+        return [inspect.signature(function, follow_wrapped=False), inspect.signature(function)]
+    except (TypeError, ValueError):  # some builtins and classes written in C
+        return []
+
+
+def _fits(signature: inspect.Signature, given: Sequence[object]) -> bool:
+    try:
+        signature.bind(*given)
+    except TypeError:
+        return False
+    return True
+
+
+def _name(function: object) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Returns the text of a signature, without annotations, on one line."""
+    parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    text = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+    return " ".join(text.split())
