@@ -20,6 +20,9 @@ _FOREIGN = (
     "<",
 )
 """Path prefixes of foreign code: this package, the standard library, installed packages, frozen modules."""
+# Debian's name is the second. A virtual environment may take packages from another one, and users have a folder too.
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Names of folders of installed packages, wherever they are."""
 
 
 # Both are cached, because they are asked for each frame of each operation.
@@ -32,7 +35,7 @@ def is_own(path: str) -> bool:
 @functools.cache
 def is_foreign(path: str) -> bool:
     """Whether a source file belongs to this package, the standard library or an installed package."""
-    return path.startswith(_FOREIGN)
+    return path.startswith(_FOREIGN) or any(folder in path for folder in _PACKAGES)
 
 
 def calling_place(depth: int = 1) -> Place | None:

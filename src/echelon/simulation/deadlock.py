@@ -9,11 +9,12 @@ from echelon.backends.delivery import ANY
 from echelon.backends.formats.wire import Tag, readable
 from echelon.call_site import place_of_thread, source_of
 from echelon.errors import DeadlockError
-from echelon.operation_records import FlightRecorder
+from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.pipeline.run.transfer import what_passes
 from echelon.simulation.backend import Passage, VirtualWork
 from echelon.simulation.scheduler import Task
 from echelon.simulation.world import World, is_plain
+from echelon.wording import listed
 
 _MOST_UNCLAIMED = 8
 """Most unclaimed messages that a DeadlockError lists."""
@@ -30,6 +31,10 @@ class Waiting(NamedTuple):
     """Line of the program. Empty if the rank's function has returned."""
     is_beside: bool
     """Whether the task is a lane. `place` is then the line that started the operation."""
+    group: str = ""
+    """Name of the group of the collective that it waits in. Empty for a message."""
+    context: int = 0
+    """Context of that group."""
 
     def __str__(self) -> str:
         whom = "any rank" if self.peer == ANY else f"rank {self.peer}"
@@ -73,7 +78,19 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
     if not cycle:
         return "the messages that they wait for were never sent: match every receive with a send"
     path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
-    return f"they wait for each other, {path}: let one of them send before it waits"
+    return f"they wait for each other, {path}: {_advice([task for task in tasks if task.rank in cycle])}"
+
+
+def _advice(cycle: Sequence[Waiting]) -> str:
+    """Returns the remedy for tasks that wait for each other."""
+    if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
+        return "let one of them send before it waits"
+    if len({task.group for task in cycle}) == 1:
+        return (
+            f"{listed(task.rank for task in cycle)} are in different groups, though of the same ranks: make the same "
+            "groups in the same order on every rank"
+        )
+    return "they are in collectives of different groups: use the groups in the same order on every rank"
 
 
 def _find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
@@ -97,22 +114,32 @@ def _find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
 def _waiting(world: World, task: Task) -> Waiting:
     work = task.awaits
     assert isinstance(work, VirtualWork)
+    flight = _flight_of(work, world.flight_recorders[task.rank])
+    is_collective = flight is not None and flight.sequence > 0
     return Waiting(
         rank=task.rank,
         peer=work.peer,
-        doing=_doing(work, world.flight_recorders[task.rank]),
+        doing=_doing(work, flight),
         place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
         is_beside=task.number > 0,
+        group=flight.group if flight is not None and is_collective else "",
+        context=flight.context if flight is not None and is_collective else 0,
     )
 
 
-def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
+def _flight_of(work: VirtualWork[object], recorder: FlightRecorder) -> OperationRecord | None:
+    passage = work.description
+    if not isinstance(passage, Passage):
+        return None
+    return work.flight or recorder.find(passage.tag.context, passage.tag.sequence)
+
+
+def _doing(work: VirtualWork[object], flight: OperationRecord | None) -> str:
     passage = work.description
     if not isinstance(passage, Passage):
         return str(passage)
     if value := what_passes(passage.tag):
         return f"{passage.doing} rank {passage.peer}, {value}"
-    flight = work.flight or recorder.find(passage.tag.context, passage.tag.sequence)
     group = "" if flight is None or flight.group == "world" else f", of group {flight.group!r}"
     return (readable(work.operation) or str(passage)) + group
 
