@@ -20,9 +20,8 @@ _FOREIGN = (
     "<",
 )
 """Path prefixes of foreign code: this package, the standard library, installed packages, frozen modules."""
-# Debian's name is the second. A virtual environment may take packages from another one, and users have a folder too.
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Names of folders of installed packages, wherever they are."""
+"""Folders of installed packages, which may also lie in another environment than this one."""
 
 
 # Both are cached, because they are asked for each frame of each operation.
