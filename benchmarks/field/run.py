@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import echelon
 
-sys.path[1:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.extend([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
 from harness import options_of, print_environment, print_head, print_row
 from tests.helpers.field_bugs import BUGS, Bug
 
@@ -57,7 +57,9 @@ def main() -> None:
         real = on_gloo(bug)
         found, seconds = simulated(bug)
         if names:
-            print(f"{name}, {bug.thread}: {bug.what}\n\nGloo:\n{joined(real)}\n\nSimulation, {seconds:.2f} s:\n{found}\n")
+            print(
+                f"{name}, {bug.thread}: {bug.what}\n\nGloo:\n{joined(real)}\n\nSimulation, {seconds:.2f} s:\n{found}\n"
+            )
         else:
             first, *_ = found.splitlines()
             print_row(name, bug.thread, bug.what, joined(real), first, f"{seconds:.2f}")
@@ -67,7 +69,7 @@ def simulated(bug: Bug) -> tuple[str, float]:
     """Returns what a simulation says about a bug, and its seconds."""
     began = time.monotonic()
     try:
-        results = echelon.simulate(bug.program, bug.ranks).results
+        results = echelon.simulate(lambda group: bug.program(), bug.ranks).results
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     else:
@@ -144,8 +146,7 @@ def condensed(text: str) -> str:
     """Returns a message of torch as one line without ports, source paths, hints and stacks of C++."""
     text = re.split(r"\nException raised from|\nframe #|\.? ?This (?:may indicate|is typically)", text)[0]
     text = re.sub(r"\[[^\]]*/gloo/[^\]]*\] ?|\[[\d.]+\]:\d+", "", text)
-    text = re.sub(r"\s+", " ", text).strip()
-    return text
+    return re.sub(r"\s+", " ", text).strip()
 
 
 if __name__ == "__main__":

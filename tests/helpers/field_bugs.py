@@ -1,8 +1,9 @@
 """Bugs that people met with torch.distributed, Lightning, Accelerate, DeepSpeed and transformers, rewritten small.
 
-Each program is an ordinary one, started once per rank. `waits:` marks the line at which these ranks can go no further.
+Each program is an ordinary one, started once per rank. `at:` marks where ranks are when they can go no further.
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,20 +54,20 @@ def skipped_barrier():
     rank = begin()
     if rank != 3:
         dist.barrier()
-    dist.barrier()  # waits: 0 1 2
+    dist.barrier()  # at: 0 1 2
 
 
 @bug(2, "deepspeedai/DeepSpeed#2993", "Rank 0 alone saves a checkpoint, and saving ends with a barrier.")
 def checkpoint_on_rank_0():
     def save_checkpoint(state):
         saved.append(state)
-        dist.barrier()  # waits: 0
+        dist.barrier()  # at: 0
 
     saved = []
     if begin() == 0:
         save_checkpoint({"step": 100})
     total = torch.ones(2)
-    dist.all_reduce(total)  # waits: 1
+    dist.all_reduce(total)  # at: 1
 
 
 @bug(2, "Lightning-AI/pytorch-lightning#16541", "Predictions are gathered in a branch that only rank 0 takes.")
@@ -75,7 +76,7 @@ def gathered_on_rank_0():
     predictions = torch.full((3,), float(rank))
     if rank == 0:
         gathered = [torch.empty(3) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, predictions)  # waits: 0
+        dist.all_gather(gathered, predictions)  # at: 0
 
 
 @bug(2, "pytorch/pytorch#44957", "One rank skips a module that adds up batch statistics of all ranks.")
@@ -83,7 +84,7 @@ def skipped_batch_statistics():
     class SyncNorm(nn.Module):
         def forward(self, x):
             mean = x.mean(0)
-            dist.all_reduce(mean)  # waits: 0
+            dist.all_reduce(mean)  # at: 0
             return x - mean / dist.get_world_size()
 
     rank = begin()
@@ -102,7 +103,7 @@ def early_stopping():
         loss = 1.0 / (1 + step * (rank + 1))
         if loss < 0.3:
             break
-        dist.all_reduce(weight)  # waits: 0
+        dist.all_reduce(weight)  # at: 0
 
 
 @bug(2, "Lightning-AI/pytorch-lightning#19045", "Ranks compare metrics of their own, so only one has a new best model.")
@@ -112,8 +113,8 @@ def best_model_by_rank():
     accuracy = 0.4 + 0.2 * rank
     if accuracy > best:
         path = ["best.pt" if rank == 0 else None]
-        dist.broadcast_object_list(path, src=0)  # waits: 1
-    dist.barrier()  # waits: 0
+        dist.broadcast_object_list(path, src=0)  # at: 1
+    dist.barrier()  # at: 0
 
 
 @bug(2, "Lightning-AI/pytorch-lightning#20187", "The rank with an exception saves, and saving broadcasts a path.")
@@ -123,10 +124,10 @@ def checkpoint_in_except():
         if rank == 1:
             raise ValueError("cannot decode image 17")
         gradient = torch.ones(2)
-        dist.all_reduce(gradient)  # waits: 0
+        dist.all_reduce(gradient)  # at: 0
     except ValueError:
         path = ["last.pt"]
-        dist.broadcast_object_list(path, src=0)  # waits: 1
+        dist.broadcast_object_list(path, src=0)  # at: 1
         raise
 
 
@@ -134,18 +135,18 @@ def checkpoint_in_except():
 def monitored_barrier():
     rank = begin()
     if rank != 2:
-        dist.monitored_barrier()  # waits: 0 1
+        dist.monitored_barrier()  # at: 0 1
 
 
 @bug(2, "pytorch/pytorch#85775", "Rank 1 waits for a seed that rank 0, whose data is used up, does not publish.")
 def seed_never_set():
     rank = begin()
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     batches = 0 if rank == 0 else 1
     if rank == 0 and batches:
         store.set("seed", "1234")
     if rank == 1:
-        store.wait(["seed"])  # waits: 1
+        store.wait(["seed"])  # at: 1
 
 
 @bug(2, "pytorch/pytorch#75097", "One rank destroys its process group while the other still trains.")
@@ -153,7 +154,7 @@ def destroyed_early():
     rank = begin()
     for _ in range(2 + rank):
         gradient = torch.ones(2)
-        dist.all_reduce(gradient)  # waits: 1
+        dist.all_reduce(gradient)  # at: 1
     dist.destroy_process_group()
 
 
@@ -161,14 +162,14 @@ def destroyed_early():
 def collective_in_del():
     class SharedBuffer:
         def __del__(self):
-            dist.barrier()  # waits: 0
+            dist.barrier()  # at: 0
 
     rank = begin()
     buffers = [SharedBuffer()]
     if rank == 0:
         buffers.clear()
     total = torch.ones(2)
-    dist.all_reduce(total)  # waits: 1
+    dist.all_reduce(total)  # at: 1
     buffers.clear()
 
 
@@ -183,13 +184,13 @@ def groups_in_other_order():
     row, column = rows[rank // 2], columns[rank % 2]
     x = torch.ones(2)
     for group in (column, row) if rank in (0, 3) else (row, column):
-        dist.all_reduce(x, group=group)  # waits: 0 1 2 3
+        dist.all_reduce(x, group=group)  # at: 0 1 2 3
 
 
 @bug(4, "pytorch/pytorch#130102", "Each rank makes only the group that it is in, so the calls of new_group differ.")
 def own_group_only():
     rank = begin()
-    group = dist.new_group([0, 3] if rank in (0, 3) else [1, 2])  # waits: 0 1 2 3
+    group = dist.new_group([0, 3] if rank in (0, 3) else [1, 2])  # at: 0 1 2 3
     dist.barrier(group)
 
 
@@ -197,9 +198,9 @@ def own_group_only():
 def group_made_by_members():
     rank = begin()
     if rank < 2:
-        dist.new_group([0, 1])
-    group = dist.new_group([0, 1, 2])
-    dist.all_reduce(torch.ones(2), group=group)  # waits: 0 1 2
+        dist.new_group([0, 1])  # at: 0
+    group = dist.new_group([0, 1, 2])  # at: 2
+    dist.all_reduce(torch.ones(2), group=group)
 
 
 @bug(3, "pytorch/pytorch#173608", "Ranks that made other numbers of groups synchronize a new one locally.")
@@ -208,8 +209,8 @@ def groups_counted_apart():
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     if rank < 2:
-        group = dist.new_group([0, 1], use_local_synchronization=True)  # waits: 0 1
-        dist.all_reduce(torch.ones(2), group=group)
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(2), group=group)  # at: 0 1
 
 
 @bug(3, "pytorch/pytorch#118277", "Keys are gathered over all ranks, though only a group of them loads the checkpoint.")
@@ -218,7 +219,7 @@ def gathered_in_the_wrong_group():
     group = dist.new_group([0, 1])
     if rank in (0, 1):
         keys = [None, None, None]
-        dist.all_gather_object(keys, ["weight", "bias"])  # waits: 0 1
+        dist.all_gather_object(keys, ["weight", "bias"])  # at: 0 1
         dist.barrier(group)
 
 
@@ -230,7 +231,7 @@ def gathered_shapes():
     rank = begin()
     batch = torch.ones(4 if rank == 0 else 3, 2)
     gathered = torch.empty(2 * len(batch), 2)
-    dist.all_gather_into_tensor(gathered, batch)  # waits: 0 1
+    dist.all_gather_into_tensor(gathered, batch)  # at: 0 1
 
 
 @bug(2, "huggingface/accelerate#167", "Sentences are padded to the longest of the rank's own batch, then gathered.")
@@ -238,14 +239,14 @@ def unpadded_predictions():
     rank = begin()
     tokens = torch.zeros(2, 5 + rank, dtype=torch.int64)
     gathered = [torch.empty_like(tokens) for _ in range(2)]
-    dist.all_gather(gathered, tokens)  # waits: 0 1
+    dist.all_gather(gathered, tokens)  # at: 0 1
 
 
 @bug(2, "pytorch/pytorch#150433", "One rank's tensor is bfloat16, the other's float32.")
 def other_dtype():
     rank = begin()
     loss = torch.tensor([1.5, 2.5], dtype=torch.float32 if rank == 0 else torch.bfloat16)
-    dist.all_reduce(loss)  # waits: 0 1
+    dist.all_reduce(loss)  # at: 0 1
     return loss
 
 
@@ -253,7 +254,7 @@ def other_dtype():
 def other_root():
     rank = begin()
     total = torch.ones(3)
-    dist.reduce(total, dst=rank)  # waits: 0 1
+    dist.reduce(total, dst=rank)  # at: 0 1
     dist.barrier()
 
 
@@ -262,7 +263,7 @@ def other_splits():
     rank = begin()
     rows = torch.ones(4, 2)
     received = torch.empty(5 if rank == 0 else 4, 2)
-    dist.all_to_all_single(received, rows, [2, 3] if rank == 0 else [2, 2], [2, 2])  # waits: 0 1
+    dist.all_to_all_single(received, rows, [2, 3] if rank == 0 else [2, 2], [2, 2])  # at: 0 1
 
 
 @bug(2, "pytorch/pytorch#126600", "The last microbatch has fewer rows than the receiver's buffer.")
@@ -272,7 +273,7 @@ def uneven_microbatches():
         if rank == 0:
             dist.send(torch.ones(rows, 4), 1)
         else:
-            dist.recv(torch.empty(3, 4), 0)  # waits: 1
+            dist.recv(torch.empty(3, 4), 0)  # at: 1
 
 
 # Messages
@@ -281,8 +282,8 @@ def uneven_microbatches():
 @bug(2, "pytorch/pytorch#108378", "A message is sent that nobody receives.")
 def send_without_receive():
     if begin() == 0:
-        work = dist.isend(torch.ones(4), 1)
-        work.wait()  # waits: 0
+        work = dist.isend(torch.ones(4), 1)  # at: 0
+        work.wait()
 
 
 @bug(2, "NVIDIA/nccl#2130", "A batch has a receive that the other rank's batch has no send for.")
@@ -294,7 +295,7 @@ def batch_without_its_send():
     else:
         batch = [dist.P2POp(dist.irecv, received, 0)]
     for work in dist.batch_isend_irecv(batch):
-        work.wait()  # waits: 0
+        work.wait()  # at: 0
 
 
 @bug(2, "pytorch/pytorch#109401", "Both ranks wait for the next gradient before they send their own.")
@@ -302,7 +303,7 @@ def receive_before_send():
     other = 1 - begin()
     x, received = torch.ones(2), torch.empty(2)
     for _ in range(2):
-        dist.irecv(received, other).wait()  # waits: 0 1
+        dist.irecv(received, other).wait()  # at: 0 1
         dist.isend(x, other).wait()
 
 
@@ -314,7 +315,7 @@ def uneven_batches():
     rank = begin()
     model = DistributedDataParallel(nn.Linear(2, 1))
     for batch in torch.ones(2 + rank, 4, 2):
-        model(batch).sum().backward()  # waits: 1
+        model(batch).sum().backward()  # at: 1
 
 
 @bug(2, "Lightning-AI/pytorch-lightning#10947", "Each rank drops random samples before its sampler shares them out.")
@@ -324,9 +325,9 @@ def dataset_lengths():
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
     model = DistributedDataParallel(nn.Linear(2, 1))
     for (batch,) in loader:
-        model(batch).sum().backward()  # waits: 1
+        model(batch).sum().backward()  # at: 1
     correct = torch.ones(1)
-    dist.all_reduce(correct)  # waits: 0
+    dist.all_reduce(correct)  # at: 0
 
 
 @bug(2, "pytorch/pytorch#54059", "Rank 0 validates with the DDP model, whose forward broadcasts buffers.")
@@ -335,8 +336,8 @@ def validated_on_rank_0():
     model = DistributedDataParallel(nn.BatchNorm1d(2))
     model(torch.randn(4, 2)).sum().backward()
     if rank == 0:
-        model(torch.randn(4, 2))  # waits: 0
-    dist.barrier()  # waits: 1
+        model(torch.randn(4, 2))  # at: 0
+    dist.barrier()  # at: 1
 
 
 @bug(2, "pytorch/pytorch#49321", "The input decides on each rank which branches of the model get gradients.")
@@ -352,8 +353,8 @@ def other_branches():
     rank = begin()
     model = DistributedDataParallel(Branches())
     x = torch.ones(4, 2)
-    model({"a": x, "b": x} if rank == 0 else {"a": x}).sum().backward()  # waits: 0
-    dist.barrier()  # waits: 1
+    model({"a": x, "b": x} if rank == 0 else {"a": x}).sum().backward()  # at: 0
+    dist.barrier()  # at: 1
 
 
 # FSDP and DTensor
@@ -373,8 +374,8 @@ def state_dict_on_rank_0():
     rank = begin()
     model = sharded(nn.Linear(4, 4))
     if rank == 0:
-        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))  # waits: 0
-    dist.barrier()  # waits: 1
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))  # at: 0
+    dist.barrier()  # at: 1
 
 
 @bug(2, "huggingface/transformers#29980", "Saving runs a sharded prompt encoder, and only rank 0 saves.")
@@ -383,8 +384,8 @@ def forward_on_rank_0():
     encoder = sharded(nn.Embedding(4, 4))
     if rank == 0:
         with torch.no_grad():
-            encoder(torch.arange(4))  # waits: 0
-    dist.barrier()  # waits: 1
+            encoder(torch.arange(4))  # at: 0
+    dist.barrier()  # at: 1
 
 
 @bug(2, "deepspeedai/DeepSpeed#8262", "Ranks stop generating at other lengths, though each token gathers parameters.")
@@ -394,8 +395,8 @@ def generated_lengths():
     x = torch.ones(1, 4)
     with torch.no_grad():
         for _ in range(3 if rank == 0 else 2):
-            x = student(x)  # waits: 0
-        teacher(x)  # waits: 1
+            x = student(x)  # at: 0
+        teacher(x)  # at: 1
 
 
 @bug(2, "deepspeedai/DeepSpeed#4808", "No token of one rank goes to a sharded expert, so its gather is skipped there.")
@@ -405,8 +406,8 @@ def unused_expert():
     tokens = torch.ones(2, 4)
     chosen = [0, 1] if rank == 0 else [0]
     for index in chosen:
-        tokens = experts[index](tokens)  # waits: 0
-    tokens.sum().backward()  # waits: 1
+        tokens = experts[index](tokens)  # at: 0
+    tokens.sum().backward()  # at: 1
 
 
 @bug(2, "deepspeedai/DeepSpeed#8478", "A rank without gradients of experts skips a reduction of the norm for clipping.")
@@ -417,9 +418,9 @@ def clipped_norm():
     norm = torch.stack([g.square().sum() for g in gradients]).sum()
     if expert_gradients:
         expert_norm = torch.stack([g.square().sum() for g in expert_gradients]).sum()
-        dist.all_reduce(expert_norm)  # waits: 0
+        dist.all_reduce(expert_norm)  # at: 0
         norm += expert_norm
-    dist.all_reduce(norm, op=dist.ReduceOp.MAX)  # waits: 1
+    dist.all_reduce(norm, op=dist.ReduceOp.MAX)  # at: 1
 
 
 @bug(2, "areal-project/AReaL#187", "A DTensor is gathered for the log of rank 0 only.")
@@ -428,5 +429,5 @@ def full_tensor_on_rank_0():
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     if rank == 0:
-        weight.full_tensor()  # waits: 0
-    dist.barrier()  # waits: 1
+        weight.full_tensor()  # at: 0
+    dist.barrier()  # at: 1

@@ -285,7 +285,7 @@ class World:
             for dst, src, tag in unreceived:
                 # Messages of a backend without a group are the program's own affair.
                 if tag.sequence == 0 and tag.context:
-                    place = self._place_of_send(src, dst, tag, unreceived.count((dst, src, tag)))
+                    place = self._place_of_send(src, dst, tag)
                     return CollectiveMismatch(
                         f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}"
                         f"{place and f', sent at {place}'}: receive it there, or do not send it"
@@ -303,11 +303,11 @@ class World:
                 )
         return None
 
-    def _place_of_send(self, src: int, dst: int, tag: Tag, from_last: int) -> str:
-        """Returns the line of a send, by its number from the last one to that rank. Empty if it is not known."""
+    def _place_of_send(self, src: int, dst: int, tag: Tag) -> str:
+        """Returns the line of the last message from a rank to another with a tag. Empty if it is not known."""
         words = f"send to rank {dst}, tag {tag.step} "
-        places = [record.place for record in self.flight_recorders[src].records() if record.operation.startswith(words)]
-        return places[-from_last] if len(places) >= from_last else ""
+        records = reversed(self.flight_recorders[src].records())
+        return next((record.place for record in records if record.operation.startswith(words)), "")
 
     def _unreceived(self) -> list[tuple[int, int, Tag]]:
         """Returns receiver, sender and tag of all messages that were not received, in flight or not, sorted."""
