@@ -69,7 +69,7 @@ def simulated(bug: Bug) -> tuple[str, float]:
     """Returns what a simulation says about a bug, and its seconds."""
     began = time.monotonic()
     try:
-        results = echelon.simulate(lambda group: bug.program(), bug.ranks).results
+        results = echelon.simulate(lambda _: bug.program(), bug.ranks).results
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     else:

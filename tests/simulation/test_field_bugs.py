@@ -41,7 +41,7 @@ def test_a_bug_is_explained_with_the_lines_of_the_program(name):
     bug = BUGS[name]
     began = time.monotonic()
     with pytest.raises(echelon.EchelonError) as caught:
-        echelon.simulate(lambda group: bug.program(), bug.ranks)
+        echelon.simulate(lambda _: bug.program(), bug.ranks)
     assert time.monotonic() - began < 20
     error, places = caught.value, places_in(bug.program)
     assert places
