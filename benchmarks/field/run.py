@@ -51,18 +51,20 @@ def main() -> None:
     torch.set_num_threads(1)
     if not names:
         print_environment(f"Gloo with timeouts of {TIMEOUT:g} s.")
-        print_head("bug | thread | what is wrong | torch on Gloo | the simulation | seconds")
+        print_head("bug | what is wrong | torch on Gloo | the simulation")
+    slowest = 0.0
     for name in names or BUGS:
         bug = BUGS[name]
         real = on_gloo(bug)
         found, seconds = simulated(bug)
+        slowest = max(slowest, seconds)
         if names:
-            print(
-                f"{name}, {bug.thread}: {bug.what}\n\nGloo:\n{joined(real)}\n\nSimulation, {seconds:.2f} s:\n{found}\n"
-            )
+            print(f"{name}, {bug.thread}: {bug.what}\n\nGloo: {joined(real)}\n\nThe simulation:\n{found}\n")
         else:
-            first, *_ = found.splitlines()
-            print_row(name, bug.thread, bug.what, joined(real), first, f"{seconds:.2f}")
+            repository, _, number = bug.thread.partition("#")
+            link = f"[{bug.thread}](https://github.com/{repository}/issues/{number})"
+            print_row(f"`{name}`", f"{bug.what} {link}", joined(real), in_short(found))
+    print(f"\nThe slowest simulation took {slowest:.2f} s.")
 
 
 def simulated(bug: Bug) -> tuple[str, float]:
@@ -89,7 +91,7 @@ def on_gloo(bug: Bug) -> list[Outcome]:
         process.start()
         writer.close()
         ranks.append((process, reader))
-    outcomes = [Outcome("never ends", DEADLINE)] * bug.ranks
+    outcomes = [Outcome(f"has not ended after {DEADLINE:g} s", DEADLINE)] * bug.ranks
     waiting = {reader: rank for rank, (_, reader) in enumerate(ranks)}
     while waiting and (left := began + DEADLINE - time.monotonic()) > 0:
         for reader in wait(list(waiting), left):
@@ -146,7 +148,18 @@ def condensed(text: str) -> str:
     """Returns a message of torch as one line without ports, source paths, hints and stacks of C++."""
     text = re.split(r"\nException raised from|\nframe #|\.? ?This (?:may indicate|is typically)", text)[0]
     text = re.sub(r"\[[^\]]*/gloo/[^\]]*\] ?|\[[\d.]+\]:\d+", "", text)
+    # It depends on timing which of the two comes, and whether Gloo has begun to read.
+    text = text.replace("Read error : Connection reset by peer", "Connection closed by peer")
     return re.sub(r"\s+", " ", text).strip()
+
+
+def in_short(found: str) -> str:
+    """Returns what a simulation says as one line, without folders, source texts and remedies."""
+    first, *lines = found.splitlines()
+    # The remedy comes after the last colon of the first line. Those of a file and its line have no space behind them.
+    text = "; ".join([first.rpartition(": ")[0], *(line.strip() for line in lines)])
+    text = re.sub(r"\S*/(field_bugs\.py:\d+)(: [^;]*?(?=;|, but|, call|$))?", r"\1", text)
+    return text.replace("no rank can go on at 0 s: ", "")
 
 
 if __name__ == "__main__":

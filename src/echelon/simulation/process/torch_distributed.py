@@ -22,6 +22,7 @@ from echelon._torch_private import (
     GROUP_GLOBALS,
     GroupRegistry,
     forget_groups_of_thread,
+    futures_that_wait_by,
     group_registry,
     groups_made_by,
     groups_of_each_thread,
@@ -31,7 +32,7 @@ from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.simulation.backend import StoreWait, VirtualBackend
 from echelon.simulation.process.environment import Attribute
-from echelon.simulation.process.store import Contents, SimulatedStore
+from echelon.simulation.process.store import FOREVER, Contents, SimulatedStore
 from echelon.wording import listed
 
 if TYPE_CHECKING:
@@ -92,7 +93,11 @@ class TorchDistributed:
             setattr(owner, name, replacement)
 
         try:
-            with groups_of_each_thread(), groups_made_by(self._with_simulated_backend, self._store_barrier):
+            with (
+                groups_of_each_thread(),
+                groups_made_by(self._with_simulated_backend, self._store_barrier),
+                futures_that_wait_by(self._wait_for),
+            ):
                 for module in (dist, distributed_c10d, _RENDEZVOUS):
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
                         if hasattr(module, name):
@@ -229,7 +234,15 @@ class TorchDistributed:
             store.set(f"end of the barrier of {name}", "1")
         store.wait([f"end of the barrier of {name}"])
 
-    # Waits of stores
+    # Waits of futures and stores
+
+    def _wait_for(self, future: torch.futures.Future[Any]) -> None:
+        """Blocks the calling rank until a future is done. Returns at once in threads that are no rank's."""
+        if self._world.scheduler.is_running_here():
+            backend = self._backend_here()
+            work = backend.lanes.wait_of("wait for a future")
+            future.add_done_callback(lambda _: work.complete())
+            work.wait(FOREVER)
 
     def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
         while not is_true():
@@ -247,9 +260,13 @@ class TorchDistributed:
         self._world.clock.wake_pollers()
 
     def _work(self, what: str) -> StoreWait:
+        backend = self._backend_here()
+        return StoreWait(backend.boundary, what, backend.timeout)
+
+    def _backend_here(self) -> VirtualBackend:
         backend = self._here().backend
         assert isinstance(backend, VirtualBackend)
-        return StoreWait(backend.boundary, what, backend.timeout)
+        return backend
 
 
 def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
