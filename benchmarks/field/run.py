@@ -73,7 +73,7 @@ def simulated(bug: Bug) -> tuple[str, float]:
     try:
         results = echelon.simulate(lambda _: bug.program(), bug.ranks).results
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
+        found = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     else:
         found = f"nothing: {results}"
     return found, time.monotonic() - began
@@ -155,11 +155,12 @@ def condensed(text: str) -> str:
 
 def in_short(found: str) -> str:
     """Returns what a simulation says as one line, without folders, source texts and remedies."""
-    first, *lines = found.splitlines()
-    # The remedy comes after the last colon of the first line. Those of a file and its line have no space behind them.
-    text = "; ".join([first.rpartition(": ")[0], *(line.strip() for line in lines)])
-    text = re.sub(r"\S*/(field_bugs\.py:\d+)(: [^;]*?(?=;|, but|, call|$))?", r"\1", text)
-    return text.replace("no rank can go on at 0 s: ", "")
+    found = re.sub(r"\S*/(field_bugs\.py:\d+)(: [^\n]*?# at: [\d ]*\d)?", r"\1", found)
+    first, *lines = found.replace("no rank can go on at 0 s: ", "").splitlines()
+    # The remedy comes after the last colon. A wait for a store has none.
+    head, _, remedy = first.rpartition(": ")
+    text = first if remedy.startswith("no other rank") else head
+    return "; ".join([text, *(line.strip() for line in lines)])
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def own_group_only():
     dist.barrier(group)
 
 
-@bug(3, "pytorch/pytorch#134314", "Only its members make a group, so the next group has another name on each rank.")
+@bug(3, "vllm-project/llm-compressor#2869", "Only its members make a group, so ranks name the next group differently.")
 def group_made_by_members():
     rank = begin()
     if rank < 2:
@@ -298,7 +298,7 @@ def batch_without_its_send():
         work.wait()  # at: 0
 
 
-@bug(2, "pytorch/pytorch#109401", "Both ranks wait for the next gradient before they send their own.")
+@bug(2, "pytorch/pytorch#109401", "The orders of sends and receives of two ranks do not fit: both receive first.")
 def receive_before_send():
     other = 1 - begin()
     x, received = torch.ones(2), torch.empty(2)

@@ -5,6 +5,9 @@ import re
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import echelon
 from tests.helpers import field_bugs
@@ -55,6 +58,31 @@ def test_a_bug_is_explained_with_the_lines_of_the_program(name):
         else:
             assert re.search(rf"{place}\b", said), said
             assert any(f"rank {rank}" in said for rank in ranks), said
+
+
+def skips_a_dim_of_the_mesh():
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if dist.get_rank() != 2:
+        dist.all_reduce(torch.ones(2), group=mesh.get_group("dp"))
+
+
+def test_a_group_of_a_mesh_is_named_by_its_dim_and_its_ranks():
+    with pytest.raises(echelon.DeadlockError, match=re.escape("of group 'dp: ranks [0, 2]'")):
+        echelon.simulate(lambda _: skips_a_dim_of_the_mesh(), 4)
+
+
+def gathers_into_too_little():
+    dist.init_process_group("gloo")
+    dist.all_gather(list(torch.empty(2, 3)), torch.ones(3))
+    torch.ops._c10d_functional.all_gather_into_tensor_out(
+        torch.ones(3), 2, group_name=dist.group.WORLD.group_name, out=torch.empty(5)
+    )
+
+
+def test_an_output_that_is_too_small_is_refused_before_anything_is_sent():
+    with pytest.raises(echelon.SizeMismatch, match="expected 2 times the 3 elements of the input, got 5"):
+        echelon.simulate(lambda _: gathers_into_too_little(), 2)
 
 
 def test_each_bug_names_a_thread_and_says_what_is_wrong():
