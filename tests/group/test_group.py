@@ -222,7 +222,7 @@ def test_all_to_all_exchanges_even_and_uneven_parts(run, world_size):
 def wrong_splits(group):
     with pytest.raises(echelon.SizeMismatch, match="2 numbers that add up to 4"):
         group.all_to_all(torch.ones(4), in_splits=[1, 2])
-    with pytest.raises(echelon.EchelonError, match="rows: make them agree"):
+    with pytest.raises(echelon.EchelonError, match="elements: make them agree"):
         group.all_to_all(torch.ones(4), out_splits=[1, 3])
 
 

@@ -228,7 +228,8 @@ def fails_while_others_wait(group):
 def test_an_error_comes_before_the_deadlock_that_it_causes():
     with pytest.raises(KeyError, match="no such layer") as caught:
         echelon.simulate(fails_while_others_wait, 3)
-    assert caught.value.__notes__ == ["raised on rank 2 of 3"]
+    line = fails_while_others_wait.__code__.co_firstlineno + 2
+    assert caught.value.__notes__ == [f"raised on rank 2 of 3, at {__file__}:{line}"]
 
 
 def fails_last(group):

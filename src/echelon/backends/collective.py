@@ -94,16 +94,17 @@ class Collective(NamedTuple):
 
         def run_and_check(call: OperationRecord, rows: Tensor | None, out: Tensor | None) -> Tensor:
             result, counts = run(call, rows, out)
-            self.check_counts(counts)
+            self.check_counts(counts, call)
             return result
 
         return run_and_check
 
-    def check_counts(self, counts: Sequence[int]) -> None:
+    def check_counts(self, counts: Sequence[int], call: OperationRecord) -> None:
         """Raises CollectiveMismatch unless the ranks have sent as many rows as `out_splits` says."""
         if self.out_splits is not None and tuple(counts) != self.out_splits:
+            rows = "elements" if self.shape is not None and len(self.shape) == 1 else "rows"
             raise CollectiveMismatch(
-                f"out_splits={list(self.out_splits)}, but the ranks sent {list(counts)} rows: make them agree"
+                f"{call}: out_splits={list(self.out_splits)}, but the ranks sent {list(counts)} {rows}: make them agree"
             )
 
 

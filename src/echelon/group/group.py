@@ -84,7 +84,6 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
         self.backend = backend
         self.ranks = tuple(range(backend.world_size) if ranks is None else ranks)
         self.rank = self.ranks.index(backend.rank)
-        self.name = name
         self.context = context
         hosts = backend.control.hosts
         self._selector = Selector(numbered([hosts[rank] for rank in self.ranks]), table)
@@ -100,6 +99,15 @@ class ProcessGroup(Collectives, CoalescedCollectives, ObjectCollectives, PointTo
     def __repr__(self) -> str:
         state = ", closed" if self._runner.is_closed else ""
         return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.world_size} over {self.backend.name}{state}>"
+
+    @property
+    def name(self) -> str:
+        """Name in errors."""
+        return self._runner.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._runner.name = name
 
     @property
     def hosts(self) -> tuple[int, ...]:

@@ -80,7 +80,8 @@ class CollectiveRunner:
         self._now = backend.now
         self._ranks = ranks
         self._context = context
-        self._name = name
+        self.name = name
+        """Name of the group in errors."""
         self._executor = backend.executor(context, ranks) or PlanExecutor(backend, ranks, context)
         self.is_native = not isinstance(self._executor, PlannedExecutor)
         """Whether the backend runs collectives itself, not by messages of a plan."""
@@ -112,12 +113,12 @@ class CollectiveRunner:
         """Raises Closed if the group is closed, UnsupportedOp inside of FakeTensorMode or a transform of torch.func."""
         if self.is_closed:
             if self.is_inherited:
-                raise inherited_error(f"group {self._name!r} of rank {self._backend.rank}", self._process)
+                raise inherited_error(f"group {self.name!r} of rank {self._backend.rank}", self._process)
             raise Closed(
-                f"group {self._name!r} of rank {self._backend.rank} is closed: make a new one with echelon.init()"
+                f"group {self.name!r} of rank {self._backend.rank} is closed: make a new one with echelon.init()"
             )
         if wraps_new_tensors():
-            check_mode(f"group {self._name!r}")
+            check_mode(f"group {self.name!r}")
 
     def prepare(self, collective: Collective) -> Prepared:
         """Returns a collective that is ready to run.
@@ -297,7 +298,7 @@ class CollectiveRunner:
             self._signature = signature = zlib.crc32(prepared.encoded, self._signature)
             marks, self._marks = self._marks, ()
             return self._recorder.begin(
-                self._name,
+                self.name,
                 self._context,
                 sequence,
                 signature,

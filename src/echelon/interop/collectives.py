@@ -17,7 +17,7 @@ from torch.distributed import Work as TorchWork
 
 from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.interop.tensors import Tensors, count_change, deal, deal_all, flat, joined, only, writable
+from echelon.interop.tensors import Tensors, count_change, deal, deal_all, flat, joined, only, row, writable
 from echelon.interop.works import Options, Runner
 
 
@@ -226,7 +226,7 @@ def allgather(
     """Gathers the tensors of all ranks into a list, on every rank. Their numbers of elements may differ."""
     tensor, (outputs,) = only(input_tensors, "all_gather"), output_tensors
     writable(outputs, "all_gather")
-    call = partial(runner.group.all_gather, flat(tensor))
+    call = partial(runner.group.all_gather, row(tensor, outputs, runner.group.world_size))
     return runner.run(call, partial(deal, into=outputs, operation="all_gather"), opts)
 
 
@@ -235,14 +235,21 @@ def allgather_coalesced(
 ) -> TorchWork:
     """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
     places = [writable(each, "all_gather_coalesced") for each in zip(*output_lists, strict=True)]
-    call = partial(runner.group.all_gather_coalesced, [flat(tensor) for tensor in input_list])
+    num_ranks = runner.group.world_size
+    rows = [row(tensor, outputs, num_ranks) for tensor, outputs in zip(input_list, places, strict=True)]
+    call = partial(runner.group.all_gather_coalesced, rows)
     return runner.run(call, partial(deal_all, into=places, operation="all_gather"), opts)
 
 
 def all_gather_single(runner: Runner, output: Tensor, input: Tensor, opts: Options | None = None) -> TorchWork:
     """Gathers the tensors of all ranks into one, on every rank."""
     writable([output], "all_gather")
-    call = partial(runner.group.all_gather, flat(input), flat(output))
+    num_ranks, size = runner.group.world_size, input.numel()
+    if output.numel() != num_ranks * size:
+        expected = f"{num_ranks} times the {size} elements of the input"
+        raise SizeMismatch(expected, output.numel(), "all_gather", "give room for the input of each rank")
+    # One row a rank: ranks compare the sizes of rows.
+    call = partial(runner.group.all_gather, flat(input).view(1, size), flat(output).view(num_ranks, size))
     return runner.run(call, partial(deal, into=[output], operation="all_gather"), opts)
 
 

@@ -89,6 +89,9 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
 
     def setGroupDesc(self, description: str) -> None:  # noqa: D102, N802
         self._description = description
+        # A device mesh describes the groups of its dim "dp" as "mesh_dp". The other two are torch's for no description.
+        if description not in ("", "undefined", "default_pg"):
+            self.group.name = f"{description.removeprefix('mesh_')}: {ranks_as_name(self.group.ranks)}"
 
     def getGroupDesc(self) -> str:  # noqa: D102, N802
         return self._description
@@ -163,6 +166,11 @@ def group_for(group: EchelonProcessGroup, device: torch.device) -> Any:
             use_local_synchronization=True,  # only members of this group call
         )
     return group.elsewhere[device.type]
+
+
+def ranks_as_name(ranks: Iterable[int]) -> str:
+    """Returns the name of a group in errors: "ranks [0, 2]"."""
+    return f"ranks {list(ranks)}"
 
 
 def _backends(group: EchelonProcessGroup) -> dict[str, str]:

@@ -28,6 +28,17 @@ def flat(tensor: Tensor) -> Tensor:
     return plain(tensor.data).view(-1)
 
 
+def row(tensor: Tensor, outputs: Tensors, num_ranks: int) -> Tensor:
+    """Returns a tensor as one row of a gather if the outputs have room for as much from each rank. Else a flat tensor.
+
+    Ranks compare the sizes of rows, but not their numbers: a flat tensor is allowed to differ in size.
+    """
+    values = flat(tensor)
+    sizes = [output.numel() for output in outputs]
+    is_even = sizes in ([values.numel()] * num_ranks, [num_ranks * values.numel()])
+    return values.view(1, -1) if is_even and sizes[0] else values
+
+
 def joined(tensors: Tensors) -> Tensor:
     """Returns several tensors of one dtype, flattened and concatenated."""
     return flat(tensors[0]) if len(tensors) == 1 else torch.cat([flat(tensor) for tensor in tensors])
@@ -66,7 +77,7 @@ def count_change(tensors: Tensors) -> None:
 
 
 def deal(values: Tensor | None, into: Tensors, operation: str) -> list[Tensor]:
-    """Writes flat values into tensors of any shapes, in order. Returns the tensors.
+    """Writes contiguous values into tensors of any shapes, in order. Returns the tensors.
 
     None for the values, on a rank that gets none: returns an empty list.
 
@@ -78,7 +89,7 @@ def deal(values: Tensor | None, into: Tensors, operation: str) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in into]
     if sum(sizes) != values.numel():
         raise SizeMismatch(f"{values.numel()} elements of output", sum(sizes), operation, "give as many as come")
-    for part, tensor in zip([values] if len(into) == 1 else torch.split(values, sizes), into, strict=True):
+    for part, tensor in zip([values] if len(into) == 1 else torch.split(values.view(-1), sizes), into, strict=True):
         # Equal pointers: the collective has written in place.
         if part.data_ptr() != tensor.data_ptr():
             overwrite(tensor.data, part.view(tensor.shape))  # `.data` as in `flat`
@@ -86,5 +97,5 @@ def deal(values: Tensor | None, into: Tensors, operation: str) -> list[Tensor]:
 
 
 def deal_all(values: Tensors, into: Sequence[Tensors], operation: str) -> list[Tensor]:
-    """Writes each of many flat tensors into a list of tensors. Returns all tensors."""
+    """Writes each of many contiguous tensors into a list of tensors. Returns all tensors."""
     return [tensor for part, places in zip(values, into, strict=True) for tensor in deal(part, places, operation)]

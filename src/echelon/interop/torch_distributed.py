@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # public, by i
 from echelon._torch_private import DistributedBackendOptions, all_gather_into, register_work, resolve_process_group
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
-from echelon.interop.process_group import EchelonProcessGroup
+from echelon.interop.process_group import EchelonProcessGroup, ranks_as_name
 from echelon.launch import environment
 from echelon.launch.backends import OWN_NAMES
 from echelon.launch.init import carry, end_with_program, provided_group
@@ -58,7 +58,9 @@ def _subgroup(world: ProcessGroup, ranks: Sequence[int], timeout: float, name: s
     # name of a group is equal on its members, and unique in the world.
     digest = hashlib.blake2b(f"torch group {name}".encode(), digest_size=8).digest()
     context = int.from_bytes(digest, "little") | 1 << 63
-    return ProcessGroup(world.backend, ranks, context=context, timeout=timeout, name=name, table=world.table)
+    # Errors show its ranks, which the program knows. It has never seen torch's name, a number or a hash.
+    shown = ranks_as_name(ranks)
+    return ProcessGroup(world.backend, ranks, context=context, timeout=timeout, name=shown, table=world.table)
 
 
 def _connect(store: Store, rank: int, world_size: int, timeout: float) -> ProcessGroup:

@@ -288,9 +288,10 @@ class Runner:
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         running = cast("Work[T]", call(async_op=True, timeout=timeout))
         # Two jobs, since the Work must be complete before the future's callbacks run.
-        settled = self._queue(lambda: list(settle(running.result())))
+        end = f"the end of {running.description}"
+        settled = self._queue(lambda: list(settle(running.result())), end)
         outcome: Outcome[list[Tensor]] = Outcome()
-        outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))
+        outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled), end))
         if must_wait and is_in_backward():
             _finish_before_end_of_backward(outcome)
         work = Pending(settled, outcome, self._orphans)
@@ -298,10 +299,8 @@ class Runner:
             work.wait()
         return work
 
-    def _queue(self, function: Callable[[], T]) -> Work[T]:
-        return self.group.backend.lanes.start(
-            function, f"the end of a collective of {self.group.name}", self.group.context
-        )
+    def _queue(self, function: Callable[[], T], description: str) -> Work[T]:
+        return self.group.backend.lanes.start(function, description, self.group.context)
 
     def _complete(self, outcome: Outcome[list[Tensor]], work: Work[list[Tensor]]) -> None:
         """Completes a future in the lane's thread, which then runs its callbacks."""

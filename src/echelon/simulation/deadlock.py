@@ -35,6 +35,10 @@ class Waiting(NamedTuple):
     """Whether it waits in a collective, or for an asynchronous operation."""
     of_store: bool
     """Whether it waits for a key of a store of torch.distributed."""
+    group: str
+    """Name of the group of the collective that it waits in. Empty for other waits."""
+    context: int
+    """Context of that group."""
 
     def __str__(self) -> str:
         whom = "any rank" if self.peers == (ANY,) else listed(self.peers)
@@ -70,19 +74,29 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
             which = "which has returned: make both" if len(gone) == 1 else "which have returned: make all"
             return f"rank {task.rank} waits for {listed(gone)}, {which} call the same operations"
     edges: dict[int, list[int]] = {}
-    collective: dict[int, bool] = {}
     for task in tasks:
         edges.setdefault(task.rank, []).extend(peer for peer in task.peers if peer not in (task.rank, ANY))
-        collective[task.rank] = collective.get(task.rank, True) and task.is_collective
     cycle = _find_cycle(edges)
     if not cycle and (in_store := next((task for task in tasks if task.of_store), None)):
         return f"no other rank will end the wait of rank {in_store.rank} in {in_store.doing}"
     if not cycle:
         return "the messages that they wait for were never sent: match every receive with a send"
     path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
-    if all(collective[rank] for rank in cycle):
-        return f"they wait for each other, {path}: make all ranks call the collectives in the same order"
-    return f"they wait for each other, {path}: let one of them send before it waits"
+    return f"they wait for each other, {path}: {_advice([task for task in tasks if task.rank in cycle])}"
+
+
+def _advice(cycle: Sequence[Waiting]) -> str:
+    """Returns the remedy for tasks that wait for each other."""
+    if len({task.context for task in cycle}) == 1 or not all(task.group for task in cycle):
+        if all(task.is_collective for task in cycle):
+            return "make all ranks call the collectives in the same order"
+        return "let one of them send before it waits"
+    if len({task.group for task in cycle}) == 1:
+        return (
+            f"{listed(task.rank for task in cycle)} are in different groups, though of the same ranks: make the same "
+            "groups in the same order on every rank"
+        )
+    return "they are in collectives of different groups: use the groups in the same order on every rank"
 
 
 def _find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
@@ -106,6 +120,8 @@ def _find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
 def _waiting(world: World, task: Task) -> Waiting:
     work = task.awaits
     assert isinstance(work, VirtualWork)
+    flight = _flight_of(work, world.flight_recorders[task.rank])
+    is_collective = flight is not None and flight.sequence > 0
     return Waiting(
         rank=task.rank,
         peers=work.awaited(),
@@ -114,6 +130,8 @@ def _waiting(world: World, task: Task) -> Waiting:
         is_beside=task.number > 0,
         is_collective=work.awaited() == (task.rank,) or bool(work.operation),
         of_store=isinstance(work, StoreWait),
+        group=flight.group if flight is not None and is_collective else "",
+        context=flight.context if flight is not None and is_collective else 0,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from echelon.arguments import check_default_timeout, check_world_size, is_count
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.collectives.calls.hang_diagnosis import HangDiagnosis
-from echelon.errors import DeadlockError, LaunchError, PeerFailed, fails
+from echelon.errors import DeadlockError, EchelonError, LaunchError, PeerFailed, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
@@ -279,9 +279,23 @@ class _Run:
             if isinstance(error, SystemExit):  # raised here, it would silently end the program that simulates
                 error = PeerFailed(cause.rank, f"it {cause.summary}")
                 error.__cause__ = self._errors[cause.rank]
-            error.add_note(f"raised on rank {cause.rank} of {len(self.results)}")
+            error = self._told_in(error, cause.rank) or error
+            error.add_note(f"raised on rank {cause.rank} of {len(self.results)}{cause.where and f', at {cause.where}'}")
             return error
         return self._scheduler.error or self._world.overwritten or self._world.missed() or self.torch.missed()
+
+    def _told_in(self, error: BaseException, rank: int) -> BaseException | None:
+        """Returns the failure of a collective of which only the text came through torch's C++. None if it did not.
+
+        DDP waits for a future in C++, and raises a RuntimeError with the text of the future's error.
+        """
+        if isinstance(error, EchelonError):
+            return None
+        failures = self._world.mailboxes[rank].failures.contexts.values()
+        found = next((failure for failure in failures if str(failure) in str(error)), None)
+        if found is not None:
+            found.__cause__ = error
+        return found
 
     def _run_rank(self, rank: int) -> None:
         """Body of a rank's main task."""

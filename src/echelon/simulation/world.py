@@ -315,9 +315,10 @@ class World:
             for dst, src, tag in unreceived:
                 # Messages of a backend without a group are the program's own affair.
                 if tag.sequence == 0 and tag.context:
+                    place = self._place_of_send(src, dst, tag)
                     return CollectiveMismatch(
-                        f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}: "
-                        "receive it there, or do not send it"
+                        f"rank {dst} has returned without having received a message of rank {src}, tag {tag.step}"
+                        f"{place and f', sent at {place}'}: receive it there, or do not send it"
                     )
         for dst, src, tag in unreceived:
             if not is_plain(tag) and not any(mailbox.failures.of(src, tag) for mailbox in self.mailboxes):
@@ -338,6 +339,12 @@ class World:
             f"rank {absent} has returned without {readable(note) or 'a collective'}, which rank {caller} called"
             f"{place}: every rank must call the same operations in the same order with the same arguments"
         )
+
+    def _place_of_send(self, src: int, dst: int, tag: Tag) -> str:
+        """Returns the line of the last message from a rank to another with a tag. Empty if it is not known."""
+        words = f"send to rank {dst}, tag {tag.step} "
+        records = reversed(self.flight_recorders[src].records())
+        return next((record.place for record in records if record.operation.startswith(words)), "")
 
     def _unreceived(self) -> list[tuple[int, int, Tag]]:
         """Returns receiver, sender and tag of all messages that were not received, in flight or not, sorted."""

@@ -49,7 +49,7 @@ class Tag(NamedTuple):
         return self.context == context and self.sequence > 0
 
     def __str__(self) -> str:
-        if self.context == 0 and self.sequence == 0:
+        if self.sequence == 0:
             return f"tag {self.step}"
         return f"tag {self.step} of operation {self.sequence} in context {self.context:x}"
 

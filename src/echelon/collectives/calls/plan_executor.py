@@ -211,7 +211,7 @@ def _all_to_all(channel: Channel, collective: Collective, rows: Tensor, out: Ten
     chunks = RowChunks(2 * channel.num_ranks, dict(enumerate(torch.split(plain(rows), sends))), places)
     run_plan(channel, "all_to_all", lambda _: chunks)
     came = [chunks[channel.num_ranks + src] for src in ranks]
-    collective.check_counts([len(chunk) for chunk in came])
+    collective.check_counts([len(chunk) for chunk in came], channel.record)
     return result.of(came)
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Channel:
     """Channel of one collective: its backend, ranks, tag and note."""
 
-    __slots__ = ("_record", "backend", "note", "num_ranks", "rank", "ranks", "selector", "tag")
+    __slots__ = ("backend", "note", "num_ranks", "rank", "ranks", "record", "selector", "tag")
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Channel:
         self.tag = Tag(context, record.sequence)
         self.note = signed(record.operation, record.sequence, record.signature)
         """Text that ranks compare with every message."""
-        self._record = record
+        self.record = record
 
     def wait(self, work: Work[T], peer: int) -> T:
         """Blocks until a message from or to rank `peer` of the backend is done. Diagnoses a wait that takes long.
@@ -65,7 +65,7 @@ class Channel:
         # Fast path of a message that is done already.
         if work.has_ended:
             return work.result()
-        return wait_and_look(work, peer, self._record, self.backend.now)
+        return wait_and_look(work, peer, self.record, self.backend.now)
 
 
 class _Round(NamedTuple):
