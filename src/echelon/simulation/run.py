@@ -24,7 +24,8 @@ from echelon.launch.report import RankFailure, describe, first_cause
 from echelon.launch.spawn import check_call
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
-from echelon.simulation.deadlock import explain
+from echelon.simulation import watchdog
+from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function
 from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
@@ -208,6 +209,8 @@ class _Run:
         self._disputed: set[int] = set()
         """Contexts whose ranks have got CollectiveMismatch already."""
         self._scheduler.on_stuck = self._explain
+        self._scheduler.whereabouts = functools.partial(whereabouts, world)
+        self._scheduler.watch = functools.partial(self._watch, watchdog.Watchdog(watchdog.PATIENCE))
 
     def run(self) -> None:
         for rank in range(len(self.results)):
@@ -273,6 +276,11 @@ class _Run:
         if self._num_left == 0:
             self._scheduler.is_ending = True
             self._scheduler.cancel()
+
+    def _watch(self, dog: watchdog.Watchdog, running: Task | None) -> DeadlockError | None:
+        """Returns the error for a running task that can never pass the turn. None if it may."""
+        blocked = dog.look(running)
+        return None if blocked is None else explain_blocked(self._world, blocked)
 
     def _explain(self, tasks: Sequence[Task]) -> DeadlockError | None:
         """Returns the error for ranks that wait for ever. None if news could be sent that lets some go on."""

@@ -1,0 +1,82 @@
+"""Watchdog of a simulation: notices a rank that waits for another thread outside of the scheduler.
+
+Strategy. The thread that started the simulation waits for its end, and looks once a second. The turn passes on by the
+library alone. So a rank that sleeps on a lock of its program's, or in C++, keeps the turn, and the rank that would wake
+it never gets one. The watchdog reports it once nothing has moved for 5 s: no turn has passed, the process has computed
+nothing, and the thread sleeps in a futex without a timeout. A rank that waits for a file, a child process or a time is
+not reported. Neither is one that may wait for a thread which itself waits for something outside, as that of a pool of
+processes does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from echelon.simulation.native_wait import NativeWait, age, has_children, native_wait, num_waits, threads, waiting_code
+
+if TYPE_CHECKING:
+    from echelon.simulation.scheduler import Task
+
+PATIENCE = 5.0
+"""Seconds without any progress before a rank is reported."""
+_OUTSIDE = 60.0
+"""The same, if another thread of the process waits for something outside of the process."""
+_IDLE = 0.02
+"""Share of the time that an idle process computes at most: its helper threads wake now and then."""
+
+
+class Blocked(NamedTuple):
+    """Running task that waits for another thread outside of the scheduler."""
+
+    task: Task
+    wait: NativeWait
+    code: str
+    """C function or library in which it waits. Empty if unknown, or it waits in Python itself."""
+
+
+class Watchdog:
+    """Observer of the running task, in a thread that is none of the simulation's."""
+
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds without progress."""
+        self._patience = patience
+        self._began = time.monotonic()
+        self._bystanders: dict[int, int] | None = None
+        """Threads that waited before the simulation began, and how often they had. None before the first look."""
+        self._seen: tuple[Task | None, int] = (None, -1)
+        self._since = 0.0
+        self._computed = 0.0
+
+    def look(self, running: Task | None) -> Blocked | None:
+        """Returns the running task if it has been blocked for long enough."""
+        now, computed = time.monotonic(), time.process_time()
+        # Late: most simulations end before the first look.
+        if self._bystanders is None:
+            older = [thread for thread in threads() if age(thread) > now - self._began]
+            self._bystanders = {thread: num_waits(thread) for thread in older}
+        turn = (running, -1 if running is None else running.turn)
+        idle = now - self._since
+        if turn != self._seen or computed - self._computed > _IDLE * max(idle, 1.0):
+            self._seen, self._since, self._computed = turn, now, computed
+            return None
+        number = None if running is None else running.thread.native_id
+        if running is None or number is None or idle < self._patience:
+            return None
+        wait = native_wait(number)
+        if wait is None or not wait.is_futex or not wait.is_endless:
+            return None
+        if self._waits_outside(number) and (idle < _OUTSIDE or has_children()):
+            return None
+        return Blocked(running, wait, waiting_code(wait))
+
+    def _waits_outside(self, blocked: int) -> bool:
+        """Whether another thread waits for something that is no thread of this process, and did not from the start."""
+        known = self._bystanders or {}
+        for thread in threads():
+            if thread not in (blocked, threading.get_native_id()) and known.get(thread, -1) != num_waits(thread):
+                wait = native_wait(thread)
+                if wait is not None and not wait.is_futex:
+                    return True
+        return False
