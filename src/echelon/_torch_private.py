@@ -153,6 +153,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_at_end_of_backward() -> bool:
+    """Whether this thread runs a callback at the end of a backward, after its last node. torch has no public way."""
+    return is_in_backward() and torch._C._current_autograd_node() is None
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """Returns the number of owners of a tensor's memory: tensors, this one included, and others.
 
@@ -250,6 +255,54 @@ class GroupRegistry(dist.distributed_c10d._World):
     @group_count.setter
     def group_count(self, value: int) -> None:
         self._count = value
+
+
+def group_registry() -> Any:
+    """Returns the registry of process groups that torch's functions use now. Their global is `GROUP_GLOBALS[0]`."""
+    return dist.distributed_c10d._world
+
+
+GROUP_GLOBALS = ("_world", "_backend", "_default_pg_init_method")
+"""Names of `distributed_c10d`'s globals about the process groups. Some versions of torch lack the later two."""
+
+
+@contextmanager
+def groups_made_by(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]], barrier: Callable[..., None]
+) -> Iterator[None]:
+    """Inside, torch makes every process group by a wrapper of its own function.
+
+    `init_process_group`, `new_group` and DeviceMesh all call that function, which has no public name. `barrier`
+    replaces the barrier over the store that some settings add.
+    """
+    module = dist.distributed_c10d
+    make, store_barrier = module._new_process_group_helper, module._store_based_barrier
+    module._new_process_group_helper, module._store_based_barrier = wrap(make), barrier
+    try:
+        yield
+    finally:
+        module._new_process_group_helper, module._store_based_barrier = make, store_barrier
+
+
+@contextmanager
+def futures_that_wait_by(wait_first: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
+    """Inside, `wait_first` is called with an unfinished future before Python code waits for it.
+
+    C++ makes futures of a private class, such as those of DDP's buckets, on which a wait blocks in C++.
+    """
+    native: Any = torch._C.Future
+    original = native.wait
+
+    def wait(self: torch.futures.Future[Any]) -> Any:
+        if not self.done():
+            wait_first(self)
+        return original(self)
+
+    native.wait = wait
+    try:
+        yield
+    finally:
+        native.wait = original
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
-from echelon._torch_private import at_end_of_backward, fail_when_unwrapped, is_in_backward
+from echelon._torch_private import at_end_of_backward, fail_when_unwrapped, is_at_end_of_backward, is_in_backward
 from echelon.backends.work import Work
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -278,6 +278,11 @@ class Runner:
         """
         # torch's options are asynchronous by default.
         timeout, is_async = (None, True) if options is None else (seconds(options.timeout), options.asyncOp)
+        must_wait = is_async and not self.group.backend.lanes.progress_by_themselves
+        # DDP with a static graph starts its operations in a callback at the end of a backward, and its C++ waits for
+        # them in the same callback, where a simulated rank cannot pass its turn on.
+        if must_wait and is_at_end_of_backward() and not self._is_settling():
+            return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         # Fast path of a synchronous call. A callback in the lane queues instead, which keeps the order of the group.
         if not is_async and not self._is_settling():
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
@@ -286,7 +291,7 @@ class Runner:
         settled = self._queue(lambda: list(settle(running.result())))
         outcome: Outcome[list[Tensor]] = Outcome()
         outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))
-        if not self.group.backend.lanes.progress_by_themselves and is_in_backward():
+        if must_wait and is_in_backward():
             _finish_before_end_of_backward(outcome)
         work = Pending(settled, outcome, self._orphans)
         if not is_async:

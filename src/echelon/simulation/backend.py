@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from threading import get_ident
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -101,6 +100,15 @@ class FromAny(VirtualWork[Received]):
         return next(src for src, number in self._sources.items() if number == result.src)
 
 
+class StoreWait(VirtualWork[None]):
+    """Wait for an act of any other rank on a store of torch.distributed."""
+
+    __slots__ = ()
+
+    def __init__(self, boundary: Boundary, what: str, timeout: float) -> None:
+        super().__init__(boundary, what, timeout, ANY, what, None)
+
+
 _NEARLY = 1 - 1e-9
 """Factor below which a time limit counts as shorter than the default; rounding alone must not make it so."""
 _LOOKS = 1_000_000
@@ -150,11 +158,6 @@ class Boundary:
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
-    def is_running_here(self) -> bool:
-        """Whether the calling thread is the running task."""
-        running = self._scheduler.running
-        return running is not None and running.ident == get_ident()
-
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks, in virtual time, until `work` is completed. False if the time is up before."""
         if self._is_inherited:  # the other ranks are threads, which a forked child does not have
@@ -170,7 +173,7 @@ class Boundary:
 
     def poll(self, work: Work[object]) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed."""
-        if not self.is_running_here() or self._is_inherited:
+        if not self._scheduler.is_running_here() or self._is_inherited:
             return False
         task = self.enter()
         done = self._scheduler.poll(work)
@@ -233,13 +236,13 @@ class Boundary:
         # A loop that only reads the clock would never end: without measured costs no time passes between two reads.
         if self._meter is None:
             self._num_looks += 1
-            if self._num_looks > _LOOKS and self.is_running_here():
+            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
                 raise DeadlockError(
                     f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._clock.now:g} s, and "
                     "no virtual time passes between two reads: wait for a message with a timeout, or use "
                     'costs="measured"'
                 )
-        elif self.is_running_here():
+        elif self._scheduler.is_running_here():
             self.leave(self.enter())
         return self._clock.now
 
@@ -401,6 +404,21 @@ class VirtualMessages(Messages):
         return task
 
 
+class _LaneWork(VirtualWork[T]):
+    """Operation of a lane."""
+
+    __slots__ = ("_lanes",)
+
+    def __init__(self, lanes: VirtualLanes, boundary: Boundary, description: str, timeout: float, rank: int) -> None:
+        super().__init__(boundary, description, timeout, rank, description, None)
+        self._lanes = lanes
+
+    def ends_within(self, seconds: float) -> bool:
+        """Blocks until the operation ends; see `Work.ends_within`. A lane's own task runs its queue meanwhile."""
+        self._lanes.run_own_queue(self)
+        return super().ends_within(seconds)
+
+
 class _Lane:
     """Queue of a rank's asynchronous operations, which run in order in one task."""
 
@@ -427,7 +445,7 @@ class VirtualLanes(Lanes):
         task, rank = self._boundary.enter(), self._control.rank
         if self._control.is_closed:
             raise self._control.closed_error()
-        work: VirtualWork[T] = VirtualWork(self._boundary, description, self._timeout, rank, description, None)
+        work: _LaneWork[T] = _LaneWork(self, self._boundary, description, self._timeout, rank)
         # A task per lane: a lane's operations run in order, and lanes overlap.
         queue = self._lanes.setdefault(lane, _Lane())
         queue.jobs.append((function, work))  # type: ignore[arg-type]
@@ -440,27 +458,43 @@ class VirtualLanes(Lanes):
         self._boundary.leave(task)
         return work
 
+    def wait_of(self, description: str) -> VirtualWork[None]:
+        """Returns a Work that the caller completes. A lane's own task that waits for it runs its queue meanwhile."""
+        return _LaneWork(self, self._boundary, description, self._timeout, self._control.rank)
+
+    def run_own_queue(self, work: VirtualWork[T]) -> None:
+        """Runs the queue of the lane whose task calls, until `work` has ended. Does nothing for other tasks.
+
+        A callback of an operation may wait for a later one of its lane.
+        """
+        task = self._scheduler.running
+        for queue in self._lanes.values():
+            if queue.task is task:
+                while queue.jobs and not work.has_ended:
+                    self._run_next(queue)
+
     def _work_off(self, queue: _Lane) -> None:
         """Body of a lane's task. Ends when its rank is killed, or with the simulation."""
-        task = self._scheduler.current()
         while True:
             while not queue.jobs:
                 self._scheduler.park()
-            function, work = queue.jobs.popleft()
-            self._boundary.leave(task)
-            result, error = None, None
-            try:
-                with self._world.memory_meter(self._control.rank):
-                    result = function()
-            except Ended:
-                raise
-            except BaseException as raised:
-                error = raised
-            self._boundary.enter()
-            work.complete(result, error)
-            self._scheduler.clock.wake_pollers()
-            # Locals of a loop live until they are assigned again: the tensors would live until the next job.
-            del function, work, result, error
+            self._run_next(queue)
+
+    def _run_next(self, queue: _Lane) -> None:
+        """Runs the first operation of a lane's queue, in the lane's task."""
+        function, work = queue.jobs.popleft()
+        self._boundary.leave(self._scheduler.current())
+        result, error = None, None
+        try:
+            with self._world.memory_meter(self._control.rank):
+                result = function()
+        except Ended:
+            raise
+        except BaseException as raised:
+            error = raised
+        self._boundary.enter()
+        work.complete(result, error)
+        self._scheduler.clock.wake_pollers()
 
     def close(self, timeout: float) -> None:
         """Waits for the end of all asynchronous operations. Does not raise their errors."""
