@@ -31,7 +31,7 @@ from echelon.simulation.network import Network, NetworkLike, host_numbers, link_
 from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
 from echelon.simulation.process.library_state import DefaultDtype, LibraryState
 from echelon.simulation.process.random_state import RandomState, on_one_core
-from echelon.simulation.process.state import RankStates, State
+from echelon.simulation.process.state import ProgramWithStates, RankStates, State
 from echelon.simulation.process.torch_distributed import TorchDistributed
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
@@ -132,9 +132,10 @@ def simulate(
         world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends)
         run = _Run(world, world_size, fn, args, timeout)
         num_threads = torch.get_num_threads()
-        world.rank_states = rank_states = RankStates(
-            _states(run.torch, seed, hosts if named else (0,) * world_size), world_size
-        )
+        states = _states(run.torch, seed, hosts if named else (0,) * world_size)
+        if isinstance(fn, ProgramWithStates):
+            states += fn.states()
+        world.rank_states = rank_states = RankStates(states, world_size)
         try:
             with _rarer_collections(), on_one_core(), run.torch.installed():
                 run.run()
