@@ -11,7 +11,7 @@ import typer
 from echelon.cli.options import Chrome, Png, check_suffixes, value
 from echelon.cli.output import write_files
 from echelon.cli.run import console, no_ranks
-from echelon.errors import LaunchError
+from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
 from echelon.simulation import fault_text
 from echelon.wording import counted
@@ -60,6 +60,8 @@ class SimulateOptions:
         """
         if self.num_ranks is None:
             raise LaunchError(no_ranks("simulate", self.program, self.args or []))
+        if self.num_ranks < 1:
+            raise InvalidWorldSize(f"-n {self.num_ranks}: a world has at least 1 rank: give -n 1 or more")
         if self.costs not in (None, "measured"):
             raise LaunchError(f"--costs {self.costs}: only measured costs can be given here; leave it out for none")
         if self.explore is not None:

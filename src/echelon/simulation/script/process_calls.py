@@ -82,9 +82,7 @@ class ProcessCalls:
             (owner, name, functools.partial(_refused, name, reason)) for owner, name, reason in _REFUSED
         ]
         found += [(module, "spawn", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)]
-        found += [
-            (module, "start_processes", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)
-        ]
+        found += [(module, "start_processes", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)]
         return [
             *found,
             (os, "_exit", lambda _: sys.exit),
@@ -174,14 +172,11 @@ def needs_cuda(error: BaseException) -> UnsupportedOp | None:
     """Returns the error for one that torch raised for want of a GPU. None for others."""
     if isinstance(error, UnsupportedOp):
         return None
-    innermost = traceback.extract_tb(error.__traceback__)[-1:]
-    if not innermost or not innermost[0].filename.startswith(_CUDA_FOLDERS):
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].filename.startswith(_CUDA_FOLDERS):
         return None
-    return UnsupportedOp(f"torch.{_module_of(innermost[0].filename)}.{innermost[0].name}: {_CUDA}")
-
-
-def _module_of(path: str) -> str:
-    return os.path.basename(os.path.dirname(path))
+    lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames if not is_foreign(frame.filename)]
+    return UnsupportedOp(f"CUDA at {lines[-1] if lines else 'an unknown line'}: {_CUDA}")
 
 
 def _refused(name: str, reason: str, original: Callable[..., Any]) -> Callable[..., NoReturn]:

@@ -53,11 +53,21 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
     script = Script(program, world_size, console)
     try:
         with script.installed():
-            return Outcome(simulate(script, world_size, **options))
+            simulation = simulate(script, world_size, **options)
     except Exception as error:
         if not script.has_begun:
             raise
-        return Outcome(None, _failure(error, script))
+        return Outcome(None, _refusal(script) or _failure(error, script))
+    refusal = _refusal(script)
+    return Outcome(None if refusal else simulation, refusal)
+
+
+def _refusal(script: Script) -> Failure | None:
+    """Returns the failure of a thread that is no rank. None without one. The ranks may have failed because of it."""
+    error = script.thread_error
+    if error is None:
+        return None
+    return Failure(1, None, shortened(f"{describe(0, error).where}: {type(error).__name__}: {error}"))
 
 
 def _failure(error: BaseException, script: Script) -> Failure:
@@ -65,21 +75,28 @@ def _failure(error: BaseException, script: Script) -> Failure:
     rank = next((rank for rank, own in script.errors.items() if own is cause), None)
     if rank is None:  # the world's, such as a deadlock
         return Failure(1, None, shortened(f"{type(error).__name__}: {error}"))
-    cause.__traceback__ = _of_user(cause.__traceback__)
+    cause.__traceback__ = _of_user(cause)
     described = describe(rank, cause)
     where = f" ({shortened(described.where)})" if described.where else ""
     if isinstance(cause, SystemExit):
         return Failure(status_of(cause.code), rank, f"rank {rank} {described.summary}{where}")
     if isinstance(cause, EchelonError):  # says what happened and what to do
-        return Failure(1, rank, shortened(f"rank {rank} raised {type(cause).__name__}: {cause}{where}"))
+        where = "" if described.where in str(cause) else where
+        return Failure(1, rank, shortened(f"rank {rank} raised {type(cause).__name__}: {cause}") + where)
     return Failure(1, rank, f"{described}{where}", folded(_without_notes(cause)))
 
 
-def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the calls of Echelon that led to the script."""
-    while trace is not None and trace.tb_next is not None and is_own(trace.tb_frame.f_code.co_filename):
+def _of_user(error: BaseException) -> TracebackType | None:
+    """Returns the traceback of an error without the calls that led to the script."""
+    trace = error.__traceback__
+    while trace is not None and _leads_to_script(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return trace
+    # Without a frame of the script it is a mistake in the source, or one of Echelon.
+    return error.__traceback__ if trace is None and not isinstance(error, SyntaxError) else trace
+
+
+def _leads_to_script(path: str) -> bool:
+    return is_own(path) or path.startswith("<frozen importlib")
 
 
 def _without_notes(error: BaseException) -> BaseException:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib.abc
 import importlib.util
 import os
 import sys
+import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
 
-from echelon.errors import LaunchError, fails
+from echelon.errors import LaunchError, UnsupportedOp, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.run import Console, Program
 from echelon.simulation.process.environment import Attribute, Attributes
@@ -49,6 +52,8 @@ class Script(ProgramWithStates):
         """Whether a rank has begun."""
         self.errors: dict[int, BaseException] = {}
         """Exceptions with which ranks have failed."""
+        self.thread_error: UnsupportedOp | None = None
+        """First refusal of a call in a thread of the program's own."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -57,7 +62,16 @@ class Script(ProgramWithStates):
             stack.enter_context(self._modules.found())
             stack.enter_context(self._calls.replaced())
             stack.enter_context(self._output.installed())
+            stack.callback(setattr, threading, "excepthook", threading.excepthook)
+            threading.excepthook = functools.partial(self._on_thread_error, threading.excepthook)
             yield
+
+    def _on_thread_error(self, previous: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
+        # Python would go on. Here the thread's call works, or would, on real ranks.
+        if isinstance(raised.exc_value, UnsupportedOp):
+            self.thread_error = self.thread_error or raised.exc_value
+        else:
+            previous(raised)
 
     def states(self) -> Sequence[State]:  # noqa: D102
         names = ((sys, "stdout"), (sys, "stderr"), (sys, "stdin"), (builtins, "print"))
@@ -95,7 +109,7 @@ class Script(ProgramWithStates):
             raise
         except BaseException as error:
             if cause := needs_cuda(error):
-                raise cause from error
+                raise cause.with_traceback(error.__traceback__) from None
             raise
         finally:
             if not is_killed:
