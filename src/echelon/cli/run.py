@@ -52,7 +52,8 @@ def no_ranks(command: str, program: str, args: Sequence[str]) -> str:
     for place, word in enumerate(args):
         if found := re.fullmatch(r"(-n|--num-ranks)(?:=?(\d+))?", word):
             value = found[2] or "".join(args[place + 1 : place + 2])
-            return f"{word} stands after the script, which gets it; options go before: echelon {command} -n {value} {program}"
+            wanted = f"echelon {command} -n {value} {program}"
+            return f"{word} stands after the script, which gets it; options go before: {wanted}"
     return f"Missing option '-n' / '--num-ranks': say how many ranks to start: echelon {command} -n 2 {program}"
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from echelon.cli import fault_text
 from echelon.cli.options import Chrome, Png, check_suffixes, value
 from echelon.cli.output import write_files
 from echelon.cli.run import console, no_ranks
 from echelon.errors import InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
-from echelon.simulation import fault_text
 from echelon.wording import counted
 
 if TYPE_CHECKING:

@@ -19,8 +19,10 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WORDS = 1024
 """Words of a thread's stack that are searched for the function which waits."""
 
-_UNTOLD = ("libc", "ld-", "libpthread", "libpython", "python", "libstdc++", "libgcc", "[")
+_UNTOLD = ("libc", "ld-", "libpthread", "libstdc++", "libgcc", "[")
 """Beginnings of files whose functions wait for whoever calls them."""
+_PYTHON = ("libpython", "python")
+"""Beginnings of files with the interpreter."""
 
 
 class NativeWait(NamedTuple):
@@ -109,6 +111,8 @@ def waiting_code(wait: NativeWait) -> str:
     code, first = _code(), ""
     for (address,) in struct.iter_unpack("<Q", found[: len(found) // 8 * 8]):
         library = next((name for start, end, name in code if start <= address < end), "")
+        if library.startswith(_PYTHON):  # further up are its callers
+            return first
         first = first or library
         if library and (function := _function_at(address)):
             return f"{function} in {library}"

@@ -22,9 +22,9 @@ from echelon.group.group import ProcessGroup
 from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
 from echelon.launch.spawn import check_call
+from echelon.simulation import watchdog
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
-from echelon.simulation import watchdog
 from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function

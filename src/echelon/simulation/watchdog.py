@@ -23,6 +23,8 @@ PATIENCE = 5.0
 """Seconds without any progress before a rank is reported."""
 _OUTSIDE = 60.0
 """The same, if another thread of the process waits for something outside of the process."""
+_TICK = 0.05
+"""Seconds by which the system may round the age of a thread."""
 _IDLE = 0.02
 """Share of the time that an idle process computes at most: its helper threads wake now and then."""
 
@@ -54,7 +56,7 @@ class Watchdog:
         now, computed = time.monotonic(), time.process_time()
         # Late: most simulations end before the first look.
         if self._bystanders is None:
-            older = [thread for thread in threads() if age(thread) > now - self._began]
+            older = [thread for thread in threads() if age(thread) > now - self._began + _TICK]
             self._bystanders = {thread: num_waits(thread) for thread in older}
         turn = (running, -1 if running is None else running.turn)
         idle = now - self._since

@@ -8,7 +8,7 @@ the module for itself. The source of a module is compiled once.
 
 from __future__ import annotations
 
-import importlib._bootstrap as bootstrap  # type: ignore[import-not-found] # it has no stub
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +22,10 @@ from echelon.simulation.process.state import State
 
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Parts of the paths of installed packages, wherever they are."""
+
+
+_LOCKS: dict[str, Any] = importlib._bootstrap._module_locks  # type: ignore[attr-defined] # missing in its stub
+"""Locks of imports under way, by module. The interpreter changes this mapping, and never replaces it."""
 
 
 class _Entry(NamedTuple):
@@ -70,14 +74,13 @@ class LocalModules(State):
         return {}
 
     def take(self) -> dict[str, _Entry]:  # noqa: D102
-        locks = bootstrap._module_locks
-        return {name: _Entry(sys.modules.get(name), locks.get(name)) for name in self._names}
+        return {name: _Entry(sys.modules.get(name), _LOCKS.get(name)) for name in self._names}
 
     def put(self, state: Mapping[str, _Entry]) -> None:  # noqa: D102
         for name in self._names:
             entry = state.get(name, _NOTHING)
             _set(sys.modules, name, entry.module)
-            _set(bootstrap._module_locks, name, entry.lock)
+            _set(_LOCKS, name, entry.lock)
 
 
 _NOTHING = _Entry(None, None)
@@ -103,7 +106,7 @@ def _places(spec: ModuleSpec) -> list[str]:
 
 
 class _Finder:
-    """Finder of local modules among those that the other finders find."""
+    """Finder that hands over to the others, and notes local modules."""
 
     def __init__(self, modules: LocalModules) -> None:
         self._modules = modules

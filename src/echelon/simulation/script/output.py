@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 from echelon.launch.run import Console, MarkedStream
 from echelon.simulation.script.calling_rank import CallingRank
@@ -30,7 +30,7 @@ class RankOutput:
         before = sys.stdout, sys.stderr
         files = [
             # write_through: each print reaches the stream at once, which writes whole lines only.
-            io.TextIOWrapper(stream, original.encoding, original.errors, write_through=True)
+            io.TextIOWrapper(cast("IO[bytes]", stream), original.encoding, original.errors, write_through=True)
             for stream, original in zip(self._streams, before, strict=True)
         ]
         sys.stdout, sys.stderr = files
@@ -74,13 +74,13 @@ class _MarkedBytes(io.BufferedIOBase):
             if rank in (None, whose):
                 stream.finish()
 
-    def writable(self) -> bool:  # noqa: D102
+    def writable(self) -> bool:
         return True
 
-    def fileno(self) -> int:  # noqa: D102
+    def fileno(self) -> int:
         return self._target.fileno()
 
-    def isatty(self) -> bool:  # noqa: D102
+    def isatty(self) -> bool:
         return False
 
 
@@ -117,5 +117,5 @@ class _KeptBytes(io.BytesIO):
         self._written.append((self._target, bytes(data)))
         return len(self._written[-1][1])
 
-    def fileno(self) -> int:  # noqa: D102
+    def fileno(self) -> int:
         return self._target.fileno()

@@ -76,7 +76,7 @@ class ProcessCalls:
                 traceback.print_exc()
 
     def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
-        """Returns what is replaced: owner, name, and a function that makes the replacement from the original."""
+        """Returns the replaced functions: owner, name, and a function that makes the replacement from the original."""
         spawner = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of this name
         found: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = [
             (owner, name, functools.partial(_refused, name, reason)) for owner, name, reason in _REFUSED
@@ -95,18 +95,11 @@ class ProcessCalls:
             (atexit, "unregister", lambda original: functools.partial(self._unregister, original)),
             (torch.cuda, "is_available", lambda _: lambda: False),
             (torch.cuda, "device_count", lambda _: lambda: 0),
-            (multiprocessing.process.BaseProcess, "start", lambda original: functools.partialmethod(_start, original)),
+            (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(_start, original)),
         ]
 
     def _for_ranks(self, original: Any, replacement: Any) -> Any:
         """Returns a function that calls the replacement in the thread of a rank, else the original."""
-        if isinstance(replacement, functools.partialmethod):
-            calls = replacement.func, replacement.args
-
-            def method(self_: Any) -> Any:
-                return original(self_) if self._rank.here() is None else calls[0](self_, *calls[1])
-
-            return method
 
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +201,7 @@ def _fork(original: Callable[[], Any]) -> Any:
     )
 
 
-def _start(process: Any, original: Callable[[Any], None]) -> None:
+def _start(original: Callable[[Any], None], process: Any) -> None:
     target = process._target
     while isinstance(target, functools.partial):
         target = target.func

@@ -1,4 +1,4 @@
-"""Run of a script on simulated ranks, and the outcome that its user is told."""
+"""Run of a script on simulated ranks, and its outcome."""
 
 from __future__ import annotations
 

@@ -6,10 +6,13 @@ import math
 import re
 from collections.abc import Iterable
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from echelon.arguments import choices
 from echelon.errors import LaunchError
-from echelon.simulation.faults import Delay, Fault, Kill, NetworkPartition, Pause, Slow
+
+if TYPE_CHECKING:
+    from echelon.simulation.faults import Fault
 
 FORMS = MappingProxyType(
     {
@@ -51,6 +54,9 @@ def parse(texts: Iterable[str]) -> list[Fault]:
 
 
 def _fault(text: str) -> Fault:
+    # Late: the package imports torch, which takes seconds that `--help` need not wait.
+    from echelon.simulation.faults import Delay, Kill, NetworkPartition, Pause, Slow
+
     kind, _, details = text.partition(":")
     if kind not in _PATTERNS:
         raise LaunchError(f"--faults {text}: {choices(kind, _PATTERNS)}, such as {FORMS['kill']}")
@@ -61,7 +67,7 @@ def _fault(text: str) -> Fault:
     match kind:
         case "kill":
             at_op, at = parts[1:]
-            return Kill(int(parts[0]), at and float(at), at_op and int(at_op))
+            return Kill(int(parts[0]), None if at is None else float(at), None if at_op is None else int(at_op))
         case "delay":
             src, dst = (None if rank == "*" else int(rank) for rank in parts[:2])
             return Delay(float(parts[2]), src, dst, *_interval(*parts[3:]))
