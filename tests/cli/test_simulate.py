@@ -3,10 +3,13 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -503,3 +506,43 @@ def test_a_rank_that_waits_for_the_outside_is_left_alone(simulate, write, monkey
     monkeypatch.setattr(watchdog, "PATIENCE", 0.5)
     script = write("import subprocess, time\ntime.sleep(2.5)\nsubprocess.run(['sleep', '2.5'])\nprint('end')")
     assert simulate("-n", 1, script).out == "[0] end\n"
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ddp", "pipeline", "train_gpt --steps 2"),
+        *(
+            f"interop/train_{name}"
+            for name in ("accelerate", "checkpoint store", "ddp", "dtensor", "fsdp2", "lightning")
+        ),
+        "interop/train_pipelining",
+    ],
+)
+def test_the_examples_run(name, tmp_path):
+    """In a process of their own, as a user runs them."""
+    script, *words = name.split()
+    command = [sys.executable, "-m", "echelon", "simulate", "-n", "4", str(EXAMPLES / f"{script}.py"), *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "loss" in ended.stdout
+    assert "echelon: 4 ranks" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_from_outside_ends_a_rank_that_sleeps(write, tmp_path):
+    script = write("import time\nprint('sleeps'), time.sleep(60)")
+    command = [sys.executable, "-u", "-m", "echelon", "simulate", "-n", "2", script]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as ended:
+        assert ended.stdout.readline().endswith("sleeps\n")
+        ended.send_signal(signal.SIGINT)
+        _, err = ended.communicate(timeout=40)
+    assert ended.returncode == 130
+    assert "runs, at script.py:2: print('sleeps'), time.sleep(60)" in err
+    assert "has not begun" in err
+    assert time.monotonic() - began < 30

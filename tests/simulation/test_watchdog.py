@@ -110,7 +110,7 @@ def test_a_wait_is_told_by_default_after_seconds():
         group.barrier()
 
     began = time.monotonic()
-    with pytest.raises(echelon.DeadlockError, match="rank 1 waits for another thread .*threading.py:"):
+    with pytest.raises(echelon.DeadlockError, match=r"rank 1 waits for another thread .*threading.py:"):
         echelon.simulate(program, 2)
     assert 5 <= time.monotonic() - began < 20
 
@@ -124,7 +124,7 @@ def test_a_helper_thread_that_waits_for_the_outside_is_awaited(pipe, monkeypatch
         results = []
         helper = threading.Thread(target=lambda: results.append(os.read(reader, 1)))
         helper.start()
-        closer = threading.Timer(3.0, os.write, (writer, b"x"))
+        closer = threading.Timer(2.0, os.write, (writer, b"x"))
         closer.start()
         helper.join()
         closer.join()
@@ -137,8 +137,8 @@ def test_computing_and_sleeping_is_no_block(monkeypatch):
     monkeypatch.setattr(watchdog, "PATIENCE", 0.1)
 
     def program(group):
-        time.sleep(1.2)
-        deadline = time.monotonic() + 1.2
+        time.sleep(0.8)
+        deadline = time.monotonic() + 0.8
         while time.monotonic() < deadline:
             torch.ones(1000).sum()
         return group.rank

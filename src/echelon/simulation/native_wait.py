@@ -7,10 +7,10 @@ conditions and futures of C++ end there. A wait for a file, a child or a time en
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import struct
-import time
 from typing import NamedTuple
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
@@ -59,12 +59,10 @@ def has_children() -> bool:
     return any(_read(thread, "children").strip() for thread in threads())
 
 
-def age(thread: int) -> float:
-    """Returns the seconds since a thread was started. 0.0 if the system does not tell."""
+def started_at(thread: int) -> float:
+    """Returns the time at which a thread was started, on the clock CLOCK_BOOTTIME. inf if the system does not tell."""
     fields = _read(thread, "stat").rpartition(")")[2].split()
-    if len(fields) < 20:
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else math.inf
 
 
 def num_waits(thread: int) -> int:

@@ -154,7 +154,7 @@ class Clock:
 
 _PATIENCE = 100
 """Polls of a task at one instant before a poll becomes a wait."""
-_LOOK = 1.0
+_LOOK = 0.5
 """Seconds between two looks at the running task."""
 _PARTING = 2.0
 """Seconds that interrupted threads get to leave."""
@@ -177,7 +177,7 @@ class Scheduler:
         self.error: BaseException | None = None
         """Error that ended the simulation before its tasks ended. None without one."""
         self.watch: Callable[[Task | None], EchelonError | None] = _unwatched
-        """Called once a second with the running task. Returns the error to end with if it can never pass the turn."""
+        """Called twice a second with the running task. Returns the error to end with if it can never pass the turn."""
         self.whereabouts: Callable[[], str] = str
         """Returns where the tasks are, for the note of an interruption."""
         self.is_ending = False
