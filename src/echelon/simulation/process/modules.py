@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
@@ -28,11 +28,12 @@ _LOCKS: dict[str, Any] = importlib._bootstrap._module_locks  # type: ignore[attr
 """Locks of imports under way, by module. The interpreter changes this mapping, and never replaces it."""
 
 
-class _Entry(NamedTuple):
-    """Entry of one module of a rank: the module and the lock of its import. None: not there."""
+class _Loaded(NamedTuple):
+    """Local modules of one rank."""
 
-    module: ModuleType | None
-    lock: object | None
+    modules: dict[str, ModuleType]
+    locks: dict[str, object]
+    """Locks of the imports that are under way."""
 
 
 class LocalModules(State):
@@ -70,27 +71,27 @@ class LocalModules(State):
         """Notes the name of a local module, which is about to be imported for the calling rank."""
         self._names[name] = None
 
-    def first(self, rank: int) -> dict[str, _Entry]:  # noqa: ARG002, D102
-        return {}
+    def first(self, rank: int) -> _Loaded:  # noqa: ARG002, D102
+        return _Loaded({}, {})
 
-    def take(self) -> dict[str, _Entry]:  # noqa: D102
-        return {name: _Entry(sys.modules.get(name), _LOCKS.get(name)) for name in self._names}
+    def take(self) -> _Loaded:  # noqa: D102
+        loaded, names = sys.modules, self._names
+        return _Loaded(
+            {name: loaded[name] for name in names if name in loaded},
+            {name: lock for name, lock in list(_LOCKS.items()) if name in names},
+        )
 
-    def put(self, state: Mapping[str, _Entry]) -> None:  # noqa: D102
-        for name in self._names:
-            entry = state.get(name, _NOTHING)
-            _set(sys.modules, name, entry.module)
-            _set(_LOCKS, name, entry.lock)
-
-
-_NOTHING = _Entry(None, None)
-
-
-def _set(mapping: dict[str, Any], name: str, value: object | None) -> None:
-    if value is None:
-        mapping.pop(name, None)
-    else:
-        mapping[name] = value
+    def put(self, state: _Loaded) -> None:  # noqa: D102
+        names = self._names
+        sys.modules.update(state.modules)
+        # Fast path: mostly all ranks have the same modules, and import none.
+        if len(state.modules) != len(names):
+            for name in names:
+                if name not in state.modules:
+                    sys.modules.pop(name, None)
+        for name in [name for name in list(_LOCKS) if name in names]:
+            _LOCKS.pop(name, None)
+        _LOCKS.update(state.locks)
 
 
 def _file_of(module: ModuleType | None) -> str | None:
