@@ -1,5 +1,6 @@
 """`echelon simulate`: scripts on simulated ranks, run by the command in this process."""
 
+import functools
 import logging
 import os
 import signal
@@ -375,6 +376,49 @@ def test_spawn_of_torch_runs_the_function_as_each_rank(simulate, write):
         """
     )
     assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] 0 2", "[1] 1 2"]
+
+
+def test_an_operator_is_defined_once_for_all_ranks(simulate, write):
+    """torch frees the first of two definitions: the rank that had made it called into freed memory."""
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            @torch.library.custom_op("echelon_tests::double", mutates_args=())
+            def double(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor * 2
+            dist.barrier()
+            print(double(torch.ones(1)).item())
+            """
+        )
+    )
+    for seed in range(3):
+        assert sorted(simulate("-n", 2, "--seed", seed, script).out.splitlines()) == ["[0] 2.0", "[1] 2.0"]
+
+
+def test_a_cached_property_may_wait_for_other_ranks(simulate, write):
+    """In Python 3.11 it has a lock, which all ranks share where the class is that of an installed package."""
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import functools
+            class Setup:
+                @functools.cached_property
+                def total(self):
+                    total = torch.ones(1)
+                    dist.all_reduce(total)
+                    return total.item()
+            shared = torch.__dict__.setdefault("_class_of_a_test", Setup)
+            print(shared().total)
+            """
+        )
+    )
+    try:
+        assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] 2.0", "[1] 2.0"]
+    finally:
+        del sys.modules["torch"]._class_of_a_test
+    assert "lock" not in vars(functools.cached_property)
 
 
 def test_signals_can_be_set_up(simulate, write):

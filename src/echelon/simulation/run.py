@@ -28,6 +28,7 @@ from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_co
 from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function
+from echelon.simulation.process.cached_property import without_locks
 from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
 from echelon.simulation.process.library_state import DefaultDtype, LibraryState
 from echelon.simulation.process.random_state import RandomState, on_one_core
@@ -137,7 +138,7 @@ def simulate(
             states += fn.states()
         world.rank_states = rank_states = RankStates(states, world_size)
         try:
-            with _rarer_collections(), on_one_core(), run.torch.installed():
+            with _rarer_collections(), on_one_core(), without_locks(), run.torch.installed():
                 run.run()
         finally:
             rank_states.restore()

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.rpc
+import torch.library
 import torch.multiprocessing
 
 from echelon.call_site import calling_place, is_foreign, source_of
@@ -52,6 +53,8 @@ class ProcessCalls:
         self._exit_calls: defaultdict[int, list[functools.partial[Any]]] = defaultdict(list)
         self._handlers: dict[tuple[int, int], Any] = {}
         """Handlers of signals, by rank and signal. No signal calls them."""
+        self._operators: dict[str, Any] = {}
+        """Operators that the script defines, by name."""
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -93,6 +96,7 @@ class ProcessCalls:
             (signal, "getsignal", lambda original: functools.partial(self._getsignal, original)),
             (atexit, "register", lambda original: functools.partial(self._register, original)),
             (atexit, "unregister", lambda original: functools.partial(self._unregister, original)),
+            (torch.library, "custom_op", lambda original: functools.partial(self._custom_op, original)),
             (torch.cuda, "is_available", lambda _: lambda: False),
             (torch.cuda, "device_count", lambda _: lambda: 0),
             (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(_start, original)),
@@ -138,6 +142,15 @@ class ProcessCalls:
     def _getsignal(self, original: Callable[[int], Any], number: int) -> Any:
         key = self._here(), int(number)
         return self._handlers[key] if key in self._handlers else original(number)
+
+    def _custom_op(self, original: Callable[..., Any], name: str, fn: Any = None, /, **options: Any) -> Any:
+        # torch has one registry. A second definition would free the first, and another rank would call into the void.
+        def define(function: Any) -> Any:
+            if name not in self._operators:
+                self._operators[name] = original(name, function, **options)
+            return self._operators[name]
+
+        return define if fn is None else define(fn)
 
     def _register(self, original: Callable[..., Any], function: Any, *args: object, **kwargs: object) -> Any:
         # An installed package, which all ranks share, registers for the end of the process.
