@@ -44,7 +44,9 @@ def test_a_wrong_command_line_is_an_error_of_one_line(capsys, arguments, message
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_the_commands(capsys, arguments):
     commands = printed(capsys, *arguments).partition("Commands:")[2].split("\n")
-    assert [line.split()[0] for line in commands if line.strip()] == ["run", "plan", "bench", "tune", "doctor"]
+    assert [line.split()[0] for line in commands if line.strip()] == [
+        *("run", "simulate", "plan", "bench", "tune", "doctor")
+    ]
     assert not any(line.endswith("...") for line in commands), "a description is too long for its line"
 
 
@@ -55,7 +57,7 @@ def test_the_command_line_is_part_of_a_plain_installation():
     assert {"typer", "rich"} <= plain
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "bench", "tune", "doctor"])
+@pytest.mark.parametrize("command", ["run", "simulate", "plan", "bench", "tune", "doctor"])
 def test_help_does_not_wait_for_torch(command):
     imported = imported_by(command, "--help")
     assert "echelon.cli.app" in imported

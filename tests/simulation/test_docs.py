@@ -51,3 +51,22 @@ def test_what_the_deadlock_says_is_what_the_page_shows(tmp_path):
     with pytest.raises(echelon.DeadlockError) as caught:
         echelon.simulate(names["deadlock"], 3)
     assert str(caught.value).replace(f"{tmp_path}/", "") + "\n" in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_command_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
+    from echelon.cli import main
+
+    page = PAGE.read_text(encoding="utf-8")
+    (tmp_path / "hang.py").write_text(re.search(r"This is `hang.py`:\n\n```py\n(.*?)```", page, re.DOTALL)[1])
+    command, expected = re.search(r"```console\n\$ echelon (.*?)\n(.*?)```", page, re.DOTALL).groups()
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 1
+    assert "".join(capsys.readouterr()) == expected
+
+
+def test_the_page_has_a_text_for_each_fault():
+    from echelon.cli.fault_text import parse
+
+    page = PAGE.read_text(encoding="utf-8")
+    found = parse(re.findall(r"`((?:kill|delay|slow|partition|pause):[^`]+)`", page))
+    assert {type(fault).__name__ for fault in found} == {"Kill", "Delay", "Slow", "NetworkPartition", "Pause"}

@@ -16,6 +16,7 @@ from echelon.cli.options import command
 from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
+from echelon.cli.simulate import simulate
 from echelon.cli.tune import tune
 from echelon.errors import EchelonError, FileError
 
@@ -32,8 +33,13 @@ app = typer.Typer(
 )
 collectives = typer.Typer(**_SETTINGS)
 """`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
-# Options after SCRIPT belong to the script, so `run` stops parsing there.
+# Options after SCRIPT belong to the script, so `run` and `simulate` stop parsing there.
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.command(
+    "simulate",
+    short_help="Runs a script on simulated ranks.",
+    context_settings={"allow_interspersed_args": False},
+)(command(simulate))
 app.command("plan")(command(plan))
 app.command("bench", short_help="Measures the speed of a collective.")(command(bench))
 app.command("tune", short_help="Finds the fastest algorithms for this system.")(command(tune))

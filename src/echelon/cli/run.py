@@ -32,29 +32,29 @@ def run(
     """
     # Not typer's own error, which would not show the -n that stands after the script.
     if num_ranks is None:
-        raise LaunchError(_no_ranks(program, args or []))
-    return run_program(
-        Program(program, tuple(args or ()), is_module=module),
-        num_ranks,
-        Console(
-            # Bytes: a rank's output may be cut inside of a character.
-            sys.stdout.buffer,
-            sys.stderr.buffer,
-            color_stdout=_shows_color(sys.stdout.isatty()),
-            color_stderr=_shows_color(sys.stderr.isatty()),
-        ),
-        os.environ,
-        grace,
+        raise LaunchError(no_ranks("run", program, args or []))
+    return run_program(Program(program, tuple(args or ()), is_module=module), num_ranks, console(), os.environ, grace)
+
+
+def console() -> Console:
+    """Returns the output of this process, with colours if it is a terminal."""
+    return Console(
+        # Bytes: a rank's output may be cut inside of a character.
+        sys.stdout.buffer,
+        sys.stderr.buffer,
+        color_stdout=_shows_color(sys.stdout.isatty()),
+        color_stderr=_shows_color(sys.stderr.isatty()),
     )
 
 
-def _no_ranks(program: str, args: Sequence[str]) -> str:
+def no_ranks(command: str, program: str, args: Sequence[str]) -> str:
     """Returns an error text for a missing -n. Points out an -n that stands after the script."""
     for place, word in enumerate(args):
         if found := re.fullmatch(r"(-n|--num-ranks)(?:=?(\d+))?", word):
             value = found[2] or "".join(args[place + 1 : place + 2])
-            return f"{word} stands after the script, which gets it; options go before: echelon run -n {value} {program}"
-    return f"Missing option '-n' / '--num-ranks': say how many ranks to start: echelon run -n 2 {program}"
+            wanted = f"echelon {command} -n {value} {program}"
+            return f"{word} stands after the script, which gets it; options go before: {wanted}"
+    return f"Missing option '-n' / '--num-ranks': say how many ranks to start: echelon {command} -n 2 {program}"
 
 
 def _shows_color(is_terminal: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.pipeline.run.transfer import what_passes
 from echelon.simulation.backend import Passage, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
+from echelon.simulation.watchdog import Blocked
 from echelon.simulation.world import World, is_plain
 from echelon.wording import listed
 
@@ -65,6 +67,54 @@ def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockErro
         lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
     reason = hint or _reason(waiting, returned)
     return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *lines]))
+
+
+def explain_blocked(world: World, blocked: Blocked) -> DeadlockError:
+    """Returns the error for a rank that waits for another thread outside of the library."""
+    rank, ident = blocked.task.rank, blocked.task.ident
+    line = source_of(place_of_thread(ident))
+    innermost = _innermost(ident)
+    inside = f", in {innermost}" if innermost and not line.startswith(f"{innermost}:") else ""
+    native = ", ".join(filter(None, (blocked.code, blocked.wait.channel)))
+    reason = (
+        f"rank {rank} waits for another thread outside of Echelon, at {line or 'an unknown line'}{inside}"
+        f"{native and f' ({native})'}: no other rank gets a turn meanwhile, so let ranks wait for each other by "
+        "messages, collectives and stores alone"
+    )
+    others = [line for line in _lines(world) if not line.startswith(f"rank {rank} ")]
+    return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *others]))
+
+
+def whereabouts(world: World) -> str:
+    """Returns where each rank is, a line for each."""
+    return "\n".join(_lines(world))
+
+
+def _lines(world: World) -> list[str]:
+    """Returns where each rank is, a line for each, sorted by rank. Called while the ranks run, or are blocked."""
+    mains = {task.rank: task for task in world.scheduler.tasks() if task.number == 0}
+    lines = []
+    for rank in range(len(world.mailboxes)):
+        task, recorder = mains.get(rank), world.flight_recorders.get(rank)
+        if rank in world.killed:
+            lines.append(f"rank {rank} was killed")
+        elif recorder is None:
+            lines.append(f"rank {rank} has not begun")
+        elif task is None:
+            lines.append(f"rank {rank} has returned, after {_last_call(recorder) or 'no call'}")
+        elif isinstance(task.awaits, VirtualWork):
+            lines.append(str(_waiting(world, task)))
+        else:
+            line = source_of(place_of_thread(task.ident))
+            doing = "runs" if task is world.scheduler.running else "is about to go on"
+            lines.append(f"rank {rank} {doing}{line and f', at {line}'}")
+    return lines
+
+
+def _innermost(ident: int) -> str:
+    """Returns "file:line" of the innermost Python call of a thread. Empty if it has ended."""
+    frame = sys._current_frames().get(ident)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:

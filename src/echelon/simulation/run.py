@@ -22,15 +22,17 @@ from echelon.group.group import ProcessGroup
 from echelon.launch.call import RankCall, rank_call
 from echelon.launch.init import provide
 from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.simulation import watchdog
 from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
-from echelon.simulation.deadlock import explain
+from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
+from echelon.simulation.process.cached_property import without_locks
 from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
 from echelon.simulation.process.library_state import DefaultDtype, LibraryState
 from echelon.simulation.process.random_state import RandomState, on_one_core
-from echelon.simulation.process.state import RankStates, State
+from echelon.simulation.process.state import ProgramWithStates, RankStates, State
 from echelon.simulation.process.torch_distributed import TorchDistributed
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
@@ -145,11 +147,12 @@ def simulate(
         world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
         run = _Run(world, world_size, call, timeout, make)
         num_threads = torch.get_num_threads()
-        world.rank_states = rank_states = RankStates(
-            _states(run.torch, seed, hosts if named else (0,) * world_size), world_size
-        )
+        states = _states(run.torch, seed, hosts if named else (0,) * world_size)
+        if isinstance(fn, ProgramWithStates):
+            states += fn.states()
+        world.rank_states = rank_states = RankStates(states, world_size)
         try:
-            with _rarer_collections(), on_one_core(), run.torch.installed():
+            with _rarer_collections(), on_one_core(), without_locks(), run.torch.installed():
                 run.run()
         finally:
             rank_states.restore()
@@ -249,6 +252,8 @@ class _Run:
         self._disputed: set[int] = set()
         """Contexts whose ranks have got CollectiveMismatch already."""
         self._scheduler.on_stuck = self._explain
+        self._scheduler.whereabouts = functools.partial(whereabouts, world)
+        self._scheduler.watch = functools.partial(self._watch, watchdog.Watchdog(watchdog.PATIENCE))
 
     def run(self) -> None:
         for rank in range(len(self.results)):
@@ -329,6 +334,11 @@ class _Run:
         if self._num_left == 0:
             self._scheduler.is_ending = True
             self._scheduler.cancel()
+
+    def _watch(self, dog: watchdog.Watchdog, running: Task | None) -> DeadlockError | None:
+        """Returns the error for a running task that can never pass the turn. None if it may."""
+        blocked = dog.look(running)
+        return None if blocked is None else explain_blocked(self._world, blocked)
 
     def _explain(self, tasks: Sequence[Task]) -> DeadlockError | None:
         """Returns the error for ranks that wait for ever. None if news could be sent that lets some go on."""

@@ -16,6 +16,7 @@ import heapq
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -154,6 +155,10 @@ class Clock:
 
 _PATIENCE = 100
 """Polls of a task at one instant before a poll becomes a wait."""
+_LOOK = 0.5
+"""Seconds between two looks at the running task."""
+_PARTING = 2.0
+"""Seconds that interrupted threads get to leave."""
 
 
 class Scheduler:
@@ -172,6 +177,10 @@ class Scheduler:
         """Function of rank and time that returns when a turn at that time can be taken. math.inf: never."""
         self.error: BaseException | None = None
         """Error that ended the simulation before its tasks ended. None without one."""
+        self.watch: Callable[[Task | None], EchelonError | None] = _unwatched
+        """Called twice a second with the running task. Returns the error to end with if it can never pass the turn."""
+        self.whereabouts: Callable[[], str] = str
+        """Returns where the tasks are, for the note of an interruption."""
         self.is_ending = False
         self.running: Task | None = None
         """Task that has the turn."""
@@ -195,21 +204,35 @@ class Scheduler:
         return task
 
     def run(self) -> None:
-        """Opens the first task's gate and blocks until all tasks have ended. The calling thread is no task."""
+        """Opens the first task's gate and blocks until all tasks have ended. The calling thread is no task.
+
+        A thread that sleeps in C code cannot be made to leave. It is left behind if it does not wake in time.
+        """
         first = self._next()
         assert first is not None, "a simulation has at least one task"
         self.running = first
         first.gate.release()
         try:
-            # In turns of a second: Python would not see a signal that came just before the thread blocked.
-            while not self._finished.acquire(timeout=1.0):
-                pass
-        except BaseException:  # such as KeyboardInterrupt, which only the main thread gets
-            self.is_ending = self._is_stopped = True
-            _interrupt(list(self._tasks), self.running)
+            while not self._finished.acquire(timeout=_LOOK):
+                if error := self.watch(self.running):
+                    self.error = error
+                    self._stop()
+                    return
+        except BaseException as interrupt:  # such as KeyboardInterrupt, which only the main thread gets
+            if where := self.whereabouts():  # before the tasks leave
+                interrupt.add_note(where)
+            self._stop()
             raise
         for thread in self._threads:
             thread.join()
+
+    def tasks(self) -> list[Task]:
+        """Returns all tasks that have not ended."""
+        return list(self._tasks)
+
+    def _stop(self) -> None:
+        self.is_ending = self._is_stopped = True
+        _interrupt(list(self._tasks), self.running)
 
     def forget(self) -> None:
         """Drops all references, after the end."""
@@ -219,7 +242,8 @@ class Scheduler:
         self._threads.clear()
         self.running = None
         self.error = None
-        self.on_stuck, self.available_at = _unexplained, _at_once
+        self.on_stuck, self.available_at, self.watch = _unexplained, _at_once, _unwatched
+        self.whereabouts = str
 
     # Called by the running task
 
@@ -417,12 +441,17 @@ def _interrupt(tasks: Sequence[Task], running: Task | None) -> None:
     for task in tasks:
         with contextlib.suppress(RuntimeError):  # in the middle of a hand-over a gate is open already
             task.gate.release()
+    deadline = time.monotonic() + _PARTING
     for task in tasks:
-        task.thread.join()
+        task.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _unexplained(tasks: Sequence[Task]) -> EchelonError:
     return EchelonError(f"{len(tasks)} tasks wait for ever")
+
+
+def _unwatched(task: Task | None) -> EchelonError | None:  # noqa: ARG001
+    return None
 
 
 def _at_once(rank: int, time: float) -> float:  # noqa: ARG001

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.group.group import ProcessGroup
 
 
 class State(ABC):
@@ -72,3 +75,15 @@ class RankStates:
     def _put(self, kept: Sequence[Any]) -> None:
         for state, value in zip(self._states, kept, strict=True):
             state.put(value)
+
+
+class ProgramWithStates(ABC):
+    """Program of the ranks that brings kinds of state of its own."""
+
+    @abstractmethod
+    def states(self) -> Sequence[State]:
+        """Returns these kinds for one simulation. Called outside of the ranks."""
+
+    @abstractmethod
+    def __call__(self, group: ProcessGroup) -> object:
+        """Runs the program as the rank of `group`."""

@@ -1,0 +1,185 @@
+"""`echelon simulate`: a script on simulated ranks, in this process and in virtual time."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.cli import fault_text
+from echelon.cli.options import Chrome, Png, check_suffixes, value
+from echelon.cli.output import write_files
+from echelon.cli.run import console, no_ranks
+from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.launch.run import Console, MarkedStream, Program
+from echelon.wording import counted
+
+if TYPE_CHECKING:
+    from echelon.simulation.run import Simulation
+    from echelon.simulation.script.run import Failure, Outcome
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Options of `echelon simulate`, as they were given."""
+
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to run; with -m a module.")]
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None
+    num_ranks: Annotated[
+        int | None, typer.Option("-n", "--num-ranks", help="Number of simulated ranks.  [required]")
+    ] = None
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False
+    network: Annotated[
+        str | None, value("NAME", "Network between the ranks, such as 10GbE.  [default: messages take no time]")
+    ] = None
+    costs: Annotated[str | None, value("measured", "Computing takes the CPU time that it takes here.")] = None
+    faults: Annotated[
+        list[str] | None, value("FAULTS", f"Faults, separated by commas; may be repeated: {fault_text.IN_WORDS}.")
+    ] = None
+    seed: Annotated[int, value("SEED", "Seed of the order of events and of random numbers.")] = 0
+    explore: Annotated[
+        int | None, value("COUNT", "Run with this many seeds, from --seed on, until one fails; print its output.")
+    ] = None
+    timeout: Annotated[
+        float | None, value("SECONDS", "Default timeout of blocking calls, virtual seconds.  [default: 600]")
+    ] = None
+    late_sends: Annotated[bool, typer.Option("--late-sends", help="Find tensors that are changed while sent.")] = False
+    memory: Annotated[bool, typer.Option("--memory", help="Print the peak memory of each rank's tensors.")] = False
+    chrome: Chrome = None
+    png: Png = None
+
+    def check(self) -> None:
+        """Checks which options are given together, before anything is run.
+
+        Raises:
+            LaunchError, ScheduleError: an option is missing or wrong.
+        """
+        if self.num_ranks is None:
+            raise LaunchError(no_ranks("simulate", self.program, self.args or []))
+        if self.num_ranks < 1:
+            raise InvalidWorldSize(f"-n {self.num_ranks}: a world has at least 1 rank: give -n 1 or more")
+        if self.costs not in (None, "measured"):
+            raise LaunchError(f"--costs {self.costs}: only measured costs can be given here; leave it out for none")
+        if self.explore is not None:
+            if self.explore < 1:
+                raise LaunchError(f"--explore {self.explore}: give the number of seeds, at least 1")
+            for name in ("memory", "chrome", "png"):
+                if getattr(self, name):
+                    raise LaunchError(f"--{name} with --explore: many runs have many results; give one --seed instead")
+        check_suffixes(None, self.png)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `echelon.simulate` that are the same for every seed."""
+        found: dict[str, Any] = {
+            "network": self.network,
+            "costs": self.costs,
+            "faults": fault_text.parse(self.faults or ()),
+            "memory": self.memory,
+            "late_sends": self.late_sends,
+        }
+        return found if self.timeout is None else {**found, "timeout": self.timeout}
+
+    def replay(self, seed: int) -> str:
+        """Returns the command line that runs one seed again."""
+        given: list[tuple[str, object]] = [
+            ("--network", self.network),
+            ("--costs", self.costs),
+            *(("--faults", text) for text in self.faults or ()),
+            ("--timeout", self.timeout),
+            ("--seed", seed),
+        ]
+        words = ["echelon", "simulate", "-n", str(self.num_ranks)]
+        words += [word for name, given_value in given if given_value is not None for word in (name, str(given_value))]
+        words += ["--late-sends"] * self.late_sends + ["-m"] * self.module
+        return shlex.join([*words, self.program, *(self.args or ())])
+
+
+def simulate(options: SimulateOptions) -> int:
+    """Runs a script on simulated ranks in this process: any program of torch.distributed, or of Echelon.
+
+    One rank runs at a time, in an order that the seed decides, so a run repeats exactly. Time is virtual. Marks each
+    line of output with its rank. The exit status is 0, that of the first rank that failed, or 1 for a deadlock or ranks
+    that disagree. Options go before SCRIPT; words after it are passed to the script.
+    """
+    options.check()
+    arguments, shown = options.arguments(), console()
+    try:
+        if options.explore is not None:
+            return _explore(options, arguments, shown)
+        return _run(options, arguments, shown)
+    except KeyboardInterrupt as interrupt:
+        from echelon.simulation.script.run import shortened
+
+        shown.say("ended by SIGINT")
+        for line in "\n".join(getattr(interrupt, "__notes__", ())).splitlines():
+            shown.say(shortened(line))
+        return 130
+
+
+def _run(options: SimulateOptions, arguments: dict[str, Any], shown: Console) -> int:
+    outcome = _outcome(options, arguments, options.seed, shown)
+    if outcome.failure is not None:
+        _tell(outcome.failure, shown)
+        return outcome.failure.status
+    simulation = outcome.simulation
+    assert simulation is not None
+    written = write_files((options.png, simulation.timeline.draw), (options.chrome, simulation.timeline.to_chrome))
+    if simulation.peak_memory is not None:
+        for rank, peak in enumerate(simulation.peak_memory):
+            shown.say(f"rank {rank}: peak of {_in_units(peak)}")
+    for path in written:
+        shown.say(f"wrote {path}")
+    shown.say(_summary(simulation))
+    return 0
+
+
+def _explore(options: SimulateOptions, arguments: dict[str, Any], shown: Console) -> int:
+    from echelon.simulation.script.output import Kept
+
+    count = options.explore or 0
+    for seed in range(options.seed, options.seed + count):
+        # A thousand runs print a thousand times the same: only the failing one is shown.
+        kept = Kept(shown)
+        outcome = _outcome(options, arguments, seed, kept.console)
+        if outcome.failure is not None:
+            kept.release()
+            _tell(outcome.failure, shown)
+            passed = seed - options.seed
+            shown.say(f"seed {seed} fails, after {passed} that passed; to replay it: {options.replay(seed)}")
+            return outcome.failure.status
+    shown.say(f"{counted(options.num_ranks or 0, 'rank')}, {counted(count, 'seed')} passed, from {options.seed} on")
+    return 0
+
+
+def _outcome(options: SimulateOptions, arguments: dict[str, Any], seed: int, shown: Console) -> Outcome:
+    # Late: it imports torch, which takes seconds that `--help` need not wait.
+    from echelon.simulation.script.run import run_script
+
+    program = Program(options.program, tuple(options.args or ()), is_module=options.module)
+    assert options.num_ranks is not None, "checked"
+    return run_script(program, options.num_ranks, shown, seed=seed, **arguments)
+
+
+def _tell(failure: Failure, shown: Console) -> None:
+    shown.say(failure.text)
+    if failure.rank is not None:
+        trace = MarkedStream(failure.rank, shown.stderr, color=shown.color_stderr)
+        trace.feed(failure.traceback.encode())
+        trace.finish()
+
+
+def _summary(simulation: Simulation) -> str:
+    sent = _in_units(sum(simulation.bytes_sent.values()))
+    ranks = counted(len(simulation.results), "rank")
+    return f"{ranks}, {simulation.elapsed:.6g} s of virtual time, {sent} sent, seed {simulation.seed}"
+
+
+def _in_units(num_bytes: int) -> str:
+    for size, unit in _UNITS:
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"

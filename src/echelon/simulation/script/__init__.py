@@ -1,0 +1,1 @@
+"""Scripts on simulated ranks: `echelon simulate` runs one as each rank of a simulated world, in this process."""

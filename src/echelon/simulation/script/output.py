@@ -1,0 +1,121 @@
+"""Output of simulated ranks: whole lines, each marked with its rank, as `echelon run` marks them."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, BinaryIO, cast
+
+from echelon.launch.run import Console, MarkedStream
+from echelon.simulation.script.calling_rank import CallingRank
+
+
+class RankOutput:
+    """Standard streams of a script: one object for all ranks, which marks the lines of each.
+
+    One object, and not one for each rank: a handler of `logging` that one rank has made writes for all.
+    """
+
+    def __init__(self, console: Console, rank: CallingRank) -> None:
+        self._streams = (
+            _MarkedBytes(console.stdout, console.color_stdout, rank),
+            _MarkedBytes(console.stderr, console.color_stderr, rank),
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, `sys.stdout` and `sys.stderr` are the streams of the ranks."""
+        before = sys.stdout, sys.stderr
+        files = [
+            # write_through: each print reaches the stream at once, which writes whole lines only.
+            io.TextIOWrapper(cast("IO[bytes]", stream), original.encoding, original.errors, write_through=True)
+            for stream, original in zip(self._streams, before, strict=True)
+        ]
+        sys.stdout, sys.stderr = files
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            for stream in self._streams:
+                stream.finish()
+
+    def finish(self, rank: int) -> None:
+        """Writes the last lines of a rank that has ended."""
+        for stream in self._streams:
+            stream.finish(rank)
+
+
+class _MarkedBytes(io.BufferedIOBase):
+    """Stream of bytes of all ranks."""
+
+    def __init__(self, target: BinaryIO, color: bool, rank: CallingRank) -> None:
+        self._target = target
+        self._color = color
+        self._rank = rank
+        self._of_rank: dict[int, MarkedStream] = {}
+
+    def write(self, data: Any, /) -> int:
+        """Writes the lines that are complete, marked with the rank of the calling thread."""
+        rank, received = self._rank.nearest(), bytes(data)
+        if rank is None:
+            self._target.write(received)
+            self._target.flush()
+        else:
+            if rank not in self._of_rank:
+                self._of_rank[rank] = MarkedStream(rank, self._target, color=self._color)
+            self._of_rank[rank].feed(received)
+        return len(received)
+
+    def finish(self, rank: int | None = None) -> None:
+        """Writes the last line of a rank, or of all, if it has no line end."""
+        for whose, stream in sorted(self._of_rank.items()):
+            if rank in (None, whose):
+                stream.finish()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+
+class Kept:
+    """Output that is kept, to be written later or never."""
+
+    def __init__(self, console: Console) -> None:
+        self._written: list[tuple[BinaryIO, bytes]] = []
+        self.console = Console(
+            _KeptBytes(console.stdout, self._written),
+            _KeptBytes(console.stderr, self._written),
+            console.color_stdout,
+            console.color_stderr,
+        )
+
+    def release(self) -> None:
+        """Writes all that was kept."""
+        for target, data in self._written:
+            target.write(data)
+            target.flush()
+        self._written.clear()
+
+
+class _KeptBytes(io.BytesIO):
+    """Stream that puts its output into a list."""
+
+    def __init__(self, target: BinaryIO, written: list[tuple[BinaryIO, bytes]]) -> None:
+        super().__init__()
+        self._target = target
+        self._written = written
+
+    def write(self, data: Any, /) -> int:
+        """Keeps the data."""
+        self._written.append((self._target, bytes(data)))
+        return len(self._written[-1][1])
+
+    def fileno(self) -> int:
+        return self._target.fileno()

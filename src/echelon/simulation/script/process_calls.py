@@ -1,0 +1,237 @@
+"""Calls that concern the whole process: done for one rank where that is possible, else refused with one line.
+
+Strategy. The functions are replaced while the script runs. A replacement asks which rank the calling thread is. In a
+thread of no rank, and in a child process of a rank, it calls the original.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing.process
+import os
+import signal
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.rpc
+import torch.library
+import torch.multiprocessing
+
+from echelon.call_site import calling_place, is_foreign, source_of
+from echelon.errors import LaunchError, UnsupportedOp
+from echelon.simulation.script.calling_rank import CallingRank
+
+_IN_CHILD = "simulated ranks are threads of one process"
+_CUDA = "simulated ranks compute on the CPU: choose the device by torch.cuda.is_available(), which is False for them"
+_CUDA_FOLDERS = tuple(os.path.join(os.path.dirname(torch.__file__), name, "") for name in ("cuda", "accelerator"))
+
+_REFUSED: Sequence[tuple[Any, str, str]] = (
+    (os, "abort", f"{_IN_CHILD}, which it would end: use sys.exit"),
+    (signal, "alarm", f"no signal reaches a rank, because {_IN_CHILD}: use a timeout of the call"),
+    (signal, "setitimer", f"no signal reaches a rank, because {_IN_CHILD}: use a timeout of the call"),
+    (signal, "pause", f"no signal reaches a rank, because {_IN_CHILD}"),
+    (signal, "sigwait", f"no signal reaches a rank, because {_IN_CHILD}"),
+    (signal, "raise_signal", f"{_IN_CHILD}, which would get it: to end a rank, use sys.exit or --faults kill:"),
+    (torch.distributed.rpc, "init_rpc", "the rpc package has connections of its own, which are not simulated"),
+    (torch.cuda, "_lazy_init", _CUDA),
+)
+"""Functions that a rank cannot call: owner, name, reason and advice."""
+
+
+class ProcessCalls:
+    """Replacements of functions of the process, for all ranks of a script."""
+
+    def __init__(self, rank: CallingRank, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._exit_calls: defaultdict[int, list[functools.partial[Any]]] = defaultdict(list)
+        self._handlers: dict[tuple[int, int], Any] = {}
+        """Handlers of signals, by rank and signal. No signal calls them."""
+        self._operators: dict[str, Any] = {}
+        """Operators that the script defines, by name."""
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Inside, the functions act for the calling rank."""
+        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replacements()]
+        for owner, name, make in self._replacements():
+            original = getattr(owner, name)
+            setattr(owner, name, self._for_ranks(original, make(original)))
+        try:
+            yield
+        finally:
+            for owner, name, original in replaced:
+                setattr(owner, name, original)
+
+    def at_exit(self, rank: int) -> None:
+        """Calls the functions that a rank has registered with `atexit`, the last one first."""
+        calls = self._exit_calls[rank]
+        while calls:
+            try:
+                calls.pop()()
+            except Exception:
+                traceback.print_exc()
+
+    def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
+        """Returns the replaced functions: owner, name, and a function that makes the replacement from the original."""
+        spawner = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of this name
+        found: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = [
+            (owner, name, functools.partial(_refused, name, reason)) for owner, name, reason in _REFUSED
+        ]
+        found += [(module, "spawn", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)]
+        found += [(module, "start_processes", lambda _: self._spawn) for module in (torch.multiprocessing, spawner)]
+        return [
+            *found,
+            (os, "_exit", lambda _: sys.exit),
+            (os, "kill", lambda original: functools.partial(_kill, original)),
+            (os, "fork", lambda original: functools.partial(_fork, original)),
+            (os, "forkpty", lambda original: functools.partial(_fork, original)),
+            (signal, "signal", lambda _: self._signal),
+            (signal, "getsignal", lambda original: functools.partial(self._getsignal, original)),
+            (atexit, "register", lambda original: functools.partial(self._register, original)),
+            (atexit, "unregister", lambda original: functools.partial(self._unregister, original)),
+            (torch.library, "custom_op", lambda original: functools.partial(self._custom_op, original)),
+            (torch.cuda, "is_available", lambda _: lambda: False),
+            (torch.cuda, "device_count", lambda _: lambda: 0),
+            (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(_start, original)),
+        ]
+
+    def _for_ranks(self, original: Any, replacement: Any) -> Any:
+        """Returns a function that calls the replacement in the thread of a rank, else the original."""
+
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return (original if self._rank.here() is None else replacement)(*args, **kwargs)
+
+        return function
+
+    def _here(self) -> int:
+        rank = self._rank.here()
+        assert rank is not None, "checked by the caller"
+        return rank
+
+    def _spawn(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        *_: object,
+        **__: object,
+    ) -> _Joined | None:
+        """Runs the function as the calling rank, in place of starting a process for each rank."""
+        if nprocs != self._world_size:
+            raise LaunchError(
+                f"torch.multiprocessing.spawn(nprocs={nprocs}) on {self._world_size} simulated ranks, each of which "
+                f"runs the function once: make the numbers equal, by -n {max(nprocs, 1)} or in the script"
+            )
+        fn(self._here(), *args)
+        return None if join else _Joined()
+
+    def _signal(self, number: int, handler: Any) -> Any:
+        before = signal.getsignal(number)
+        self._handlers[self._here(), int(number)] = handler
+        return before
+
+    def _getsignal(self, original: Callable[[int], Any], number: int) -> Any:
+        key = self._here(), int(number)
+        return self._handlers[key] if key in self._handlers else original(number)
+
+    def _custom_op(self, original: Callable[..., Any], name: str, fn: Any = None, /, **options: Any) -> Any:
+        # torch has one registry. A second definition would free the first, and another rank would call into the void.
+        def define(function: Any) -> Any:
+            if name not in self._operators:
+                self._operators[name] = original(name, function, **options)
+            return self._operators[name]
+
+        return define if fn is None else define(fn)
+
+    def _register(self, original: Callable[..., Any], function: Any, *args: object, **kwargs: object) -> Any:
+        # An installed package, which all ranks share, registers for the end of the process.
+        if _is_called_by_user():
+            self._exit_calls[self._here()].append(functools.partial(function, *args, **kwargs))
+        else:
+            original(function, *args, **kwargs)
+        return function
+
+    def _unregister(self, original: Callable[..., Any], function: object) -> None:
+        calls = self._exit_calls[self._here()]
+        calls[:] = [call for call in calls if call.func != function]
+        original(function)
+
+
+class _Joined:
+    """Handle of processes that have ended."""
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:  # noqa: ARG002
+        """Returns True: all have ended."""
+        return True
+
+
+def needs_cuda(error: BaseException) -> UnsupportedOp | None:
+    """Returns the error for one that torch raised for want of a GPU. None for others."""
+    if isinstance(error, UnsupportedOp):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].filename.startswith(_CUDA_FOLDERS):
+        return None
+    lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames if not is_foreign(frame.filename)]
+    return UnsupportedOp(f"CUDA at {lines[-1] if lines else 'an unknown line'}: {_CUDA}")
+
+
+def _refused(name: str, reason: str, original: Callable[..., Any]) -> Callable[..., NoReturn]:
+    module = getattr(original, "__module__", "") or ""
+    what = "CUDA" if reason is _CUDA else f"{module.removeprefix('_')}.{name}".replace("posix.", "os.")
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UnsupportedOp(f"{what} at {source_of(calling_place())}: {reason}")
+
+    return refuse
+
+
+def _kill(original: Callable[[int, int], None], pid: int, number: int) -> None:
+    if pid in (0, os.getpid()) and number != 0:
+        raise UnsupportedOp(
+            f"os.kill of the process at {source_of(calling_place())}: {_IN_CHILD}, which it would end: use sys.exit, "
+            "or --faults kill:"
+        )
+    original(pid, number)
+
+
+def _fork(original: Callable[[], Any]) -> Any:
+    # By multiprocessing, whose processes `_start` has checked.
+    if not _is_called_by_user():
+        return original()
+    raise UnsupportedOp(
+        f"os.fork at {source_of(calling_place())}: {_IN_CHILD}, and a forked child is none of them: use subprocess, or "
+        "echelon run"
+    )
+
+
+def _start(original: Callable[[Any], None], process: Any) -> None:
+    target = process._target
+    while isinstance(target, functools.partial):
+        target = target.func
+    # Workers of a DataLoader or a pool run functions of a library. They compute, and take part in no collective.
+    code = getattr(target or type(process).run, "__code__", None)
+    if code is not None and not is_foreign(code.co_filename):
+        raise UnsupportedOp(
+            f"a process of {code.co_name} is started at {source_of(calling_place())}: {_IN_CHILD}, and a process of "
+            "its own could not talk to them: call the function on each rank, or use echelon run"
+        )
+    original(process)
+
+
+def _is_called_by_user() -> bool:
+    """Whether the user's code itself called the replaced function."""
+    frame = sys._getframe(1)
+    own = os.path.dirname(os.path.abspath(__file__))
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == own:
+        frame = frame.f_back
+    return not is_foreign(frame.f_code.co_filename)

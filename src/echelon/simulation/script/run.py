@@ -1,0 +1,111 @@
+"""Run of a script on simulated ranks, and its outcome."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from echelon.call_site import is_own
+from echelon.errors import EchelonError, status_of
+from echelon.launch.report import describe, folded
+from echelon.launch.run import Console, Program
+from echelon.simulation.run import Simulation, simulate
+from echelon.simulation.script.script import Script
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of a script on simulated ranks.
+
+    status: exit status. rank: rank that has failed first, None if the world has, as by a deadlock. text: error without
+    its traceback. traceback: empty if the text says all.
+    """
+
+    status: int
+    rank: int | None
+    text: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a script: its simulation, or its failure."""
+
+    simulation: Simulation | None
+    failure: Failure | None = None
+
+
+def run_script(program: Program, world_size: int, console: Console, **options: Any) -> Outcome:
+    """Runs a script as the ranks of a simulated world. Blocks until all have ended.
+
+    Args:
+        program: script or module.
+        world_size: number of ranks.
+        console: destination of the ranks' output.
+        options: further arguments of `simulate`.
+
+    Raises:
+        EchelonError: an argument is invalid. No rank has begun.
+        KeyboardInterrupt: Ctrl-C. Its note says where each rank was.
+    """
+    script = Script(program, world_size, console)
+    try:
+        with script.installed():
+            simulation = simulate(script, world_size, **options)
+    except Exception as error:
+        if not script.has_begun:
+            raise
+        return Outcome(None, _refusal(script) or _failure(error, script))
+    refusal = _refusal(script)
+    return Outcome(None if refusal else simulation, refusal)
+
+
+def _refusal(script: Script) -> Failure | None:
+    """Returns the failure of a thread that is no rank. None without one. The ranks may have failed because of it."""
+    error = script.thread_error
+    if error is None:
+        return None
+    return Failure(1, None, shortened(f"{describe(0, error).where}: {type(error).__name__}: {error}"))
+
+
+def _failure(error: BaseException, script: Script) -> Failure:
+    cause = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
+    rank = next((rank for rank, own in script.errors.items() if own is cause), None)
+    if rank is None:  # the world's, such as a deadlock
+        return Failure(1, None, shortened(f"{type(error).__name__}: {error}"))
+    cause.__traceback__ = _of_user(cause)
+    described = describe(rank, cause)
+    where = f" ({shortened(described.where)})" if described.where else ""
+    if isinstance(cause, SystemExit):
+        return Failure(status_of(cause.code), rank, f"rank {rank} {described.summary}{where}")
+    if isinstance(cause, EchelonError):  # says what happened and what to do
+        where = "" if described.where in str(cause) else where
+        return Failure(1, rank, shortened(f"rank {rank} raised {type(cause).__name__}: {cause}") + where)
+    return Failure(1, rank, f"{described}{where}", folded(_without_notes(cause)))
+
+
+def _of_user(error: BaseException) -> TracebackType | None:
+    """Returns the traceback of an error without the calls that led to the script."""
+    trace = error.__traceback__
+    while trace is not None and _leads_to_script(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    # Without a frame of the script it is a mistake in the source, or one of Echelon.
+    return error.__traceback__ if trace is None and not isinstance(error, SyntaxError) else trace
+
+
+def _leads_to_script(path: str) -> bool:
+    return is_own(path) or path.startswith("<frozen importlib")
+
+
+def _without_notes(error: BaseException) -> BaseException:
+    """Removes the note with the rank, which stands before the traceback. Keeps the notes of the program."""
+    notes = getattr(error, "__notes__", [])
+    notes[:] = [note for note in notes if not note.startswith("raised on rank ")]
+    return error
+
+
+def shortened(text: str) -> str:
+    """Returns a text with the files below the working folder named as from there."""
+    return text.replace(os.path.join(os.getcwd(), ""), "")

@@ -1,0 +1,187 @@
+"""Script that runs as each rank of a simulated world, as `python script.py` would run it."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib.abc
+import importlib.util
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+from echelon.errors import LaunchError, UnsupportedOp, fails
+from echelon.group.group import ProcessGroup
+from echelon.launch.run import Console, Program
+from echelon.simulation.process.environment import Attribute, Attributes
+from echelon.simulation.process.folder import WorkingFolder
+from echelon.simulation.process.logs import Logs
+from echelon.simulation.process.modules import CodeOnce, LocalModules
+from echelon.simulation.process.state import ProgramWithStates, State
+from echelon.simulation.scheduler import Ended
+from echelon.simulation.script.calling_rank import CallingRank
+from echelon.simulation.script.output import RankOutput
+from echelon.simulation.script.process_calls import ProcessCalls, needs_cuda
+
+
+class Script(ProgramWithStates):
+    """Script or module, once for a simulation: the function that each rank runs.
+
+    `installed` must be entered around the simulation.
+    """
+
+    def __init__(self, program: Program, world_size: int, console: Console) -> None:
+        """Checks the program.
+
+        Raises:
+            LaunchError: there is no such script or module.
+        """
+        program.check()
+        self._program = program
+        self._folders, self._path = _places(program)
+        self._rank = CallingRank()
+        self._modules = LocalModules(self._folders)
+        self._output = RankOutput(console, self._rank)
+        self._calls = ProcessCalls(self._rank, world_size)
+        self.has_begun = False
+        """Whether a rank has begun."""
+        self.errors: dict[int, BaseException] = {}
+        """Exceptions with which ranks have failed."""
+        self.thread_error: UnsupportedOp | None = None
+        """First refusal of a call in a thread of the program's own."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the process is ready for the script. Afterwards it is as before."""
+        with ExitStack() as stack:
+            stack.enter_context(self._modules.found())
+            stack.enter_context(self._calls.replaced())
+            stack.enter_context(self._output.installed())
+            stack.callback(setattr, threading, "excepthook", threading.excepthook)
+            threading.excepthook = functools.partial(self._on_thread_error, threading.excepthook)
+            yield
+
+    def _on_thread_error(self, previous: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
+        # Python would go on. Here the thread's call works, or would, on real ranks.
+        if isinstance(raised.exc_value, UnsupportedOp):
+            self.thread_error = self.thread_error or raised.exc_value
+        else:
+            previous(raised)
+
+    def states(self) -> Sequence[State]:  # noqa: D102
+        names = ((sys, "stdout"), (sys, "stderr"), (sys, "stdin"), (builtins, "print"))
+        attributes = [Attribute(owner, name) for owner, name in names]
+        attributes.append(Attribute(sys, "path", lambda _: list(self._path)))
+        return [self._rank, self._modules, Attributes(attributes), Logs(), WorkingFolder()]
+
+    def __call__(self, group: ProcessGroup) -> None:
+        """Runs the script as the calling rank."""
+        self.has_begun = True
+        with self._rank.belongs(group.rank):
+            try:
+                self._run(group.rank)
+            except Ended:
+                raise
+            except BaseException as error:
+                if fails(error):
+                    self.errors[group.rank] = error
+                raise
+            finally:
+                self._output.finish(group.rank)
+
+    def _run(self, rank: int) -> None:
+        is_killed = False
+        # A list of its own for each rank, which its program may change.
+        sys.argv = [self._program.name, *self._program.args]
+        try:
+            _run_module(self._program.name) if self._program.is_module else self._run_file()
+        except Ended:
+            is_killed = True
+            raise
+        except SystemExit as error:
+            if error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)  # as Python does
+            raise
+        except BaseException as error:
+            if cause := needs_cuda(error):
+                raise cause.with_traceback(error.__traceback__) from None
+            raise
+        finally:
+            if not is_killed:
+                self._calls.at_exit(rank)
+
+    def _run_file(self) -> None:
+        path = os.path.abspath(self._program.name)
+        loader = CodeOnce("__main__", path, self._modules.codes)
+        if path not in self._modules.codes:
+            # Compiled here: the loader would write the result into a cache, which Python does for no script.
+            self._modules.codes[path] = loader.source_to_code(loader.get_data(path), path)
+        _execute(self._modules.codes[path], path, loader, spec=None)
+
+
+def _run_module(name: str) -> None:
+    spec = _spec_of(name)
+    if spec.submodule_search_locations is not None:
+        spec = _spec_of(f"{name}.__main__")
+    loader = spec.loader
+    code = loader.get_code(spec.name) if isinstance(loader, importlib.abc.InspectLoader) else None
+    if code is None or spec.origin is None:
+        raise ImportError(f"module {spec.name} has no code that could be run", name=spec.name)
+    sys.argv[0] = spec.origin
+    _execute(code, spec.origin, loader, spec)
+
+
+def _spec_of(name: str) -> ModuleSpec:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name}", name=name)
+    return spec
+
+
+def _execute(code: types.CodeType, path: str, loader: object, spec: ModuleSpec | None) -> None:
+    """Runs code as the module `__main__` of the calling rank."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(
+        __file__=path,
+        __loader__=loader,
+        __spec__=spec,
+        __package__=None if spec is None else spec.parent,
+        __cached__=None if spec is None else spec.cached,
+        __builtins__=builtins,
+    )
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _places(program: Program) -> tuple[list[str], list[str]]:
+    """Returns the folders of the program's own modules, and its `sys.path`."""
+    search = [path for path in sys.path if path and not _is_of_command(path)]
+    if not program.is_module:
+        folder = os.path.dirname(os.path.realpath(program.name))
+        folders, path = [folder], [folder, *search]
+    else:
+        path = [os.getcwd(), *search]
+        top = PathFinder.find_spec(program.name.partition(".")[0], path)
+        if top is None:
+            raise LaunchError(f"no module is called {program.name!r}: check its name, and that it lies in sys.path")
+        folders = [os.getcwd()]
+        if top.origin is not None:
+            folders.append(_root_of(top))
+    # Folders that the user has named are the user's, too.
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [*folders, *(os.path.abspath(folder) for folder in named if folder)], path
+
+
+def _root_of(spec: ModuleSpec) -> str:
+    folder = os.path.dirname(os.path.abspath(spec.origin or ""))
+    return os.path.dirname(folder) if spec.submodule_search_locations else folder
+
+
+def _is_of_command(path: str) -> bool:
+    """Whether a folder is in `sys.path` only because the command `echelon` lies there."""
+    return not sys.flags.safe_path and path == sys.path[0] == os.path.dirname(os.path.abspath(sys.argv[0]))

@@ -1,0 +1,592 @@
+"""`echelon simulate`: scripts on simulated ranks, run by the command in this process."""
+
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from echelon.cli import main
+from echelon.simulation import watchdog
+
+Ended = namedtuple("Ended", "status out err")
+
+START = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a script or a module, given as its source, and returns its path as from the working folder."""
+
+    def write(source, name="script.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return name
+
+    return write
+
+
+@pytest.fixture
+def simulate(capsys):
+    """Runs `echelon simulate` with some words."""
+
+    def simulate(*words):
+        status = main(["simulate", *map(str, words)])
+        return Ended(status, *capsys.readouterr())
+
+    return simulate
+
+
+def test_a_script_of_torch_distributed_runs_as_each_rank(simulate, write):
+    script = write(START + "total = torch.ones(1) * rank\ndist.all_reduce(total)\nprint(total.item(), *sys.argv)")
+    ended = simulate("-n", 3, script, "--steps", "2")
+    assert ended.status == 0
+    assert sorted(ended.out.splitlines()) == [f"[{rank}] 3.0 script.py --steps 2" for rank in range(3)]
+    assert ended.err == "echelon: 3 ranks, 0 s of virtual time, 16 B sent, seed 0\n"
+
+
+def test_a_script_of_echelon_runs_as_each_rank(simulate, write):
+    script = write("import echelon, torch\ngroup = echelon.init()\nprint(group.all_reduce(torch.ones(2)).tolist())")
+    assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] [2.0, 2.0]", "[1] [2.0, 2.0]"]
+
+
+def test_the_environment_is_that_of_torchrun(simulate, write):
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    script = write(f"import os\nprint(*[os.environ[name] for name in {names}])")
+    out = simulate("-n", 2, script).out
+    assert sorted(out.splitlines()) == ["[0] 0 0 2 2 127.0.0.1 29500", "[1] 1 1 2 2 127.0.0.1 29500"]
+
+
+def test_main_is_the_script(simulate, write, tmp_path):
+    script = write(
+        """
+        import pickle, sys
+        class Config: ...
+        assert sys.modules["__main__"].Config is Config
+        assert type(pickle.loads(pickle.dumps(Config()))) is Config
+        assert __spec__ is None and __package__ is None
+        if __name__ == "__main__":
+            print(__file__, sys.path[0], sep="|")
+        """
+    )
+    assert simulate("-n", 1, script).out == f"[0] {tmp_path}/script.py|{tmp_path}\n"
+
+
+def test_a_module_runs_like_python_with_m(simulate, write, tmp_path):
+    write("", "package/__init__.py")
+    write("value = 1", "package/part.py")
+    write(
+        "import sys\nfrom .part import value\nprint(__name__, __spec__.name, value, *sys.argv)", "package/__main__.py"
+    )
+    ended = simulate("-n", 2, "-m", "package", "x")
+    expected = f"__main__ package.__main__ 1 {tmp_path}/package/__main__.py x"
+    assert sorted(ended.out.splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
+
+
+def test_each_rank_has_its_own_modules_of_the_folder_and_shares_installed_ones(simulate, write):
+    write("", "package/__init__.py")
+    write("import os\nrank = os.environ['RANK']\nseen = []", "package/state.py")
+    write("from package import state\ndef add(): state.seen.append(state.rank)", "helper.py")
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import helper
+            from package import state
+            for _ in range(2):
+                helper.add()
+                dist.barrier()
+            import package.state
+            assert package.state is state is sys.modules["package.state"]
+            print(state.seen, id(torch))
+            """
+        )
+    )
+    out = simulate("-n", 2, script).out
+    assert sorted(out.splitlines()) == [f"[{rank}] ['{rank}', '{rank}'] {id(sys.modules['torch'])}" for rank in (0, 1)]
+
+
+def test_an_import_that_waits_for_other_ranks_holds_no_lock(simulate, write):
+    write(START + "dist.barrier()\nfrom inner import value", "outer.py")
+    write("import torch.distributed as dist\ndist.barrier()\nvalue = dist.get_rank()\ndist.barrier()", "inner.py")
+    script = write("import outer\nprint(outer.value)")
+    ended = simulate("-n", 4, script)
+    assert sorted(ended.out.splitlines()) == ["[0] 0", "[1] 1", "[2] 2", "[3] 3"], ended.err
+
+
+def test_the_source_of_a_module_is_compiled_once(simulate, write):
+    write("def f(): ...", "helper.py")
+    script = write("import helper\nprint(id(helper.f.__code__), id(helper.f))")
+    first, second = (line.split()[1:] for line in simulate("-n", 2, script).out.splitlines())
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+def test_lines_are_whole_and_marked(simulate, write):
+    script = write(START + "sys.stdout.write('a '); dist.barrier(); print(rank)\nsys.stderr.write('end')")
+    ended = simulate("-n", 2, script)
+    assert sorted(ended.out.splitlines()) == ["[0] a 0", "[1] a 1"]
+    assert sorted(ended.err.splitlines()[:2]) == ["[0] end", "[1] end"]
+
+
+def test_streams_print_logs_and_folders_are_those_of_a_process(simulate, write, tmp_path):
+    """Each of these is a habit of training scripts, by which rank 0 alone speaks."""
+    write("x", "a/x")
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import builtins, io, logging
+            logging.root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+            logger = logging.getLogger(__name__)
+            logger.addHandler(logging.StreamHandler(sys.stdout))
+            dist.barrier()
+            logger.info("information")
+            if rank == 1:
+                os.chdir("a")
+            dist.barrier()
+            print(os.path.basename(os.getcwd()))
+            show = print
+            if rank != 0:
+                builtins.print = lambda *_: None
+            dist.barrier()
+            print("rank 0 prints")
+            if rank == 0:
+                sys.stdout = io.StringIO()
+            dist.barrier()
+            show("rank 1 shows")
+            """
+        )
+    )
+    ended = simulate("-n", 2, script)
+    assert ended.status == 0
+    assert [line for line in ended.out.splitlines() if line.startswith("[0]")] == [
+        "[0] information",
+        f"[0] {tmp_path.name}",
+        "[0] rank 0 prints",
+    ]
+    assert [line for line in ended.out.splitlines() if line.startswith("[1]")] == ["[1] a", "[1] rank 1 shows"]
+
+
+def test_functions_for_the_exit_are_called_at_the_end_of_a_rank(simulate, write):
+    script = write(START + "import atexit\natexit.register(lambda: (dist.barrier(), print('bye')))\nprint('end')")
+    out = simulate("-n", 2, script).out.splitlines()
+    assert [line for line in out if line.startswith("[0]")] == ["[0] end", "[0] bye"]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "status", "told"),
+    [
+        ("sys.exit(3)", 3, "rank 1 exited with status 3 (script.py:7)"),
+        ("os._exit(4)", 4, "rank 1 exited with status 4 (script.py:7)"),
+        ("sys.exit('no data')", 1, "rank 1 exited with status 1: no data (script.py:7)"),
+        ("dist.all_reduce(torch.ones(rank))", 1, "rank 1 raised CollectiveMismatch: all_reduce(sum) of float32[1]"),
+    ],
+)
+def test_the_status_is_that_of_the_first_rank_that_fails(simulate, write, leaves, status, told):
+    script = write(START + f"if rank == 1:\n    {leaves}\ndist.all_reduce(torch.ones(0))")
+    ended = simulate("-n", 2, script)
+    assert ended.status == status
+    assert f"echelon: {told}" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_an_exception_is_shown_with_the_traceback_of_the_script(simulate, write):
+    write("def divide(number):\n    return 1 / number", "helper.py")
+    script = write(START + "import helper\ndist.barrier()\nhelper.divide(rank)")
+    ended = simulate("-n", 2, script)
+    assert ended.status == 1
+    assert "echelon: rank 0 raised ZeroDivisionError: division by zero (helper.py:2)" in ended.err
+    assert [line for line in ended.err.splitlines() if " line " in line] == [
+        f'[0]   File "{os.getcwd()}/script.py", line 8, in <module>',
+        f'[0]   File "{os.getcwd()}/helper.py", line 2, in divide',
+    ]
+
+
+def test_a_mistake_in_the_source_is_shown_as_python_shows_it(simulate, write):
+    ended = simulate("-n", 1, write("print('x'"))
+    assert ended.status == 1
+    assert "Echelon" not in ended.err
+    assert "[0] SyntaxError: '(' was never closed" in ended.err
+
+
+def test_a_deadlock_is_explained_without_a_traceback(simulate, write):
+    ended = simulate("-n", 2, write(START + "if rank == 0:\n    dist.barrier()"))
+    assert ended == (
+        1,
+        "",
+        "echelon: DeadlockError: no rank can go on at 0 s: rank 0 waits for rank 1, which has returned: make both call "
+        "the same operations\n"
+        "  rank 0 waits for rank 1 in barrier, #1 by dissemination, at script.py:7: dist.barrier()\n"
+        "  rank 1 has returned, after no call\n",
+    )
+
+
+def test_ctrl_c_shows_where_each_rank_is(simulate, write):
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import signal, threading
+            if rank == 1:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                while True:
+                    sum(range(1000))
+            dist.barrier()
+            """
+        )
+    )
+    ended = simulate("-n", 2, script)
+    assert ended.status == 130
+    assert ended.err.splitlines()[0] == "echelon: ended by SIGINT"
+    assert "echelon: rank 1 runs, at script.py:1" in ended.err
+    assert "echelon: rank 0 waits for rank 1 in barrier" in ended.err or "rank 0 has not begun" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("-n", 2, "missing.py"), "script 'missing.py' does not exist"),
+        (("-n", 2, "-m", "missing"), "no module is called 'missing'"),
+        (("script.py",), "Missing option '-n'"),
+        (("script.py", "-n", 4), "-n stands after the script, which gets it; options go before: echelon simulate -n 4"),
+        (("-n", 0, "script.py"), "-n 0: a world has at least 1 rank"),
+        (("-n", 2, "--network", "10Gb", "script.py"), "network='10Gb': did you mean 10GbE?"),
+        (("-n", 2, "--costs", "free", "script.py"), "--costs free: only measured costs"),
+        (("-n", 2, "--faults", "kill:1", "script.py"), "--faults kill:1: write it as kill:2@op=17"),
+        (("-n", 2, "--faults", "kill:5@t=1", "script.py"), "is not a rank of this group of 2"),
+        (("-n", 2, "--seed", "-1", "script.py"), "seed=-1: give a whole number"),
+        (("-n", 2, "--explore", "0", "script.py"), "--explore 0: give the number of seeds"),
+        (("-n", 2, "--explore", "9", "--memory", "script.py"), "--memory with --explore"),
+        (("-n", 2, "--png", "a.svg", "script.py"), "--png a.svg: give a name that ends in .png"),
+    ],
+)
+def test_a_wrong_command_is_told_in_one_line(simulate, write, words, told):
+    write("print('never run')")
+    ended = simulate(*words)
+    assert (ended.status, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert told in ended.err
+
+
+def test_a_fault_ends_a_rank(simulate, write):
+    script = write(START + "dist.all_reduce(torch.ones(2))\nprint('end')")
+    ended = simulate("-n", 2, "--faults", "delay:*-*:1,kill:1@op=2", script)
+    assert ended.status == 1
+    assert "rank 0 raised PeerFailed: rank 1 failed: killed" in ended.err
+
+
+def test_what_a_simulation_finds_is_told_and_written(simulate, write, tmp_path):
+    script = write(START + "dist.all_reduce(torch.ones(1000))")
+    words = ("--network", "10GbE", "--costs", "measured", "--memory", "--chrome", "a.json", "--png", "a.png")
+    ended = simulate("-n", 2, *words, script)
+    assert ended.status == 0
+    assert (tmp_path / "a.json").stat().st_size > 0
+    assert (tmp_path / "a.png").stat().st_size > 0
+    *told, summary = ended.err.splitlines()
+    assert told == [
+        "echelon: rank 0: peak of 8 kB",
+        "echelon: rank 1: peak of 8 kB",
+        "echelon: wrote a.png",
+        "echelon: wrote a.json",
+    ]
+    assert summary.startswith("echelon: 2 ranks, 0.")
+
+
+def test_exploring_shows_the_failing_seed_alone_and_how_to_replay_it(simulate, write):
+    script = write(
+        """
+        import echelon, torch
+        group = echelon.init()
+        if group.rank > 0:
+            group.send(torch.ones(1), 0)
+        else:
+            first = group.recv_any().src
+            group.recv(3 - first)
+            print("first is", first)
+            assert first == 1
+        """
+    )
+    ended = simulate("-n", 3, "--explore", 20, script, "a b")
+    assert ended.status == 1
+    assert ended.out == "[0] first is 2\n"
+    last = ended.err.splitlines()[-1]
+    assert last.endswith(f"to replay it: echelon simulate -n 3 --seed {last.split()[2]} script.py 'a b'")
+    again = simulate("-n", 3, "--seed", last.split()[2], script, "a b")
+    assert (again.status, again.out) == (1, "[0] first is 2\n")
+
+
+def test_exploring_tells_how_many_seeds_passed(simulate, write):
+    ended = simulate("-n", 2, "--seed", 5, "--explore", 3, write(START + "dist.barrier()\nprint('x')"))
+    assert ended == (0, "", "echelon: 2 ranks, 3 seeds passed, from 5 on\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("torch.cuda.set_device(rank)", "CUDA at script.py:6: torch.cuda.set_device(rank): simulated ranks compute on"),
+        ("torch.ones(1).to('cuda')", "CUDA at script.py:6: torch.ones(1).to('cuda'): simulated ranks compute on"),
+        ("torch.cuda.Stream()", "CUDA at script.py:6: torch.cuda.Stream(): simulated ranks compute on"),
+        ("os.fork()", "os.fork at script.py:6: os.fork(): simulated ranks are threads"),
+        ("os.kill(os.getpid(), 9)", "os.kill of the process at script.py:6"),
+        ("__import__('signal').alarm(5)", "signal.alarm at script.py:6"),
+        ("dist.rpc.init_rpc('a')", "torch.distributed.rpc.init_rpc at script.py:6"),
+        (
+            "import multiprocessing as m; m.Process(target=lambda: 0).start()",
+            "a process of <lambda> is started at script.py:6",
+        ),
+        (
+            "torch.multiprocessing.spawn(print, nprocs=3)",
+            "torch.multiprocessing.spawn(nprocs=3) on 2 simulated ranks",
+        ),
+    ],
+)
+def test_a_call_that_concerns_the_process_is_refused_in_one_line(simulate, write, source, told):
+    ended = simulate("-n", 2, write(f"{START}{source}"))
+    assert ended.status == 1
+    assert told in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_spawn_of_torch_runs_the_function_as_each_rank(simulate, write):
+    script = write(
+        """
+        import os, torch.distributed as dist, torch.multiprocessing as mp
+        def run(rank, world_size):
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+            dist.barrier()
+            print(rank, world_size)
+        if __name__ == "__main__":
+            mp.spawn(run, args=(2,), nprocs=2)
+            assert mp.spawn(lambda _: None, nprocs=2, join=False).join()
+        """
+    )
+    assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] 0 2", "[1] 1 2"]
+
+
+def test_an_operator_is_defined_once_for_all_ranks(simulate, write):
+    """torch frees the first of two definitions: the rank that had made it called into freed memory."""
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            @torch.library.custom_op("echelon_tests::double", mutates_args=())
+            def double(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor * 2
+            dist.barrier()
+            print(double(torch.ones(1)).item())
+            """
+        )
+    )
+    for seed in range(3):
+        assert sorted(simulate("-n", 2, "--seed", seed, script).out.splitlines()) == ["[0] 2.0", "[1] 2.0"]
+
+
+def test_a_cached_property_may_wait_for_other_ranks(simulate, write):
+    """In Python 3.11 it has a lock, which all ranks share where the class is that of an installed package."""
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import functools
+            class Setup:
+                @functools.cached_property
+                def total(self):
+                    total = torch.ones(1)
+                    dist.all_reduce(total)
+                    return total.item()
+            shared = torch.__dict__.setdefault("_class_of_a_test", Setup)
+            print(shared().total)
+            """
+        )
+    )
+    try:
+        assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] 2.0", "[1] 2.0"]
+    finally:
+        del sys.modules["torch"]._class_of_a_test
+    assert "lock" not in vars(functools.cached_property)
+
+
+def test_signals_can_be_set_up(simulate, write):
+    script = write(
+        """
+        import signal
+        def handler(*_): ...
+        before = signal.signal(signal.SIGTERM, handler)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert signal.signal(signal.SIGTERM, before) is handler
+        """
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    assert simulate("-n", 2, script).status == 0
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_thread_of_the_program_may_compute_but_not_communicate(simulate, write):
+    talk = START + textwrap.dedent(
+        """
+        import threading
+        results = []
+        thread = threading.Thread(target=lambda: results.append({}), name="mine")
+        thread.start()
+        thread.join()
+        print(len(results))
+        """
+    )
+    assert sorted(simulate("-n", 2, write(talk.format("1"))).out.splitlines()) == ["[0] 1", "[1] 1"]
+    ended = simulate("-n", 2, write(talk.format("dist.barrier()")))
+    assert ended.status == 1
+    assert ended.err.startswith("echelon: script.py:9: UnsupportedOp: thread 'mine' is not one of the simulation's")
+    assert ended.err.count("\n") == 1
+
+
+def test_a_rank_that_blocks_outside_of_the_scheduler_is_told(simulate, write, monkeypatch):
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.5)
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import threading
+            locks = torch.__dict__.setdefault("_lock_of_a_test", threading.Lock())
+            with locks:
+                dist.barrier()
+            """
+        )
+    )
+    try:
+        ended = simulate("-n", 2, script)
+    finally:
+        del sys.modules["torch"]._lock_of_a_test
+    assert ended.status == 1
+    assert "waits for another thread outside of Echelon, at script.py:9: with locks:" in ended.err
+    assert "in barrier, #1 by dissemination, at script.py:10: dist.barrier()" in ended.err
+
+
+def test_the_process_is_as_before(simulate, write):
+    write("value = 1", "helper.py")
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            import helper, logging
+            os.environ["OF_A_RANK"] = "1"
+            sys.path.append("of a rank")
+            sys.argv.append("of a rank")
+            logging.basicConfig()
+            logging.getLogger("of a rank")
+            os.chdir("/")
+            if rank == 0:
+                sys.exit(1)
+            dist.barrier()
+            """
+        )
+    )
+
+    def state():
+        return (
+            {name: id(module) for name, module in sys.modules.items()},
+            (list(sys.meta_path), list(sys.path), list(sys.argv), dict(os.environ), os.getcwd()),
+            (sys.stdout, sys.stderr, print, threading.excepthook, sys.excepthook, signal.signal, os.fork, os._exit),
+            (list(logging.root.handlers), logging.root.level, "of a rank" in logging.root.manager.loggerDict),
+            (threading.active_count(), torch_calls()),
+        )
+
+    def torch_calls():
+        torch = sys.modules["torch"]
+        return torch.cuda.is_available, torch.cuda._lazy_init, torch.multiprocessing.spawn
+
+    assert simulate("-n", 2, script).status == 1  # whatever is imported late is imported now
+    before = state()
+    assert simulate("-n", 2, script).status == 1
+    assert state() == before
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_and_pools_work(simulate, write):
+    write("def square(x): return x * x", "task.py")
+    script = write(
+        START
+        + textwrap.dedent(
+            """
+            from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+            from multiprocessing import Pool
+            from task import square
+            from torch.utils.data import DataLoader
+            from torch.utils.data.distributed import DistributedSampler
+            data = list(range(8))
+            import warnings
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # if the machine has few cores
+            for batch in DataLoader(data, batch_size=2, num_workers=2, sampler=DistributedSampler(data, shuffle=False)):
+                dist.all_reduce(batch)
+                print(batch.tolist())
+            for pool in (Pool(2), ThreadPoolExecutor(2), ProcessPoolExecutor(2)):
+                with pool:
+                    print(list(pool.map(square, [1, 2, 3])))
+            """
+        )
+    )
+    ended = simulate("-n", 2, script)
+    assert ended.status == 0, ended.err
+    expected = ["[0] [1, 5]", "[0] [9, 13]", *["[0] [1, 4, 9]"] * 3]
+    assert [line for line in ended.out.splitlines() if line.startswith("[0]")] == expected
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_the_outside_is_left_alone(simulate, write, monkeypatch):
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.5)
+    script = write("import subprocess, time\ntime.sleep(2.5)\nsubprocess.run(['sleep', '2.5'])\nprint('end')")
+    assert simulate("-n", 1, script).out == "[0] end\n"
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ddp", "pipeline", "train_gpt --steps 2"),
+        *(
+            f"interop/train_{name}"
+            for name in ("accelerate", "checkpoint store", "ddp", "dtensor", "fsdp2", "lightning")
+        ),
+        "interop/train_pipelining",
+    ],
+)
+def test_the_examples_run(name, tmp_path):
+    """In a process of their own, as a user runs them."""
+    script, *words = name.split()
+    command = [sys.executable, "-m", "echelon", "simulate", "-n", "4", str(EXAMPLES / f"{script}.py"), *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "loss" in ended.stdout
+    assert "echelon: 4 ranks" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_from_outside_ends_a_rank_that_sleeps(write, tmp_path):
+    script = write("import time\nprint('sleeps'), time.sleep(60)")
+    command = [sys.executable, "-u", "-m", "echelon", "simulate", "-n", "2", script]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as ended:
+        assert ended.stdout.readline().endswith("sleeps\n")
+        ended.send_signal(signal.SIGINT)
+        _, err = ended.communicate(timeout=40)
+    assert ended.returncode == 130
+    assert "runs, at script.py:2: print('sleeps'), time.sleep(60)" in err
+    assert "has not begun" in err
+    assert time.monotonic() - began < 30
