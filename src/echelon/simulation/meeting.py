@@ -24,6 +24,7 @@ from echelon.backends.memory import plain
 from echelon.backends.work import Work
 from echelon.collectives.plans.plan import Plan
 from echelon.errors import EchelonError, Failure, PeerFailed
+from echelon.operation_records import OperationRecord
 from echelon.simulation.network import Traffic
 from echelon.simulation.playback import Framing, Times, Waves
 from echelon.simulation.prices import FRAMING, Prices, sizes_of
@@ -193,12 +194,12 @@ class Meeting:
         # Rounding apart, no end lies before now: the rank that came last is needed by all that are ready.
         return [max(now, float(self._times.ends[seat.rank])) for seat in ready]
 
-    def take(self, seat: Seat, tensor: Tensor | None, out: Tensor | None) -> Any:
+    def take(self, seat: Seat, tensor: Tensor | None, out: Tensor | None, call: OperationRecord) -> Any:
         """Returns the result of a rank whose end has come."""
         if self._kind in TO_ROOT and seat.rank != self._root:
             return tensor if self._kind == "reduce" else None
         assert self._take is not None, "a seat ends after its values are known"
-        return self._take(seat.rank, tensor, out)
+        return self._take(seat.rank, tensor, out, call)
 
     def give_up(self, seat: Seat) -> None:
         """Takes back the seat of a rank that has failed."""

@@ -21,9 +21,10 @@ from echelon.backends.modes import normal_mode, overwrite
 from echelon.backends.operators import accumulation_dtype, combine_in_order
 from echelon.collectives.calls.chunks import Chunks, FlatChunks, ReadOnlyChunks, even_sizes
 from echelon.collectives.plans.plan import Copy, Plan, Reduce, Send
+from echelon.operation_records import OperationRecord
 
-Take: TypeAlias = Callable[[int, Tensor | None, Tensor | None], Any]
-"""Returns a rank's result, of the rank in the group, its tensor, and `out`."""
+Take: TypeAlias = Callable[[int, Tensor | None, Tensor | None, OperationRecord], Any]
+"""Returns a rank's result, of the rank in the group, its tensor, `out`, and the record of its call."""
 
 
 class Calls(NamedTuple):
@@ -85,7 +86,7 @@ def _reduce(calls: Calls) -> Take:
 def _reduce_scatter(calls: Calls) -> Take:
     combined = _combined(calls)
 
-    def take(rank: int, tensor: Tensor | None, out: Tensor | None) -> Tensor:
+    def take(rank: int, tensor: Tensor | None, out: Tensor | None, _: OperationRecord) -> Tensor:
         assert tensor is not None
         num_rows, *row = tensor.shape
         rows, width = even_sizes(num_rows, calls.num_ranks), math.prod(row)
@@ -115,12 +116,12 @@ def _scatter(calls: Calls) -> Take:
 
 def _all_gather(calls: Calls) -> Take:
     whole = _joined(calls.all)
-    return lambda _, tensor, out: _rows(whole, tensor, out)
+    return lambda _, tensor, out, __: _rows(whole, tensor, out)
 
 
 def _gather(calls: Calls) -> Take:
     root, whole = calls.any.root, _joined(calls.all)
-    return lambda rank, tensor, out: _rows(whole, tensor, out) if rank == root else None
+    return lambda rank, tensor, out, _: _rows(whole, tensor, out) if rank == root else None
 
 
 def _all_to_all(calls: Calls) -> Take:
@@ -131,10 +132,10 @@ def _all_to_all(calls: Calls) -> Take:
     is_even = all(split == num_rows for row in splits for split in row)
     grid = whole.view(num_ranks, num_ranks, num_rows, *whole.shape[1:]) if is_even else None
 
-    def take(rank: int, tensor: Tensor | None, out: Tensor | None) -> Tensor:
+    def take(rank: int, tensor: Tensor | None, out: Tensor | None, call: OperationRecord) -> Tensor:
         collective = calls.collectives[rank]
         assert collective is not None
-        collective.check_counts([row[rank] for row in splits])
+        collective.check_counts([row[rank] for row in splits], call)
         # Fast path: with 256 ranks and as many parts, to join them took 5 us for each.
         if grid is not None:
             return _rows(grid[:, rank].reshape(num_ranks * num_rows, *whole.shape[1:]), tensor, out)

@@ -15,11 +15,10 @@ from echelon.backends.collective import (
     Collective,
     CollectiveExecutor,
     Run,
-    signed_note,
     wait_and_look,
 )
 from echelon.backends.delivery import ANY, disagreement
-from echelon.backends.formats.wire import Tag, readable
+from echelon.backends.formats.wire import Tag, readable, signed
 from echelon.backends.memory import new_tensor
 from echelon.backends.modes import overwrite
 from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor, choose
@@ -73,7 +72,7 @@ class WholeExecutor(PlannedExecutor):
         kind = "broadcast" if collective.kind == "broadcast_rows" else collective.kind
         num_bytes = collective.num_bytes if collective.kind in SIZED else 0
         algorithm, plan = choose(self.selector, kind, num_bytes, max(collective.root, 0))
-        note = f"{signed_note(record)} by {algorithm}"
+        note = f"{signed(record.operation, record.sequence, record.signature)} by {algorithm}"
         with self._backend.messages.will_wait(), torch.no_grad():
             task = self._boundary.enter()
             if self._backend.control.is_closed:
@@ -99,7 +98,7 @@ class WholeExecutor(PlannedExecutor):
             finally:
                 self._mailbox.seats.pop(seat, None)
             try:
-                return meeting.take(seat, tensor, out)
+                return meeting.take(seat, tensor, out, record)
             finally:
                 meeting.stand_up()
 
