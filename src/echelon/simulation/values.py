@@ -74,13 +74,13 @@ def result_of(calls: Calls) -> Take:
 
 def _all_reduce(calls: Calls) -> Take:
     total = _combined(calls)[0]
-    return lambda _, tensor, __: _kept(tensor, total.view(_shape(tensor)))
+    return lambda _, tensor, *__: _kept(tensor, total.view(_shape(tensor)))
 
 
 def _reduce(calls: Calls) -> Take:
     root = calls.any.root
     total = _combined(calls)[root if calls.plan is not None else 0]
-    return lambda rank, tensor, _: _kept(tensor, total.view(_shape(tensor))) if rank == root else tensor
+    return lambda rank, tensor, *_: _kept(tensor, total.view(_shape(tensor))) if rank == root else tensor
 
 
 def _reduce_scatter(calls: Calls) -> Take:
@@ -101,7 +101,7 @@ def _reduce_scatter(calls: Calls) -> Take:
 
 def _broadcast(calls: Calls) -> Take:
     root, values = calls.any.root, calls.of_root
-    return lambda rank, tensor, _: tensor if rank == root else _kept(tensor, values)
+    return lambda rank, tensor, *_: tensor if rank == root else _kept(tensor, values)
 
 
 def _broadcast_rows(calls: Calls) -> Take:
