@@ -5,8 +5,8 @@ Each private name is also in `_torch_versions.PRIVATE_NAMES`: a version of torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -22,7 +22,7 @@ require()  # before the names below are imported: a version without one of them 
 from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._distributed_c10d import _DistributedBackendOptions as DistributedBackendOptions
 from torch._C._distributed_c10d import _register_work as register_work
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group, _unregister_all_process_groups
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -221,6 +221,54 @@ def backend_config(group: dist.ProcessGroup) -> str:
     """
     configs: Mapping[dist.ProcessGroup, str] = dist.distributed_c10d._world.pg_backend_config
     return str(configs.get(group, ""))
+
+
+class GroupRegistry(dist.distributed_c10d._World):
+    """Registry of process groups that is independent of the process's own, which keeps most of its state in globals.
+
+    torch's functions find the registry as `distributed_c10d._world`, for which there is no public name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._maps: dict[str, Any] = {}
+        self._count = 0
+
+    # One definition for each of torch's properties, since their setters differ.
+    pg_map = property(lambda self: self._maps.setdefault("pg_map", {}))
+    pg_names = property(lambda self: self._maps.setdefault("pg_names", {}))
+    pg_group_ranks = property(lambda self: self._maps.setdefault("pg_group_ranks", {}))
+    pg_backend_config = property(lambda self: self._maps.setdefault("pg_backend_config", {}))
+    tags_to_pg = property(lambda self: self._maps.setdefault("tags_to_pg", {}))
+    pg_to_tag = property(lambda self: self._maps.setdefault("pg_to_tag", {}))
+
+    @property
+    def group_count(self) -> int:
+        """Number of groups made so far."""
+        return self._count
+
+    @group_count.setter
+    def group_count(self, value: int) -> None:
+        self._count = value
+
+
+@contextmanager
+def groups_of_each_thread() -> Iterator[None]:
+    """Inside, functional collectives find by its name only a group that the calling thread has made.
+
+    torch has no public way: its C++ keeps one registry for the process, or one for each thread.
+    """
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined] # missing in its stub
+    isolate(True)
+    try:
+        yield
+    finally:
+        isolate(False)
+
+
+def forget_groups_of_thread() -> None:
+    """Empties the registry of the calling thread, inside of `groups_of_each_thread`."""
+    _unregister_all_process_groups()
 
 
 def operators_of(namespace: str) -> tuple[str, ...]:

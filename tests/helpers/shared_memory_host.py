@@ -31,7 +31,7 @@ from echelon.backends.tcp import backend as tcp_backend
 from echelon.backends.tcp import poller, progress, reader
 from echelon.backends.tcp.link import Link
 from echelon.backends.work import Work
-from echelon.simulation.random_state import on_one_core
+from echelon.simulation.process.random_state import on_one_core
 from echelon.simulation.scheduler import Ended, Scheduler
 
 SIZES = message_layout.Sizes(ring_bytes=1024, inline_bytes=64, piece_bytes=128, whole_bytes=512, circle_bytes=256)

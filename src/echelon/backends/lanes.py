@@ -78,6 +78,9 @@ IDLE_SECONDS = 10.0
 class Lanes(ABC):
     """Lanes of one backend. Operations of one lane run in order; lanes overlap."""
 
+    progress_by_themselves = True
+    """Whether operations go on while a thread of the rank blocks in code that knows no lanes, such as torch's C++."""
+
     @abstractmethod
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:
         """Queues `function` on a lane. The Work completes with its result or error.

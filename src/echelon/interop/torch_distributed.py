@@ -25,7 +25,7 @@ from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.launch import environment
 from echelon.launch.backends import OWN_NAMES
-from echelon.launch.init import carry, end_with_program
+from echelon.launch.init import carry, end_with_program, provided_group
 from echelon.launch.torch_store import connect_ranks
 from echelon.launch.tuned import agreed_table
 
@@ -44,7 +44,9 @@ def _make(options: DistributedBackendOptions, _: object) -> EchelonProcessGroup:
     ranks, world = options.global_ranks_in_group, dist.group.WORLD
     # A later group of an Echelon world needs no connections of its own.
     if ranks and isinstance(world, EchelonProcessGroup):
-        group = _subgroup(world.group, ranks, timeout, options.group_id)
+        # Simulated ranks do not wait in real time: there, only the timeout of a single call counts.
+        is_simulated = world.group.backend.name == "simulated"
+        group = _subgroup(world.group, ranks, world.group.timeout if is_simulated else timeout, options.group_id)
     else:
         group = _connect(options.store, options.group_rank, options.group_size, timeout)
     return EchelonProcessGroup(group, options.store)
@@ -62,10 +64,18 @@ def _subgroup(world: ProcessGroup, ranks: Sequence[int], timeout: float, name: s
 def _connect(store: Store, rank: int, world_size: int, timeout: float) -> ProcessGroup:
     """Connects all ranks of a store and returns their group. Blocks until all are connected.
 
+    Simulated ranks are connected already.
+
     Raises:
         ConnectError, AuthenticationError: the ranks did not all find each other.
         LaunchError: ECHELON_BACKEND, ECHELON_SECRET or ECHELON_TUNED has an invalid value.
     """
+    provided = provided_group()
+    if provided is not None and provided.backend.name == "simulated":
+        # A group beside that of the program's own calls of Echelon. It has the timeout of the simulation.
+        group = provided.subgroup(range(world_size), name=provided.name)
+        assert group is not None, "every rank is in the group of all"
+        return group
     name = environment.read_backend(os.environ, "auto")
     if name not in OWN_NAMES:
         raise LaunchError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
-from echelon._torch_private import fail_when_unwrapped
+from echelon._torch_private import at_end_of_backward, fail_when_unwrapped, is_in_backward
 from echelon.backends.work import Work
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -235,6 +236,20 @@ class Coalesced(EchelonWork):
         return futures.then(lambda all: [tensor for future in all.value() for tensor in future.value()])
 
 
+def _finish_before_end_of_backward(outcome: Outcome[list[Tensor]]) -> None:
+    """Waits for an operation of a backward at the end of that backward, before torch's own callbacks wait for it.
+
+    DDP's C++ waits for the futures of its buckets in such a callback. A simulated rank that blocks there would keep its
+    turn for ever. DDP adds its callback after it has started its last bucket, so this one comes first.
+    """
+
+    def finish() -> None:
+        with suppress(Exception):  # raised again where the program, or DDP, asks for the result
+            outcome.wait()
+
+    at_end_of_backward(finish, lambda: None)
+
+
 class Options(Protocol):
     """Options common to all of torch's collectives."""
 
@@ -271,6 +286,8 @@ class Runner:
         settled = self._queue(lambda: list(settle(running.result())))
         outcome: Outcome[list[Tensor]] = Outcome()
         outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))
+        if not self.group.backend.lanes.progress_by_themselves and is_in_backward():
+            _finish_before_end_of_backward(outcome)
         work = Pending(settled, outcome, self._orphans)
         if not is_async:
             work.wait()

@@ -91,6 +91,11 @@ def provide(group: ProcessGroup) -> Iterator[None]:
         _provided.reset(token)
 
 
+def provided_group() -> ProcessGroup | None:
+    """Returns the group that the calling code has provided to this thread. None if it has provided none."""
+    return _provided.get()
+
+
 def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto") -> ProcessGroup:
     """Returns the group of all ranks of this job. Blocks until all ranks are connected.
 

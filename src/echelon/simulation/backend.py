@@ -111,8 +111,8 @@ class Boundary:
     """Boundary between a simulated rank's program and the library. Called by the running task of the rank.
 
     Every call into the library begins and ends here. At its start, the time that the program has computed since its
-    last call passes. In between other ranks may have turns. At its end, control and the rank's random states go back to
-    the program.
+    last call passes. In between other ranks may have turns. At its end, control goes back to the program, with the
+    rank's state of the process.
     """
 
     def __init__(self, rank: int, world: World, timeout: float) -> None:
@@ -123,7 +123,6 @@ class Boundary:
         self._scheduler = world.scheduler
         self._clock = world.scheduler.clock
         self._meter = world.meter
-        self._random_states = world.random_states
         self._is_computing = False
         self._num_looks = 0
 
@@ -143,11 +142,11 @@ class Boundary:
         return task
 
     def leave(self, task: Task) -> None:
-        """Ends a call: returns control to the program of this rank, with its random states."""
+        """Ends a call: returns control to the program of this rank, with its state of the process."""
         # Not inside a nested call: no code of the program runs before the outermost one ends, so the states of another
         # rank may stay installed.
         if task.depth == 0:
-            self._random_states.install(self._rank)
+            self._world.rank_states.install(self._rank)
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
@@ -187,7 +186,7 @@ class Boundary:
         return os.getpid() != self._process
 
     def begin(self) -> None:
-        """Starts the program of the rank: installs its random states and starts its stopwatch."""
+        """Starts the program of the rank: installs its state of the process and starts its stopwatch."""
         self.leave(self._scheduler.current())
 
     @contextmanager
@@ -414,6 +413,8 @@ class _Lane:
 class VirtualLanes(Lanes):
     """Lanes of a simulated rank, each a task of the scheduler."""
 
+    progress_by_themselves = False
+
     def __init__(self, control: VirtualControl, world: World, boundary: Boundary, timeout: float) -> None:
         self._control = control
         self._world = world
@@ -482,7 +483,7 @@ class VirtualBackend(Backend):
     def __init__(self, rank: int, world_size: int, world: World, timeout: float) -> None:
         check_rank(rank, world_size)
         self.world = world
-        self._boundary = boundary = Boundary(rank, world, timeout)
+        self.boundary = boundary = Boundary(rank, world, timeout)
         control = VirtualControl(rank, world_size, world)
         messages = VirtualMessages(control, world, boundary, timeout)
         super().__init__(messages, control, VirtualLanes(control, world, boundary, timeout))
@@ -493,11 +494,11 @@ class VirtualBackend(Backend):
 
     def now(self) -> float:
         """Returns the virtual time; see `Boundary.now`."""
-        return self._boundary.now()
+        return self.boundary.now()
 
     def compute(self, step: object) -> AbstractContextManager[None]:
         """Marks the computation of `step`; see `Boundary.compute`."""
-        return self._boundary.compute(step)
+        return self.boundary.compute(step)
 
     def drain(self, timeout: float | None = None) -> None:
         """Waits for the end of all asynchronous operations. Does not raise their errors."""
@@ -517,5 +518,5 @@ class VirtualBackend(Backend):
         self.lanes.forget()
 
     def begin(self) -> None:
-        """Starts the program of this rank: installs its random states and starts its stopwatch."""
-        self._boundary.begin()
+        """Starts the program of this rank: installs its state of the process and starts its stopwatch."""
+        self.boundary.begin()

@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +26,12 @@ from echelon.simulation.backend import VirtualBackend
 from echelon.simulation.costs import CostsLike, Measurements, meter_for, step_cost
 from echelon.simulation.deadlock import explain
 from echelon.simulation.faults import FaultPlan, Faults
-from echelon.simulation.network import NetworkLike, host_numbers, link_function
-from echelon.simulation.random_state import on_one_core
+from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function
+from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
+from echelon.simulation.process.library_state import DefaultDtype, LibraryState
+from echelon.simulation.process.random_state import RandomState, on_one_core
+from echelon.simulation.process.state import RankStates, State
+from echelon.simulation.process.torch_distributed import TorchDistributed
 from echelon.simulation.record import text_of
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World
@@ -121,15 +126,20 @@ def simulate(
         # The check keeps sent tensors alive, so they would count for longer.
         raise LaunchError("late_sends=True and memory=True: leave one out, because no send is checked with memory=True")
     link, hosts = link_function(network, world_size), host_numbers(network, world_size)
-    world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends)
-    run = _Run(world, world_size, fn, args, timeout)
-    num_threads = torch.get_num_threads()
-    try:
-        with _rarer_collections(), on_one_core():
-            run.run()
-    finally:
-        world.random_states.restore()
-        torch.set_num_threads(num_threads)
+    named = isinstance(network, Network) and network.hosts is not None  # else all ranks are on one, as torchrun's
+    with _only_simulation():
+        world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends)
+        run = _Run(world, world_size, fn, args, timeout)
+        num_threads = torch.get_num_threads()
+        world.rank_states = rank_states = RankStates(
+            _states(run.torch, seed, hosts if named else (0,) * world_size), world_size
+        )
+        try:
+            with _rarer_collections(), on_one_core(), run.torch.installed():
+                run.run()
+        finally:
+            rank_states.restore()
+            torch.set_num_threads(num_threads)
     return Simulation(
         results=run.results,
         elapsed=run.elapsed,
@@ -140,6 +150,34 @@ def simulate(
         measurements=None if meter is None else meter.measurements(),
         events=world.recorder.events,
     )
+
+
+_is_simulating = threading.Lock()
+
+
+@contextmanager
+def _only_simulation() -> Iterator[None]:
+    """Inside, this is the only simulation of the process.
+
+    Raises:
+        LaunchError: another one is running.
+    """
+    if not _is_simulating.acquire(blocking=False):
+        raise LaunchError(
+            "a simulation is running in this process already: run one after the other, or in processes of their own"
+        )
+    try:
+        yield
+    finally:
+        _is_simulating.release()
+
+
+def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
+    """Returns the states of the process that each rank has for itself."""
+    names = [(sys, "argv"), (sys, "excepthook")]
+    attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
+    variables = functools.partial(torchrun_variables, hosts=hosts)
+    return [RandomState(seed), Environment(variables), Attributes(attributes), DefaultDtype(), LibraryState()]
 
 
 def _check(fn: object, args: object, seed: object, timeout: object) -> None:
@@ -166,6 +204,7 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
         self._backends: list[VirtualBackend] = []
+        self.torch = TorchDistributed(world)
         self._disputed: set[int] = set()
         """Contexts whose ranks have got CollectiveMismatch already."""
         self._scheduler.on_stuck = self._explain
@@ -210,7 +249,7 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            with provide(group), self._world.memory_meter(backend.rank):
+            with provide(group), self.torch.rank(group), self._world.memory_meter(backend.rank):
                 self.results[rank] = self._fn(group, *self._args)
             self._world.returned.add(rank)
             backend.drain()

@@ -26,7 +26,7 @@ from echelon.pipeline.run.transfer import TRANSFERS
 from echelon.simulation.costs import Meter, StepCost
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.network import Network, Traffic
-from echelon.simulation.random_state import RandomStates
+from echelon.simulation.process.state import RankStates
 from echelon.simulation.record import Event, Recorder
 from echelon.simulation.scheduler import Scheduler, Task
 
@@ -159,7 +159,8 @@ class World:
         """Whether a send is done only after all that can happen at the time of its arrival."""
         self.traffic = Traffic(self.scheduler, world_size, link, faults)
         self.recorder = Recorder(world_size)
-        self.random_states = RandomStates(seed, world_size)
+        self.rank_states = RankStates((), world_size)
+        """States of the process that each rank has for itself."""
         self.mailboxes = [Mailbox() for _ in range(world_size)]
         self.memory_meters = [MemoryMeter() for _ in range(world_size)] if measures_memory else []
         self.flight_recorders: dict[int, FlightRecorder] = {}

@@ -1,8 +1,4 @@
-"""Determinism of simulated ranks: a random state for each rank, and one core for all threads of a simulation.
-
-A process has one random state of each kind, so ranks take turns in it. The states are exchanged when code of another
-rank's program is about to run, not at every hand-over between threads: inside the library nothing is drawn.
-"""
+"""Determinism of simulated ranks: a random state for each rank, and one core for all threads of a simulation."""
 
 from __future__ import annotations
 
@@ -19,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
+
+from echelon.simulation.process.state import State
 
 
 @contextmanager
@@ -74,41 +72,24 @@ class _State:
     torch: torch.Tensor
 
 
-class RandomStates:
-    """Random states of all ranks of one simulation, and of the program that started it."""
+class RandomState(State):
+    """Random states of `random`, `numpy.random` and torch's CPU generator."""
 
-    def __init__(self, seed: int, world_size: int) -> None:
-        """Draws a first state for each rank, which depends on the seed and the rank only."""
-        self._outside = self._take()
-        self._states = [_first(seed, rank) for rank in range(world_size)]
-        self._installed: int | None = None
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
 
-    def install(self, rank: int) -> None:
-        """Installs the states of `rank` in `random`, `numpy.random` and torch's CPU generator."""
-        # Fast path: the rank goes on without another one's program having run.
-        if rank != self._installed:
-            self._keep()
-            _put(self._states[rank])
-            self._installed = rank
+    def first(self, rank: int) -> _State:
+        """Draws the first state of a rank, which depends on the seed and the rank only."""
+        return _first(self._seed, rank)
 
-    def restore(self) -> None:
-        """Installs the states of the program that started the simulation."""
-        _put(self._outside)
-        self._installed = None
-
-    def _keep(self) -> None:
-        if self._installed is not None:
-            self._states[self._installed] = self._take()
-
-    def _take(self) -> _State:
+    def take(self) -> _State:  # noqa: D102
         numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
         return _State(random.getstate(), numpy, torch.default_generator.get_state())
 
-
-def _put(state: _State) -> None:
-    random.setstate(state.python)
-    np.random.set_bit_generator(state.numpy)  # type: ignore[attr-defined]
-    torch.default_generator.set_state(state.torch)
+    def put(self, state: _State) -> None:  # noqa: D102
+        random.setstate(state.python)
+        np.random.set_bit_generator(state.numpy)  # type: ignore[attr-defined]
+        torch.default_generator.set_state(state.torch)
 
 
 def _first(seed: int, rank: int) -> _State:

@@ -1,0 +1,106 @@
+"""Environment variables and attributes of modules, of which each simulated rank has its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from echelon.simulation.process.state import State
+
+_Variables: TypeAlias = dict[Any, Any]
+
+
+def torchrun_variables(rank: int, hosts: Sequence[int]) -> dict[str, str]:
+    """Returns the variables that torchrun sets for a rank.
+
+    Args:
+        rank: Rank in the world.
+        hosts: Number of each rank's host.
+    """
+    host = hosts[rank]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": str(hosts[:rank].count(host)),
+        "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(len(set(hosts))),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(len(hosts)),
+        # No rank listens or connects there: torch's rendezvous is replaced, see `torch_distributed`.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+class Environment(State):
+    """Environment of each rank: that of the process, and the variables that torchrun sets.
+
+    C code sees the environment of the process, with the changes of all ranks.
+    """
+
+    def __init__(self, variables: Callable[[int], Mapping[str, str]]) -> None:
+        """Takes a function that returns the further variables of a rank."""
+        self._variables = variables
+        # The mapping behind `os.environ`. Exchanging it reaches all who hold `os.environ` itself.
+        self._outside: _Variables = os.environ._data  # type: ignore[attr-defined] # the only way to exchange all at once
+        self._firsts: list[_Variables] = []
+
+    def first(self, rank: int) -> _Variables:  # noqa: D102
+        encode = os.fsencode if os.name == "posix" else str
+        variables = {encode(name): encode(value) for name, value in self._variables(rank).items()}
+        first = {**self._outside, **variables}
+        self._firsts.append(dict(first))
+        return first
+
+    def take(self) -> _Variables:  # noqa: D102
+        return os.environ._data  # type: ignore[attr-defined, no-any-return] # as above
+
+    def put(self, state: _Variables) -> None:  # noqa: D102
+        os.environ._data = state  # type: ignore[attr-defined] # as above
+
+    def finish(self, states: Sequence[_Variables]) -> None:
+        """Takes back the changes of ranks that C code sees."""
+        changed = {
+            name
+            for first in self._firsts
+            for state in states
+            for name in first.keys() | state.keys()
+            if first.get(name) != state.get(name)
+        }
+        for name in changed:
+            if name in self._outside:
+                os.putenv(name, self._outside[name])
+            else:
+                os.unsetenv(name)
+
+
+class Attribute(NamedTuple):
+    """Attribute of a module or a class, and the value with which a rank begins."""
+
+    owner: Any
+    name: str
+    first: Callable[[int], Any] | None = None
+    """Function of the rank. None: the value from before the simulation."""
+
+
+class Attributes(State):
+    """Attributes of modules and classes."""
+
+    def __init__(self, attributes: Sequence[Attribute]) -> None:
+        self._attributes = attributes
+        self._outside = self.take()
+
+    def first(self, rank: int) -> list[Any]:  # noqa: D102
+        return [
+            outside if attribute.first is None else attribute.first(rank)
+            for attribute, outside in zip(self._attributes, self._outside, strict=True)
+        ]
+
+    def take(self) -> list[Any]:  # noqa: D102
+        return [getattr(attribute.owner, attribute.name) for attribute in self._attributes]
+
+    def put(self, state: Sequence[Any]) -> None:  # noqa: D102
+        for attribute, value in zip(self._attributes, state, strict=True):
+            setattr(attribute.owner, attribute.name, value)

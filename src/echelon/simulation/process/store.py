@@ -1,0 +1,130 @@
+"""Stores of torch.distributed for simulated ranks: the keys that ranks share, and waits in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeAlias
+
+from torch.distributed import DistStoreError
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # public, by its docs
+
+from echelon.errors import Timeout
+
+
+class Patience(Protocol):
+    """Waits of simulated ranks."""
+
+    def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:
+        """Blocks the calling rank until a condition holds.
+
+        Args:
+            is_true: The condition. It becomes true only by an act of another rank.
+            what: What the rank does, for errors.
+            seconds: Virtual seconds after which it gives up. None: never.
+
+        Raises:
+            Timeout: the time is up.
+        """
+        ...
+
+    def let_others_run(self) -> None:
+        """Gives the other ranks a turn, so that a loop that polls ends."""
+        ...
+
+    def changed(self) -> None:
+        """Wakes all ranks whose condition may have become true."""
+        ...
+
+
+Contents: TypeAlias = dict[str, bytes]
+
+_DEFAULT = timedelta(seconds=300)
+"""Timeout of torch's stores. A wait for this long is one for ever: nobody chose the time."""
+
+
+class SimulatedStore(TorchStore):
+    """Store whose keys all simulated ranks see. torch's C++ calls the methods too, through a PrefixStore."""
+
+    def __init__(self, contents: Contents, patience: Patience) -> None:
+        super().__init__()
+        self._contents = contents
+        self._patience = patience
+
+    def set(self, key: str, value: str | bytes) -> None:  # noqa: D102
+        self._contents[key] = _bytes(value)
+        self._patience.changed()
+
+    def get(self, key: str) -> bytes:  # noqa: D102
+        self.wait([key])
+        return self._contents[key]
+
+    def add(self, key: str, amount: int) -> int:  # noqa: D102
+        value = int(self._contents.get(key, b"0")) + amount
+        self.set(key, str(value))
+        return value
+
+    def append(self, key: str, value: str | bytes) -> None:  # noqa: D102
+        self.set(key, self._contents.get(key, b"") + _bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
+        if not self._has(keys):
+            self._patience.let_others_run()
+        return self._has(keys)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # noqa: D102
+        if key in self._contents and self._contents[key] != _bytes(expected):
+            return self._contents[key]
+        if key not in self._contents and _bytes(expected):
+            return _bytes(expected)
+        self.set(key, desired)
+        return self._contents[key]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # noqa: D102
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:  # noqa: D102
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:  # noqa: D102
+        return self._contents.pop(key, None) is not None
+
+    def num_keys(self) -> int:  # noqa: D102
+        return len(self._contents)
+
+    def has_extended_api(self) -> bool:  # noqa: D102
+        return True
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT) -> None:
+        """Blocks until all keys are set.
+
+        Raises:
+            torch.distributed.DistStoreError: not within `timeout`, which is not torch's default.
+        """
+        if self._has(keys):
+            return
+        missing = ", ".join(repr(key.rpartition("/")[2]) for key in keys if key not in self._contents)
+        limit = None if timeout >= _DEFAULT else timeout.total_seconds()
+        try:
+            self._patience.until(lambda: self._has(keys), f"Store.wait for {missing}, which no rank has set", limit)
+        except Timeout as error:
+            raise DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {list(keys)}") from error
+
+    def clone(self) -> SimulatedStore:  # noqa: D102
+        return SimulatedStore(self._contents, self._patience)
+
+    def list_keys(self) -> list[str]:  # noqa: D102
+        return list(self._contents)
+
+    # Names under which torch's C++ calls these three.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+    compareSet = compare_set  # noqa: N815
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._contents for key in keys)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

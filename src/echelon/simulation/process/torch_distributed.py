@@ -1,0 +1,264 @@
+"""torch.distributed on simulated ranks: its default group, its stores and its globals, for unmodified programs.
+
+Strategy. torch keeps its own functions; a few private ones below them are replaced while a simulation runs. So it does
+not matter by which name a program imported `init_process_group`. Every backend name leads to Echelon's backend for
+torch (`echelon.interop`), over the simulated group of the calling rank. Each rank has its own registry of groups.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from echelon._torch_private import GroupRegistry, forget_groups_of_thread, groups_of_each_thread
+from echelon.backends.delivery import ANY
+from echelon.call_site import Place, calling_place, source_of
+from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
+from echelon.group.group import ProcessGroup
+from echelon.simulation.backend import VirtualBackend, VirtualWork
+from echelon.simulation.process.environment import Attribute
+from echelon.simulation.process.store import Contents, SimulatedStore
+from echelon.wording import listed
+
+if TYPE_CHECKING:
+    from echelon.simulation.world import World
+
+_RENDEZVOUS = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+
+
+class _Division(NamedTuple):
+    """Call of `new_group` on one rank."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    place: Place | None
+
+
+class TorchDistributed:
+    """torch.distributed of one simulation."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups: dict[int, ProcessGroup] = {}
+        self._contents: defaultdict[object, Contents] = defaultdict(dict)
+        self._num_opened: defaultdict[object, int] = defaultdict(int)
+        """Number of stores that a rank has opened, by rank and address."""
+        self._waiting: list[VirtualWork[None]] = []
+        self._divisions: list[_Division] = []
+        """Calls of `new_group` that every rank makes, as the first rank made them."""
+        self._num_divisions: defaultdict[int, int] = defaultdict(int)
+        """Number of such calls, by rank."""
+
+    def attributes(self) -> list[Attribute]:
+        """Returns torch's globals that each rank has for itself."""
+        found = [Attribute(distributed_c10d, "_world", lambda _: GroupRegistry())]
+        for name in ("_backend", "_default_pg_init_method"):
+            if hasattr(distributed_c10d, name):
+                found.append(Attribute(distributed_c10d, name))
+        return found
+
+    @contextmanager
+    def rank(self, group: ProcessGroup) -> Iterator[None]:
+        """Inside, torch.distributed of the calling thread is that of the rank of `group`."""
+        self._groups[group.rank] = group
+        # A mode of this thread: backward runs here, so hooks and collectives of a backward belong to this rank.
+        torch.autograd.set_multithreading_enabled(False)
+        try:
+            yield
+        finally:
+            forget_groups_of_thread()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, torch.distributed works for the simulated ranks."""
+        replaced: list[tuple[Any, str, Any]] = []
+
+        def replace(owner: Any, name: str, replacement: Any) -> None:
+            replaced.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, replacement)
+
+        try:
+            with groups_of_each_thread():
+                make_group = distributed_c10d._new_process_group_helper
+                replace(distributed_c10d, "_new_process_group_helper", self._with_simulated_backend(make_group))
+                replace(distributed_c10d, "_store_based_barrier", self._store_barrier)
+                for module in (dist, distributed_c10d, _RENDEZVOUS):
+                    for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
+                        if hasattr(module, name):
+                            replace(module, name, opener)
+                yield
+        finally:
+            for owner, name, original in reversed(replaced):
+                setattr(owner, name, original)
+            self._groups.clear()
+            self._contents.clear()
+
+    # Groups
+
+    def _with_simulated_backend(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps torch's function that makes every group."""
+        signature = inspect.signature(original)
+
+        def new_group(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs).arguments
+            asked = str(call["backend"]).lower()
+            if asked == "fake":  # torch's own group without communication
+                return original(*args, **kwargs)
+            # Registers the backend. Late, since most simulations have no use for torch.distributed.
+            from echelon.interop import torch_distributed as interop
+
+            group, ranks = self._here(), call["global_ranks_in_group"]
+            if ranks:
+                self._check_division(tuple(ranks), call["group_name"])
+            else:
+                if call["group_size"] == -1:  # MPI's ranks are known to MPI alone
+                    call["group_size"], call["group_rank"] = group.world_size, group.rank
+                _check_world(group, call["group_rank"], call["group_size"])
+            if (device := call.get("device_id")) is not None:
+                raise _needs_cuda(device)
+            call["backend"] = interop.NAME
+            call.update({name: None for name in ("backend_options", "pg_options") if name in call})
+            made, store = original(**call)
+            if isinstance(made, dist.ProcessGroup):
+                name = _name_for_cpu(asked)
+                registry = distributed_c10d._world
+                registry.pg_map[made] = (name, store)
+                registry.pg_backend_config[made] = f"cpu:{name}"
+            return made, store
+
+        return new_group
+
+    def _check_division(self, ranks: tuple[int, ...], name: str) -> None:
+        """Compares a call of `new_group` with that of the other ranks.
+
+        Raises:
+            CollectiveMismatch: another rank has called it for other ranks in its place.
+        """
+        # With use_local_synchronization only members call. The name is then no number, but a hash of the ranks.
+        if not name.isdigit():
+            return
+        rank, place = self._here().rank, calling_place()
+        number = self._num_divisions[rank]
+        self._num_divisions[rank] += 1
+        if number == len(self._divisions):
+            self._divisions.append(_Division(ranks, rank, place))
+        first = self._divisions[number]
+        if first.ranks != ranks:
+            raise CollectiveMismatch(
+                f"new_group({list(ranks)}) on rank {rank} at {source_of(place)}, but new_group({list(first.ranks)}) on "
+                f"rank {first.rank} at {source_of(first.place)}, the {number + 1}. call of each: every rank must call "
+                "new_group for the same ranks in the same order, also for groups that it is not in"
+            )
+
+    def missing_divisions(self) -> str:
+        """Returns which ranks have not called `new_group` as often as others. Empty if all have."""
+        behind = sorted(
+            rank for rank in self._groups if self._num_divisions.get(rank, 0) < len(self._divisions) and self._divisions
+        )
+        if not behind:
+            return ""
+        number = min(self._num_divisions.get(rank, 0) for rank in behind)
+        first = self._divisions[number]
+        late = [rank for rank in behind if self._num_divisions.get(rank, 0) == number]
+        return (
+            f"{listed(late)} did not call new_group({list(first.ranks)}), which rank {first.rank} called at "
+            f"{source_of(first.place)}: every rank must call it, also if it is not in the group"
+        )
+
+    def _here(self) -> ProcessGroup:
+        """Returns the group of all ranks, on the calling rank.
+
+        Raises:
+            UnsupportedOp: the calling thread is no rank.
+        """
+        return self._groups[self._world.scheduler.current().rank]
+
+    # Stores
+
+    def _tcp_store(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,  # noqa: ARG002
+        timeout: object = None,  # noqa: ARG002
+        wait_for_workers: bool = True,
+        **_: object,
+    ) -> SimulatedStore:
+        store = self._open((host_name, int(port)))
+        if world_size is not None and wait_for_workers:
+            contents = self._contents_of_latest((host_name, int(port)))
+            contents["workers"] = str(int(contents.get("workers", b"0")) + 1).encode()
+            self.changed()
+            self.until(
+                lambda: int(contents["workers"]) >= world_size,
+                f"TCPStore({host_name!r}, {port}) with {world_size} workers",
+                None,
+            )
+        return store
+
+    def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
+        return SimulatedStore(self._contents["file", str(file_name)], self)
+
+    def _open(self, address: tuple[str, int]) -> SimulatedStore:
+        self._num_opened[self._here().rank, address] += 1
+        return SimulatedStore(self._contents_of_latest(address), self)
+
+    def _contents_of_latest(self, address: tuple[str, int]) -> Contents:
+        # A program may open one address after another: the second store of each rank is a new one.
+        return self._contents[address, self._num_opened[self._here().rank, address]]
+
+    def _store_barrier(self, _: int, store: Any, name: str, count: int, *__: object, **___: object) -> None:
+        if store.add(f"barrier of {name}", 1) == count:
+            store.set(f"end of the barrier of {name}", "1")
+        store.wait([f"end of the barrier of {name}"])
+
+    # Waits of stores
+
+    def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
+        while not is_true():
+            work = self._work(what)
+            self._waiting.append(work)
+            work.wait(seconds)
+
+    def let_others_run(self) -> None:  # noqa: D102
+        self._work("poll of a store").is_completed()
+
+    def changed(self) -> None:  # noqa: D102
+        waiting, self._waiting = self._waiting, []
+        for work in waiting:
+            work.complete()
+        self._world.clock.wake_pollers()
+
+    def _work(self, what: str) -> VirtualWork[None]:
+        backend = self._here().backend
+        assert isinstance(backend, VirtualBackend)
+        return VirtualWork(backend.boundary, what, backend.timeout, ANY, what, None)
+
+
+def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
+    if (rank, world_size) != (group.rank, group.world_size):
+        raise LaunchError(
+            f"init_process_group for rank {rank} of {world_size} on simulated rank {group.rank} of {group.world_size}: "
+            "leave rank and world_size out, or take them from RANK and WORLD_SIZE"
+        )
+
+
+def _needs_cuda(device: object) -> UnsupportedOp:
+    return UnsupportedOp(f"device_id={device}: simulated ranks compute on the CPU: leave device_id out, and use 'cpu'")
+
+
+def _name_for_cpu(backend: str) -> str:
+    """Returns the name that `dist.get_backend` gives for a user's backend, such as "gloo" for "cpu:gloo,cuda:nccl"."""
+    if ":" in backend:
+        names = dict(pair.split(":") for pair in backend.split(","))
+        return names.get("cpu") or next(iter(names.values()))
+    return "gloo" if backend == "undefined" else backend
