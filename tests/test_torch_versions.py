@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -34,7 +35,7 @@ def private_names_used():
             modules, names = set(node.module.split(".")), {alias.name for alias in node.names}
             if any(part.startswith("_") for part in modules | names):
                 found |= {part for part in modules if part.startswith("_")} | names
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not is_own(node):
+        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and not is_own(node):
             found.add(node.attr)
         elif isinstance(node, ast.FunctionDef) and node.name == "_should_skip_dynamo":
             found.add(node.name)  # overridden: torch asks for it

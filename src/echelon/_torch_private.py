@@ -252,6 +252,33 @@ class GroupRegistry(dist.distributed_c10d._World):
         self._count = value
 
 
+def group_registry() -> Any:
+    """Returns the registry of process groups that torch's functions use now. Their global is `GROUP_GLOBALS[0]`."""
+    return dist.distributed_c10d._world
+
+
+GROUP_GLOBALS = ("_world", "_backend", "_default_pg_init_method")
+"""Names of `distributed_c10d`'s globals about the process groups. Some versions of torch lack the later two."""
+
+
+@contextmanager
+def groups_made_by(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]], barrier: Callable[..., None]
+) -> Iterator[None]:
+    """Inside, torch makes every process group by a wrapper of its own function.
+
+    `init_process_group`, `new_group` and DeviceMesh all call that function, which has no public name. `barrier`
+    replaces the barrier over the store that some settings add.
+    """
+    module = dist.distributed_c10d
+    make, store_barrier = module._new_process_group_helper, module._store_based_barrier
+    module._new_process_group_helper, module._store_based_barrier = wrap(make), barrier
+    try:
+        yield
+    finally:
+        module._new_process_group_helper, module._store_based_barrier = make, store_barrier
+
+
 @contextmanager
 def groups_of_each_thread() -> Iterator[None]:
     """Inside, functional collectives find by its name only a group that the calling thread has made.

@@ -20,6 +20,8 @@ _FOREIGN = (
     "<",
 )
 """Path prefixes of foreign code: this package, the standard library, installed packages, frozen modules."""
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Folders of installed packages, which may also lie in another environment than this one."""
 
 
 # Both are cached, because they are asked for each frame of each operation.
@@ -32,7 +34,7 @@ def is_own(path: str) -> bool:
 @functools.cache
 def is_foreign(path: str) -> bool:
     """Whether a source file belongs to this package, the standard library or an installed package."""
-    return path.startswith(_FOREIGN)
+    return path.startswith(_FOREIGN) or any(folder in path for folder in _PACKAGES)
 
 
 def calling_place(depth: int = 1) -> Place | None:

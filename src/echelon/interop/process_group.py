@@ -110,6 +110,10 @@ class EchelonProcessGroup(_TorchGroup):  # type: ignore[misc]
         """Aborts the group: every rank that waits for this one raises PeerFailed."""
         self.group.abort("it has aborted its torch.distributed group")
 
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
+        """Blocks until all ranks have called it. A Timeout names all ranks that have not."""
+        self.group.barrier(timeout=timeout.total_seconds())
+
     # Devices
 
     @property

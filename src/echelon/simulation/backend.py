@@ -101,6 +101,15 @@ class FromAny(VirtualWork[Received]):
         return next(src for src, number in self._sources.items() if number == result.src)
 
 
+class StoreWait(VirtualWork[None]):
+    """Wait for an act of any other rank on a store of torch.distributed."""
+
+    __slots__ = ()
+
+    def __init__(self, boundary: Boundary, what: str, timeout: float) -> None:
+        super().__init__(boundary, what, timeout, ANY, what, None)
+
+
 _NEARLY = 1 - 1e-9
 """Factor below which a time limit counts as shorter than the default; rounding alone must not make it so."""
 _LOOKS = 1_000_000

@@ -9,9 +9,9 @@ from echelon.backends.delivery import ANY
 from echelon.backends.formats.wire import Tag, readable
 from echelon.call_site import place_of_thread, source_of
 from echelon.errors import DeadlockError
-from echelon.operation_records import FlightRecorder
+from echelon.operation_records import FlightRecorder, OperationRecord
 from echelon.pipeline.run.transfer import what_passes
-from echelon.simulation.backend import Passage, VirtualWork
+from echelon.simulation.backend import Passage, StoreWait, VirtualWork
 from echelon.simulation.scheduler import Task
 from echelon.simulation.world import World, is_plain
 
@@ -30,6 +30,8 @@ class Waiting(NamedTuple):
     """Line of the program. Empty if the rank's function has returned."""
     is_beside: bool
     """Whether the task is a lane. `place` is then the line that started the operation."""
+    of_store: bool
+    """Whether it waits for a key of a store of torch.distributed."""
 
     def __str__(self) -> str:
         whom = "any rank" if self.peer == ANY else f"rank {self.peer}"
@@ -40,8 +42,8 @@ class Waiting(NamedTuple):
         return f"rank {self.rank} waits for {whom} in {self.doing}{where}"
 
 
-def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
-    """Returns the error for tasks of a world that wait for ever."""
+def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockError:
+    """Returns the error for tasks of a world that wait for ever. `hint` is a mistake that may be the cause."""
     waiting = sorted(_waiting(world, task) for task in tasks)
     # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
     returned = sorted(world.returned - {task.rank for task in tasks if task.number == 0})
@@ -54,7 +56,7 @@ def explain(world: World, tasks: Sequence[Task]) -> DeadlockError:
     lines += unclaimed[:_MOST_UNCLAIMED]
     if len(unclaimed) > _MOST_UNCLAIMED:
         lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
-    reason = _reason(waiting, returned)
+    reason = hint or _reason(waiting, returned)
     return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *lines]))
 
 
@@ -70,6 +72,8 @@ def _reason(tasks: Sequence[Waiting], returned: Collection[int]) -> str:
         if task.peer not in (task.rank, ANY):
             edges.setdefault(task.rank, []).append(task.peer)
     cycle = _find_cycle(edges)
+    if not cycle and (in_store := next((task for task in tasks if task.of_store), None)):
+        return f"no other rank will end the wait of rank {in_store.rank} in {in_store.doing}"
     if not cycle:
         return "the messages that they wait for were never sent: match every receive with a send"
     path = " -> ".join(f"rank {rank}" for rank in (*cycle, cycle[0]))
@@ -101,9 +105,23 @@ def _waiting(world: World, task: Task) -> Waiting:
         rank=task.rank,
         peer=work.peer,
         doing=_doing(work, world.flight_recorders[task.rank]),
-        place=task.origin if task.number else source_of(place_of_thread(task.thread.ident)),
+        place=_line_of_lane(world, task, work) if task.number else source_of(place_of_thread(task.thread.ident)),
         is_beside=task.number > 0,
+        of_store=isinstance(work, StoreWait),
     )
+
+
+def _line_of_lane(world: World, task: Task, work: VirtualWork[object]) -> str:
+    """Returns the line that started the operation of a lane. That of its first operation, if it has no record."""
+    flight = _flight_of(work, world.flight_recorders[task.rank])
+    return source_of(flight.place) if flight is not None else task.origin
+
+
+def _flight_of(work: VirtualWork[object], recorder: FlightRecorder) -> OperationRecord | None:
+    passage = work.description
+    if work.flight is not None or not isinstance(passage, Passage):
+        return work.flight
+    return recorder.find(passage.tag.context, passage.tag.sequence)
 
 
 def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
@@ -112,7 +130,7 @@ def _doing(work: VirtualWork[object], recorder: FlightRecorder) -> str:
         return str(passage)
     if value := what_passes(passage.tag):
         return f"{passage.doing} rank {passage.peer}, {value}"
-    flight = work.flight or recorder.find(passage.tag.context, passage.tag.sequence)
+    flight = _flight_of(work, recorder)
     group = "" if flight is None or flight.group == "world" else f", of group {flight.group!r}"
     return (readable(work.operation) or str(passage)) + group
 

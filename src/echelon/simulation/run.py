@@ -239,7 +239,7 @@ class _Run:
                 error.__cause__ = self._errors[cause.rank]
             error.add_note(f"raised on rank {cause.rank} of {len(self.results)}")
             return error
-        return self._scheduler.error or self._world.overwritten or self._world.missed()
+        return self._scheduler.error or self._world.overwritten or self._world.missed() or self.torch.missed()
 
     def _run_rank(self, rank: int) -> None:
         """Body of a rank's main task."""
@@ -283,7 +283,7 @@ class _Run:
             return None
         if self._tell_of_disagreement():
             return None
-        return explain(world, tasks)
+        return explain(world, tasks, self.torch.missing_divisions())
 
     def _tell_of_disagreement(self) -> bool:
         """Fails a collective that two ranks called differently, on all ranks. True if there was one."""

@@ -18,12 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from echelon._torch_private import GroupRegistry, forget_groups_of_thread, groups_of_each_thread
-from echelon.backends.delivery import ANY
+from echelon._torch_private import (
+    GROUP_GLOBALS,
+    GroupRegistry,
+    forget_groups_of_thread,
+    group_registry,
+    groups_made_by,
+    groups_of_each_thread,
+)
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
-from echelon.simulation.backend import VirtualBackend, VirtualWork
+from echelon.simulation.backend import StoreWait, VirtualBackend
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.store import Contents, SimulatedStore
 from echelon.wording import listed
@@ -51,7 +57,9 @@ class TorchDistributed:
         self._contents: defaultdict[object, Contents] = defaultdict(dict)
         self._num_opened: defaultdict[object, int] = defaultdict(int)
         """Number of stores that a rank has opened, by rank and address."""
-        self._waiting: list[VirtualWork[None]] = []
+        self._waiting: list[StoreWait] = []
+        # torch's C++ keeps only its own half of a store, which calls methods of this one.
+        self._stores: list[SimulatedStore] = []
         self._divisions: list[_Division] = []
         """Calls of `new_group` that every rank makes, as the first rank made them."""
         self._num_divisions: defaultdict[int, int] = defaultdict(int)
@@ -59,11 +67,9 @@ class TorchDistributed:
 
     def attributes(self) -> list[Attribute]:
         """Returns torch's globals that each rank has for itself."""
-        found = [Attribute(distributed_c10d, "_world", lambda _: GroupRegistry())]
-        for name in ("_backend", "_default_pg_init_method"):
-            if hasattr(distributed_c10d, name):
-                found.append(Attribute(distributed_c10d, name))
-        return found
+        registry, *others = GROUP_GLOBALS
+        found = [Attribute(distributed_c10d, name) for name in others if hasattr(distributed_c10d, name)]
+        return [Attribute(distributed_c10d, registry, lambda _: GroupRegistry()), *found]
 
     @contextmanager
     def rank(self, group: ProcessGroup) -> Iterator[None]:
@@ -86,10 +92,7 @@ class TorchDistributed:
             setattr(owner, name, replacement)
 
         try:
-            with groups_of_each_thread():
-                make_group = distributed_c10d._new_process_group_helper
-                replace(distributed_c10d, "_new_process_group_helper", self._with_simulated_backend(make_group))
-                replace(distributed_c10d, "_store_based_barrier", self._store_barrier)
+            with groups_of_each_thread(), groups_made_by(self._with_simulated_backend, self._store_barrier):
                 for module in (dist, distributed_c10d, _RENDEZVOUS):
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
                         if hasattr(module, name):
@@ -100,6 +103,7 @@ class TorchDistributed:
                 setattr(owner, name, original)
             self._groups.clear()
             self._contents.clear()
+            self._stores.clear()
 
     # Groups
 
@@ -129,7 +133,7 @@ class TorchDistributed:
             made, store = original(**call)
             if isinstance(made, dist.ProcessGroup):
                 name = _name_for_cpu(asked)
-                registry = distributed_c10d._world
+                registry = group_registry()
                 registry.pg_map[made] = (name, store)
                 registry.pg_backend_config[made] = f"cpu:{name}"
             return made, store
@@ -154,24 +158,26 @@ class TorchDistributed:
         if first.ranks != ranks:
             raise CollectiveMismatch(
                 f"new_group({list(ranks)}) on rank {rank} at {source_of(place)}, but new_group({list(first.ranks)}) on "
-                f"rank {first.rank} at {source_of(first.place)}, the {number + 1}. call of each: every rank must call "
+                f"rank {first.rank} at {source_of(first.place)}, call {number + 1} of each: every rank must call "
                 "new_group for the same ranks in the same order, also for groups that it is not in"
             )
 
     def missing_divisions(self) -> str:
-        """Returns which ranks have not called `new_group` as often as others. Empty if all have."""
-        behind = sorted(
-            rank for rank in self._groups if self._num_divisions.get(rank, 0) < len(self._divisions) and self._divisions
-        )
-        if not behind:
+        """Returns which ranks have called `new_group` less often than others. Empty if there are none."""
+        number = min((self._num_divisions[rank] for rank in self._groups), default=0)
+        if number == len(self._divisions):
             return ""
-        number = min(self._num_divisions.get(rank, 0) for rank in behind)
         first = self._divisions[number]
-        late = [rank for rank in behind if self._num_divisions.get(rank, 0) == number]
+        late = [rank for rank in sorted(self._groups) if self._num_divisions[rank] == number]
         return (
             f"{listed(late)} did not call new_group({list(first.ranks)}), which rank {first.rank} called at "
             f"{source_of(first.place)}: every rank must call it, also if it is not in the group"
         )
+
+    def missed(self) -> CollectiveMismatch | None:
+        """Returns the error for a call of `new_group` that a rank left out, though no other rank waited for it."""
+        missing = "" if self._world.faults.faults else self.missing_divisions()
+        return CollectiveMismatch(missing) if missing else None
 
     def _here(self) -> ProcessGroup:
         """Returns the group of all ranks, on the calling rank.
@@ -198,19 +204,21 @@ class TorchDistributed:
             contents = self._contents_of_latest((host_name, int(port)))
             contents["workers"] = str(int(contents.get("workers", b"0")) + 1).encode()
             self.changed()
-            self.until(
-                lambda: int(contents["workers"]) >= world_size,
-                f"TCPStore({host_name!r}, {port}) with {world_size} workers",
-                None,
-            )
+            what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
+            self.until(lambda: int(contents["workers"]) >= world_size, what, None)
         return store
 
     def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
-        return SimulatedStore(self._contents["file", str(file_name)], self)
+        return self._store(self._contents["file", str(file_name)])
 
     def _open(self, address: tuple[str, int]) -> SimulatedStore:
         self._num_opened[self._here().rank, address] += 1
-        return SimulatedStore(self._contents_of_latest(address), self)
+        return self._store(self._contents_of_latest(address))
+
+    def _store(self, contents: Contents) -> SimulatedStore:
+        store = SimulatedStore(contents, self)
+        self._stores.append(store)
+        return store
 
     def _contents_of_latest(self, address: tuple[str, int]) -> Contents:
         # A program may open one address after another: the second store of each rank is a new one.
@@ -238,10 +246,10 @@ class TorchDistributed:
             work.complete()
         self._world.clock.wake_pollers()
 
-    def _work(self, what: str) -> VirtualWork[None]:
+    def _work(self, what: str) -> StoreWait:
         backend = self._here().backend
         assert isinstance(backend, VirtualBackend)
-        return VirtualWork(backend.boundary, what, backend.timeout, ANY, what, None)
+        return StoreWait(backend.boundary, what, backend.timeout)
 
 
 def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
