@@ -153,6 +153,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_at_end_of_backward() -> bool:
+    """Whether this thread runs the callbacks at the end of a backward. torch has no public way."""
+    return is_in_backward() and torch._C._current_autograd_node() is None
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """Returns the number of owners of a tensor's memory: tensors, this one included, and others.
 
@@ -277,6 +282,27 @@ def groups_made_by(
         yield
     finally:
         module._new_process_group_helper, module._store_based_barrier = make, store_barrier
+
+
+@contextmanager
+def futures_awaited_by(before: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, `before` is called with each future that Python waits for and that is not done.
+
+    torch's C++ makes futures of a class without a public name, which is also the base of `torch.futures.Future`.
+    """
+    base: Any = torch._C.Future
+    original = base.wait
+
+    def wait(self: Any) -> Any:
+        if not self.done():
+            before(self)
+        return original(self)
+
+    base.wait = wait
+    try:
+        yield
+    finally:
+        base.wait = original
 
 
 @contextmanager

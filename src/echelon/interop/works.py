@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
-from echelon._torch_private import at_end_of_backward, fail_when_unwrapped, is_in_backward
+from echelon._torch_private import at_end_of_backward, fail_when_unwrapped, is_at_end_of_backward, is_in_backward
 from echelon.backends.work import Work
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -166,7 +166,8 @@ class Pending(EchelonWork):
 
     def let_go(self) -> bool:
         """Drops large tensors of an operation that has succeeded. True if the operation has ended."""
-        if not (self._work.is_completed() and self._outcome.done()):
+        # Not `is_completed`, which lets other simulated ranks go on: this also runs in a destructor.
+        if not (self._work.has_ended and self._outcome.done()):
             return False
         if self._work.exception() is None and sum(tensor.nbytes for tensor in self._work.result()) > _SMALL_BYTES:
             del self._work, self._outcome
@@ -240,14 +241,18 @@ def _finish_before_end_of_backward(outcome: Outcome[list[Tensor]]) -> None:
     """Waits for an operation of a backward at the end of that backward, before torch's own callbacks wait for it.
 
     DDP's C++ waits for the futures of its buckets in such a callback. A simulated rank that blocks there would keep its
-    turn for ever. DDP adds its callback after it has started its last bucket, so this one comes first.
+    turn for ever. DDP adds its callback after it has started its last bucket, so this one comes first. In the first
+    backward of a static graph it starts its buckets in that callback, where it waits for them next.
     """
 
     def finish() -> None:
         with suppress(Exception):  # raised again where the program, or DDP, asks for the result
             outcome.wait()
 
-    at_end_of_backward(finish, lambda: None)
+    if is_at_end_of_backward():
+        finish()
+    else:
+        at_end_of_backward(finish, lambda: None)
 
 
 class Options(Protocol):

@@ -414,9 +414,25 @@ class _Lane:
     """Queue of a rank's asynchronous operations, which run in order in one task."""
 
     def __init__(self) -> None:
-        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
-        self.last: VirtualWork[object] | None = None
+        self.jobs: deque[tuple[Callable[[], object], LaneWork[object]]] = deque()
+        self.last: LaneWork[object] | None = None
         self.task: Task | None = None
+
+
+class LaneWork(VirtualWork[T]):
+    """Asynchronous operation in a lane. A job of the same lane that waits for it runs the queue meanwhile."""
+
+    __slots__ = ("_lane", "_lanes")
+
+    def __init__(self, lanes: VirtualLanes, lane: _Lane, description: str) -> None:
+        super().__init__(lanes.boundary, description, lanes.timeout, lanes.rank, description, None)
+        self._lanes = lanes
+        self._lane = lane
+
+    def ends_within(self, seconds: float) -> bool:
+        """Blocks until the operation ends; see `Work.ends_within`."""
+        self._lanes.work_off_before(self, self._lane)  # type: ignore[arg-type]
+        return super().ends_within(seconds)
 
 
 class VirtualLanes(Lanes):
@@ -425,28 +441,29 @@ class VirtualLanes(Lanes):
     progress_by_themselves = False
 
     def __init__(self, control: VirtualControl, world: World, boundary: Boundary, timeout: float) -> None:
+        self.rank = control.rank
+        self.boundary = boundary
+        self.timeout = timeout
         self._control = control
         self._world = world
-        self._boundary = boundary
         self._scheduler = world.scheduler
-        self._timeout = timeout
         self._lanes: dict[int, _Lane] = {}
 
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
-        task, rank = self._boundary.enter(), self._control.rank
+        task = self.boundary.enter()
         if self._control.is_closed:
             raise self._control.closed_error()
-        work: VirtualWork[T] = VirtualWork(self._boundary, description, self._timeout, rank, description, None)
         # A task per lane: a lane's operations run in order, and lanes overlap.
         queue = self._lanes.setdefault(lane, _Lane())
+        work: LaneWork[T] = LaneWork(self, queue, description)
         queue.jobs.append((function, work))  # type: ignore[arg-type]
         queue.last = work  # type: ignore[assignment]
         place = source_of(calling_place())
         if queue.task is None:
-            queue.task = self._scheduler.add(rank, partial(self._work_off, queue), len(self._lanes), place)
+            queue.task = self._scheduler.add(self.rank, partial(self._work_off, queue), len(self._lanes), place)
         elif queue.task.is_idle:
             self._scheduler.clock.wake(queue.task, queue.task.turn)
-        self._boundary.leave(task)
+        self.boundary.leave(task)
         return work
 
     def _work_off(self, queue: _Lane) -> None:
@@ -455,27 +472,36 @@ class VirtualLanes(Lanes):
         while True:
             while not queue.jobs:
                 self._scheduler.park()
-            function, work = queue.jobs.popleft()
-            self._boundary.leave(task)
-            result, error = None, None
-            try:
-                with self._world.memory_meter(self._control.rank):
-                    result = function()
-            except Ended:
-                raise
-            except BaseException as raised:
-                error = raised
-            self._boundary.enter()
-            work.complete(result, error)
-            self._scheduler.clock.wake_pollers()
-            # Locals of a loop live until they are assigned again: the tensors would live until the next job.
-            del function, work, result, error
+            self._run_next(queue, task)
+
+    def work_off_before(self, work: Work[object], queue: _Lane) -> None:
+        """Runs jobs of a lane until one operation of it has ended, if the calling task is that of the lane."""
+        task = self._scheduler.running
+        if task is None or task is not queue.task or not self.boundary.is_running_here():
+            return
+        while queue.jobs and not work.has_ended:
+            self._run_next(queue, task)
+
+    def _run_next(self, queue: _Lane, task: Task) -> None:
+        function, work = queue.jobs.popleft()
+        self.boundary.leave(task)
+        result, error = None, None
+        try:
+            with self._world.memory_meter(self.rank):
+                result = function()
+        except Ended:
+            raise
+        except BaseException as raised:
+            error = raised
+        self.boundary.enter()
+        work.complete(result, error)
+        self._scheduler.clock.wake_pollers()
 
     def close(self, timeout: float) -> None:
         """Waits for the end of all asynchronous operations. Does not raise their errors."""
         for lane in list(self._lanes.values()):
             if lane.last is not None and not lane.last.has_ended:
-                self._boundary.drive(lane.last, timeout)
+                self.boundary.drive(lane.last, timeout)
 
     def forget(self) -> None:
         """Drops all operations, after the end of the simulation."""

@@ -48,8 +48,8 @@ def ddp_own_hook(rank, world_size):
 
 @program
 def ddp_two_rounds_hook(rank, world_size):
-    """A hook that starts a collective when its first has ended."""
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL)
+    """A hook that starts a collective when its first has ended. One bucket: the order of callbacks is not agreed."""
+    model = DistributedDataParallel(mlp())
 
     def scatter_then_gather(_, bucket):
         values = bucket.buffer()
@@ -85,7 +85,7 @@ def ddp_half_precision_hooks(rank, world_size):
 
 @program
 def ddp_power_sgd(rank, world_size):
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL)
+    model = DistributedDataParallel(mlp())  # one bucket, as above
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return _trained(model, rank, steps=4)

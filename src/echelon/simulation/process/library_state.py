@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,8 +42,18 @@ class LibraryAttribute(NamedTuple):
 
 _NOTHING: Callable[[], Any] = lambda: None  # noqa: E731
 
+
+
+def _handlers_of_dtensor() -> dict[Any, Any]:
+    """Returns the handlers of operators with which torch begins: `loss_parallel` adds some for a while."""
+    return type(torch.distributed.tensor.DTensor._op_dispatcher)()._custom_op_handlers
+
+
 LIBRARY_ATTRIBUTES = (
     LibraryAttribute("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _NOTHING),
+    LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", set),
+    LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.results", lambda: defaultdict(float)),
+    LibraryAttribute("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", _handlers_of_dtensor),
     LibraryAttribute("accelerate.state", "PartialState._shared_state", dict),
     LibraryAttribute("accelerate.state", "AcceleratorState._shared_state", dict),
     LibraryAttribute("accelerate.state", "GradientState._shared_state", dict),

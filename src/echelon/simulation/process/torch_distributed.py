@@ -12,6 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from echelon._torch_private import (
     GROUP_GLOBALS,
     GroupRegistry,
     forget_groups_of_thread,
+    futures_awaited_by,
     group_registry,
     groups_made_by,
     groups_of_each_thread,
@@ -29,7 +31,7 @@ from echelon._torch_private import (
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
-from echelon.simulation.backend import StoreWait, VirtualBackend
+from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualWork
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.store import Contents, SimulatedStore
 from echelon.wording import listed
@@ -92,7 +94,11 @@ class TorchDistributed:
             setattr(owner, name, replacement)
 
         try:
-            with groups_of_each_thread(), groups_made_by(self._with_simulated_backend, self._store_barrier):
+            with (
+                groups_of_each_thread(),
+                groups_made_by(self._with_simulated_backend, self._store_barrier),
+                futures_awaited_by(self._drive_future),
+            ):
                 for module in (dist, distributed_c10d, _RENDEZVOUS):
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
                         if hasattr(module, name):
@@ -229,6 +235,18 @@ class TorchDistributed:
             store.set(f"end of the barrier of {name}", "1")
         store.wait([f"end of the barrier of {name}"])
 
+    # Waits
+
+    def _drive_future(self, future: Any) -> None:
+        """Blocks until a future of torch is done, in virtual time: torch's own wait would keep the turn for ever."""
+        running = self._world.scheduler.running
+        if running is None or running.ident != get_ident():
+            return  # a thread of its own, which other ranks do not wait for
+        backend, what = self._backend(), "the wait for a future of torch"
+        work: VirtualWork[None] = VirtualWork(backend.boundary, what, backend.timeout, backend.rank, what, None)
+        future.add_done_callback(lambda _: work.complete())
+        work.wait()
+
     # Waits of stores
 
     def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
@@ -247,9 +265,13 @@ class TorchDistributed:
         self._world.clock.wake_pollers()
 
     def _work(self, what: str) -> StoreWait:
+        backend = self._backend()
+        return StoreWait(backend.boundary, what, backend.timeout)
+
+    def _backend(self) -> VirtualBackend:
         backend = self._here().backend
         assert isinstance(backend, VirtualBackend)
-        return StoreWait(backend.boundary, what, backend.timeout)
+        return backend
 
 
 def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
