@@ -72,6 +72,7 @@ def accelerate(rank, world_size):
         order = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     with _folder() as folder:
         accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
         before = digest(model.parameters())
         with torch.no_grad():
             for parameter in model.parameters():
