@@ -154,7 +154,7 @@ def is_in_backward() -> bool:
 
 
 def is_at_end_of_backward() -> bool:
-    """Whether this thread runs the callbacks at the end of a backward. torch has no public way."""
+    """Whether this thread runs a callback at the end of a backward, after its last node. torch has no public way."""
     return is_in_backward() and torch._C._current_autograd_node() is None
 
 
@@ -285,24 +285,24 @@ def groups_made_by(
 
 
 @contextmanager
-def futures_awaited_by(before: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, `before` is called with each future that Python waits for and that is not done.
+def futures_that_wait_by(wait_first: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
+    """Inside, `wait_first` is called with an unfinished future before Python code waits for it.
 
-    torch's C++ makes futures of a class without a public name, which is also the base of `torch.futures.Future`.
+    C++ makes futures of a private class, such as those of DDP's buckets, on which a wait blocks in C++.
     """
-    base: Any = torch._C.Future
-    original = base.wait
+    native: Any = torch._C.Future
+    original = native.wait
 
-    def wait(self: Any) -> Any:
+    def wait(self: torch.futures.Future[Any]) -> Any:
         if not self.done():
-            before(self)
+            wait_first(self)
         return original(self)
 
-    base.wait = wait
+    native.wait = wait
     try:
         yield
     finally:
-        base.wait = original
+        native.wait = original
 
 
 @contextmanager

@@ -27,7 +27,7 @@ PRIVATE_NAMES = (
     "torch._C._distributed_c10d._resolve_process_group",
     "torch._C._distributed_c10d._set_thread_isolation_mode",
     "torch._C._distributed_c10d._unregister_all_process_groups",
-    "torch._C.Future",
+    "torch._C.Future.wait",
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._get_dispatch_mode",

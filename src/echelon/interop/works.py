@@ -241,18 +241,14 @@ def _finish_before_end_of_backward(outcome: Outcome[list[Tensor]]) -> None:
     """Waits for an operation of a backward at the end of that backward, before torch's own callbacks wait for it.
 
     DDP's C++ waits for the futures of its buckets in such a callback. A simulated rank that blocks there would keep its
-    turn for ever. DDP adds its callback after it has started its last bucket, so this one comes first. In the first
-    backward of a static graph it starts its buckets in that callback, where it waits for them next.
+    turn for ever. DDP adds its callback after it has started its last bucket, so this one comes first.
     """
 
     def finish() -> None:
         with suppress(Exception):  # raised again where the program, or DDP, asks for the result
             outcome.wait()
 
-    if is_at_end_of_backward():
-        finish()
-    else:
-        at_end_of_backward(finish, lambda: None)
+    at_end_of_backward(finish, lambda: None)
 
 
 class Options(Protocol):
@@ -283,6 +279,11 @@ class Runner:
         """
         # torch's options are asynchronous by default.
         timeout, is_async = (None, True) if options is None else (seconds(options.timeout), options.asyncOp)
+        must_wait = is_async and not self.group.backend.lanes.progress_by_themselves
+        # DDP with a static graph starts its operations in a callback at the end of a backward, and its C++ waits for
+        # them in the same callback, where a simulated rank cannot pass its turn on.
+        if must_wait and is_at_end_of_backward() and not self._is_settling():
+            return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
         # Fast path of a synchronous call. A callback in the lane queues instead, which keeps the order of the group.
         if not is_async and not self._is_settling():
             return Done(settle(cast("T", call(async_op=False, timeout=timeout))))
@@ -291,7 +292,7 @@ class Runner:
         settled = self._queue(lambda: list(settle(running.result())))
         outcome: Outcome[list[Tensor]] = Outcome()
         outcome.is_driven_by(self._queue(lambda: self._complete(outcome, settled)))
-        if not self.group.backend.lanes.progress_by_themselves and is_in_backward():
+        if must_wait and is_in_backward():
             _finish_before_end_of_backward(outcome)
         work = Pending(settled, outcome, self._orphans)
         if not is_async:

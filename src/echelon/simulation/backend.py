@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from threading import get_ident
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -159,11 +158,6 @@ class Boundary:
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
-    def is_running_here(self) -> bool:
-        """Whether the calling thread is the running task."""
-        running = self._scheduler.running
-        return running is not None and running.ident == get_ident()
-
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks, in virtual time, until `work` is completed. False if the time is up before."""
         if self._is_inherited:  # the other ranks are threads, which a forked child does not have
@@ -179,7 +173,7 @@ class Boundary:
 
     def poll(self, work: Work[object]) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed."""
-        if not self.is_running_here() or self._is_inherited:
+        if not self._scheduler.is_running_here() or self._is_inherited:
             return False
         task = self.enter()
         done = self._scheduler.poll(work)
@@ -242,13 +236,13 @@ class Boundary:
         # A loop that only reads the clock would never end: without measured costs no time passes between two reads.
         if self._meter is None:
             self._num_looks += 1
-            if self._num_looks > _LOOKS and self.is_running_here():
+            if self._num_looks > _LOOKS and self._scheduler.is_running_here():
                 raise DeadlockError(
                     f"rank {self._rank} has read the clock {_LOOKS:,} times in a row at {self._clock.now:g} s, and "
                     "no virtual time passes between two reads: wait for a message with a timeout, or use "
                     'costs="measured"'
                 )
-        elif self.is_running_here():
+        elif self._scheduler.is_running_here():
             self.leave(self.enter())
         return self._clock.now
 
@@ -410,29 +404,28 @@ class VirtualMessages(Messages):
         return task
 
 
+class _LaneWork(VirtualWork[T]):
+    """Operation of a lane."""
+
+    __slots__ = ("_lanes",)
+
+    def __init__(self, lanes: VirtualLanes, boundary: Boundary, description: str, timeout: float, rank: int) -> None:
+        super().__init__(boundary, description, timeout, rank, description, None)
+        self._lanes = lanes
+
+    def ends_within(self, seconds: float) -> bool:
+        """Blocks until the operation ends; see `Work.ends_within`. A lane's own task runs its queue meanwhile."""
+        self._lanes.run_own_queue(self)
+        return super().ends_within(seconds)
+
+
 class _Lane:
     """Queue of a rank's asynchronous operations, which run in order in one task."""
 
     def __init__(self) -> None:
-        self.jobs: deque[tuple[Callable[[], object], LaneWork[object]]] = deque()
-        self.last: LaneWork[object] | None = None
+        self.jobs: deque[tuple[Callable[[], object], VirtualWork[object]]] = deque()
+        self.last: VirtualWork[object] | None = None
         self.task: Task | None = None
-
-
-class LaneWork(VirtualWork[T]):
-    """Asynchronous operation in a lane. A job of the same lane that waits for it runs the queue meanwhile."""
-
-    __slots__ = ("_lane", "_lanes")
-
-    def __init__(self, lanes: VirtualLanes, lane: _Lane, description: str) -> None:
-        super().__init__(lanes.boundary, description, lanes.timeout, lanes.rank, description, None)
-        self._lanes = lanes
-        self._lane = lane
-
-    def ends_within(self, seconds: float) -> bool:
-        """Blocks until the operation ends; see `Work.ends_within`."""
-        self._lanes.work_off_before(self, self._lane)  # type: ignore[arg-type]
-        return super().ends_within(seconds)
 
 
 class VirtualLanes(Lanes):
@@ -441,59 +434,65 @@ class VirtualLanes(Lanes):
     progress_by_themselves = False
 
     def __init__(self, control: VirtualControl, world: World, boundary: Boundary, timeout: float) -> None:
-        self.rank = control.rank
-        self.boundary = boundary
-        self.timeout = timeout
         self._control = control
         self._world = world
+        self._boundary = boundary
         self._scheduler = world.scheduler
+        self._timeout = timeout
         self._lanes: dict[int, _Lane] = {}
 
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
-        task = self.boundary.enter()
+        task, rank = self._boundary.enter(), self._control.rank
         if self._control.is_closed:
             raise self._control.closed_error()
+        work: _LaneWork[T] = _LaneWork(self, self._boundary, description, self._timeout, rank)
         # A task per lane: a lane's operations run in order, and lanes overlap.
         queue = self._lanes.setdefault(lane, _Lane())
-        work: LaneWork[T] = LaneWork(self, queue, description)
         queue.jobs.append((function, work))  # type: ignore[arg-type]
         queue.last = work  # type: ignore[assignment]
         place = source_of(calling_place())
         if queue.task is None:
-            queue.task = self._scheduler.add(self.rank, partial(self._work_off, queue), len(self._lanes), place)
+            queue.task = self._scheduler.add(rank, partial(self._work_off, queue), len(self._lanes), place)
         elif queue.task.is_idle:
             self._scheduler.clock.wake(queue.task, queue.task.turn)
-        self.boundary.leave(task)
+        self._boundary.leave(task)
         return work
+
+    def wait_of(self, description: str) -> VirtualWork[None]:
+        """Returns a Work that the caller completes. A lane's own task that waits for it runs its queue meanwhile."""
+        return _LaneWork(self, self._boundary, description, self._timeout, self._control.rank)
+
+    def run_own_queue(self, work: VirtualWork[T]) -> None:
+        """Runs the queue of the lane whose task calls, until `work` has ended. Does nothing for other tasks.
+
+        A callback of an operation may wait for a later one of its lane.
+        """
+        task = self._scheduler.running
+        for queue in self._lanes.values():
+            if queue.task is task:
+                while queue.jobs and not work.has_ended:
+                    self._run_next(queue)
 
     def _work_off(self, queue: _Lane) -> None:
         """Body of a lane's task. Ends when its rank is killed, or with the simulation."""
-        task = self._scheduler.current()
         while True:
             while not queue.jobs:
                 self._scheduler.park()
-            self._run_next(queue, task)
+            self._run_next(queue)
 
-    def work_off_before(self, work: Work[object], queue: _Lane) -> None:
-        """Runs jobs of a lane until one operation of it has ended, if the calling task is that of the lane."""
-        task = self._scheduler.running
-        if task is None or task is not queue.task or not self.boundary.is_running_here():
-            return
-        while queue.jobs and not work.has_ended:
-            self._run_next(queue, task)
-
-    def _run_next(self, queue: _Lane, task: Task) -> None:
+    def _run_next(self, queue: _Lane) -> None:
+        """Runs the first operation of a lane's queue, in the lane's task."""
         function, work = queue.jobs.popleft()
-        self.boundary.leave(task)
+        self._boundary.leave(self._scheduler.current())
         result, error = None, None
         try:
-            with self._world.memory_meter(self.rank):
+            with self._world.memory_meter(self._control.rank):
                 result = function()
         except Ended:
             raise
         except BaseException as raised:
             error = raised
-        self.boundary.enter()
+        self._boundary.enter()
         work.complete(result, error)
         self._scheduler.clock.wake_pollers()
 
@@ -501,7 +500,7 @@ class VirtualLanes(Lanes):
         """Waits for the end of all asynchronous operations. Does not raise their errors."""
         for lane in list(self._lanes.values()):
             if lane.last is not None and not lane.last.has_ended:
-                self.boundary.drive(lane.last, timeout)
+                self._boundary.drive(lane.last, timeout)
 
     def forget(self) -> None:
         """Drops all operations, after the end of the simulation."""

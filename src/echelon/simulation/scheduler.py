@@ -234,6 +234,10 @@ class Scheduler:
             )
         return task
 
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is the running task."""
+        return self.running is not None and self.running.ident == get_ident()
+
     def sleep(self, seconds: float) -> None:
         """Blocks the running task for `seconds` of virtual time. math.inf: for ever."""
         task = self.running

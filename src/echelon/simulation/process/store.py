@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeAlias
@@ -39,6 +40,8 @@ class Patience(Protocol):
 
 Contents: TypeAlias = dict[str, bytes]
 
+FOREVER = threading.TIMEOUT_MAX
+"""Seconds."""
 _DEFAULT = timedelta(seconds=300)
 """Timeout of torch's stores. A wait for this long is one for ever: nobody chose the time."""
 

@@ -12,7 +12,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from echelon._torch_private import (
     GROUP_GLOBALS,
     GroupRegistry,
     forget_groups_of_thread,
-    futures_awaited_by,
+    futures_that_wait_by,
     group_registry,
     groups_made_by,
     groups_of_each_thread,
@@ -31,9 +30,9 @@ from echelon._torch_private import (
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
-from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualWork
+from echelon.simulation.backend import StoreWait, VirtualBackend
 from echelon.simulation.process.environment import Attribute
-from echelon.simulation.process.store import Contents, SimulatedStore
+from echelon.simulation.process.store import FOREVER, Contents, SimulatedStore
 from echelon.wording import listed
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class TorchDistributed:
             with (
                 groups_of_each_thread(),
                 groups_made_by(self._with_simulated_backend, self._store_barrier),
-                futures_awaited_by(self._drive_future),
+                futures_that_wait_by(self._wait_for),
             ):
                 for module in (dist, distributed_c10d, _RENDEZVOUS):
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
@@ -235,19 +234,15 @@ class TorchDistributed:
             store.set(f"end of the barrier of {name}", "1")
         store.wait([f"end of the barrier of {name}"])
 
-    # Waits
+    # Waits of futures and stores
 
-    def _drive_future(self, future: Any) -> None:
-        """Blocks until a future of torch is done, in virtual time: torch's own wait would keep the turn for ever."""
-        running = self._world.scheduler.running
-        if running is None or running.ident != get_ident():
-            return  # a thread of its own, which other ranks do not wait for
-        backend, what = self._backend(), "the wait for a future of torch"
-        work: VirtualWork[None] = VirtualWork(backend.boundary, what, backend.timeout, backend.rank, what, None)
-        future.add_done_callback(lambda _: work.complete())
-        work.wait()
-
-    # Waits of stores
+    def _wait_for(self, future: torch.futures.Future[Any]) -> None:
+        """Blocks the calling rank until a future is done. Returns at once in threads that are no rank's."""
+        if self._world.scheduler.is_running_here():
+            backend = self._backend_here()
+            work = backend.lanes.wait_of("wait for a future")
+            future.add_done_callback(lambda _: work.complete())
+            work.wait(FOREVER)
 
     def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
         while not is_true():
@@ -265,10 +260,10 @@ class TorchDistributed:
         self._world.clock.wake_pollers()
 
     def _work(self, what: str) -> StoreWait:
-        backend = self._backend()
+        backend = self._backend_here()
         return StoreWait(backend.boundary, what, backend.timeout)
 
-    def _backend(self) -> VirtualBackend:
+    def _backend_here(self) -> VirtualBackend:
         backend = self._here().backend
         assert isinstance(backend, VirtualBackend)
         return backend
