@@ -134,11 +134,12 @@ def coalesced(rank, world_size):
 @program
 def groups(rank, world_size):
     """Groups that overlap, one of one rank, and one that only its members make."""
+    # First: torch puts the number of a rank's own groups into the name of a group that only members make.
+    half = sorted(peer for peer in range(world_size) if (peer < world_size // 2) == (rank < world_size // 2))
+    local = dist.new_group(half, use_local_synchronization=True)
     evens = dist.new_group(list(range(0, world_size, 2)))
     first_two = dist.new_group([0, 1], timeout=timedelta(seconds=20))
     alone = [dist.new_group([peer]) for peer in range(world_size)][rank]
-    half = sorted(peer for peer in range(world_size) if (peer < world_size // 2) == (rank < world_size // 2))
-    local = dist.new_group(half, use_local_synchronization=True)
     mine, others = dist.new_subgroups(2)
     own = [dist.get_process_group_ranks(local), dist.get_rank(evens), dist.get_world_size(mine), len(others)]
     for group in (evens, first_two, alone, local, mine):
