@@ -148,6 +148,11 @@ def run_backward(
     return [] if into_leaves else list(found)
 
 
+def hooks_of_all_modules() -> dict[str, Any]:
+    """Returns torch's hooks for every module, such as of `register_module_forward_hook`, by their private names."""
+    return {name: value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
+
+
 def is_in_backward() -> bool:
     """Whether this thread is computing a backward. torch has no public way."""
     return torch._C._current_graph_task_id() != -1

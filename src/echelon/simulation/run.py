@@ -28,7 +28,7 @@ from echelon.simulation.deadlock import explain
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function
 from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
-from echelon.simulation.process.library_state import DefaultDtype, LibraryState
+from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
 from echelon.simulation.process.random_state import RandomState, on_one_core
 from echelon.simulation.process.state import RankStates, State
 from echelon.simulation.process.torch_distributed import TorchDistributed
@@ -176,8 +176,9 @@ def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]
     """Returns the states of the process that each rank has for itself."""
     names = [(sys, "argv"), (sys, "excepthook")]
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
+    attributes += shared_collections()
     variables = functools.partial(torchrun_variables, hosts=hosts)
-    return [RandomState(seed), Environment(variables), Attributes(attributes), DefaultDtype(), LibraryState()]
+    return [RandomState(seed), Environment(variables), Attributes(attributes), TorchSettings(), LibraryState()]
 
 
 def _check(fn: object, args: object, seed: object, timeout: object) -> None:
