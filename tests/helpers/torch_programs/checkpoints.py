@@ -84,7 +84,12 @@ def loaded_in_another_layout(rank, world_size):
     whole = torch.randn(11, 6, generator=generator)
     line = init_device_mesh("cpu", (world_size,))
     square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("rows", "columns"))
-    layouts = [(line, [Shard(1)]), (line, [Replicate()]), (square, [Shard(0), Shard(1)]), (square, [Replicate(), Shard(0)])]
+    layouts = [
+        (line, [Shard(1)]),
+        (line, [Replicate()]),
+        (square, [Shard(0), Shard(1)]),
+        (square, [Replicate(), Shard(0)]),
+    ]
     own, equal = [], []
     with _folder() as folder:
         dcp.save({"values": distribute_tensor(whole, line, [Shard(0)]), "step": 3}, checkpoint_id=folder)

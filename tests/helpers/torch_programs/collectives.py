@@ -179,7 +179,9 @@ def gradients_of_collectives(rank, world_size):
         lambda values: differentiable.broadcast(values, 0),
         lambda values: torch.stack(differentiable.all_gather(values)),
         lambda values: differentiable.reduce_scatter(torch.empty(2), list(values.view(n, 2))),
-        lambda values: torch.stack(differentiable.all_to_all([torch.empty(2) for _ in range(n)], list(values.view(n, 2)))),
+        lambda values: torch.stack(
+            differentiable.all_to_all([torch.empty(2) for _ in range(n)], list(values.view(n, 2)))
+        ),
         lambda values: functional.all_gather_tensor_autograd(values, 0, group),
         lambda values: functional.reduce_scatter_tensor_autograd(values, "sum", 0, group),
         lambda values: functional.all_to_all_single_autograd(values, [2] * n, [2] * n, group),

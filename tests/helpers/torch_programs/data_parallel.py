@@ -86,7 +86,9 @@ def ddp_half_precision_hooks(rank, world_size):
 @program
 def ddp_power_sgd(rank, world_size):
     model = DistributedDataParallel(mlp())  # one bucket, as above
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return _trained(model, rank, steps=4)
 

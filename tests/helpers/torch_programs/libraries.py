@@ -120,7 +120,9 @@ def _trainer(folder, **options):
 
 
 def _logged(trainer):
-    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in entry]
+    return [
+        entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in entry
+    ]
 
 
 @program

@@ -129,9 +129,7 @@ def loss_in_parts(rank, world_size):
 @program
 def prepared_input(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
-    prepare = PrepareModuleInput(
-        input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=True
-    )
+    prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=True)
     model = parallelize_module(Block(), mesh, {"": prepare, **PLAIN})
 
     def loss_of(model, generator):

@@ -85,7 +85,6 @@ class LibraryAttribute(NamedTuple):
 _NOTHING: Callable[[], Any] = lambda: None  # noqa: E731
 
 
-
 def _handlers_of_dtensor() -> dict[Any, Any]:
     """Returns the handlers of operators with which torch begins: `loss_parallel` adds some for a while."""
     return type(torch.distributed.tensor.DTensor._op_dispatcher)()._custom_op_handlers
