@@ -7,8 +7,13 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -151,6 +156,3 @@ def states_of_objects(rank, world_size):
         dcp.load(own, checkpoint_id=folder)
     assert not isinstance(own[f"of rank {rank}"], DTensor)
     return Result(own[f"of rank {rank}"].tolist(), counter.count)
-
-
-PROGRAMS = (saved_and_loaded, saved_beside, loaded_in_another_layout, from_sharded_to_replicated, states_of_objects)

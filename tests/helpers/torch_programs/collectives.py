@@ -216,16 +216,3 @@ def state_of_the_process(rank, world_size):
     torch.use_deterministic_algorithms(False)
     torch.set_autocast_enabled("cpu", False)
     return Result(own)
-
-
-PROGRAMS = (
-    every_collective,
-    objects,
-    works_and_futures,
-    messages,
-    coalesced,
-    groups,
-    functional_collectives,
-    gradients_of_collectives,
-    state_of_the_process,
-)

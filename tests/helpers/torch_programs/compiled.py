@@ -46,6 +46,3 @@ def compiled_whole_fsdp2(rank, world_size):
     model = torch.compile(fully_shard(model, mesh=mesh))
     losses, _ = train(model, rank)
     return Result([losses, digest(model.parameters())])
-
-
-PROGRAMS = (compiled_ddp, compiled_inside_ddp, compiled_fsdp2, compiled_whole_fsdp2)

@@ -195,7 +195,7 @@ class Normed(nn.Module):
 def ddp_buffers_and_dropout(rank, world_size):
     model = DistributedDataParallel(Normed(), bucket_cap_mb=SMALL)
     torch.manual_seed(100 + rank)
-    losses, optimizer = train(model, rank)
+    losses, _ = train(model, rank)
     draws = torch.rand(3).tolist()
     dist.barrier()  # afterwards a rank has its own state again
     return Result([losses, draws, torch.rand(3).tolist(), digest(model.buffers())], digest(model.parameters()))
@@ -268,24 +268,3 @@ def sync_batch_norm(rank, world_size):
             refusals.append(str(error))
     losses, _ = train(model.eval(), rank)
     return Result([losses, digest(model.parameters())], [refusals, digest(model.buffers())])
-
-
-PROGRAMS = (
-    ddp,
-    ddp_bucket_view,
-    ddp_own_hook,
-    ddp_two_rounds_hook,
-    ddp_half_precision_hooks,
-    ddp_power_sgd,
-    ddp_post_local_sgd,
-    ddp_no_sync,
-    ddp_unused_parameters,
-    ddp_static_graph,
-    ddp_join,
-    ddp_buffers_and_dropout,
-    ddp_mixed_precision,
-    ddp_of_subgroups,
-    zero,
-    zero_bucket_view_and_join,
-    sync_batch_norm,
-)

@@ -257,14 +257,3 @@ def lightning_trainer(rank, world_size):
         equal = digest(again.parameters()) == digest(module.parameters())
     metrics = [trainer.callback_metrics[name].item() for name in ("loss", "error")]
     return Result(module.losses, [metrics, digest(module.parameters()), equal, trainer.world_size])
-
-
-PROGRAMS = (accelerate, transformers_trainer, transformers_language_model, lightning_fabric, lightning_trainer)
-REQUIRED = {
-    accelerate: "accelerate",
-    transformers_trainer: "transformers",
-    transformers_language_model: "transformers",
-    lightning_fabric: "lightning",
-    lightning_trainer: "lightning",
-}
-"""The package that a program needs."""

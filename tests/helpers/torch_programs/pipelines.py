@@ -168,19 +168,3 @@ def many_values(rank, world_size):
     dist.barrier()
     gradients = digest(parameter.grad for parameter in stage.submod.parameters() if parameter.grad is not None)
     return Result([[loss.item() for loss in losses], gradients])
-
-
-PROGRAMS = (
-    gpipe,
-    one_f_one_b,
-    interleaved,
-    looped_bfs,
-    interleaved_zero_bubble,
-    zbv,
-    dual_pipe_v,
-    forward_only,
-    traced,
-    stages_in_ddp,
-    stages_in_fsdp2,
-    many_values,
-)

@@ -1,6 +1,7 @@
 """Programs with FSDP1 (FullyShardedDataParallel) and FSDP2 (fully_shard)."""
 
 import functools
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -141,7 +142,7 @@ def fsdp2_reshard(rank, world_size):
 @program
 def fsdp2_prefetch(rank, world_size):
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    for layer, following in zip(model[:-1], model[1:], strict=True):
+    for layer, following in itertools.pairwise(model):
         layer.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([layer])
     return _trained(model, rank)
@@ -205,23 +206,3 @@ def fsdp2_of_meta(rank, world_size):
             parameter.to_local().normal_(0.0, 0.1, generator=generator)
     dist.barrier()
     return _trained(model, rank)
-
-
-PROGRAMS = (
-    fsdp1,
-    fsdp1_original_parameters,
-    fsdp1_mixed_precision_and_clipping,
-    fsdp1_prefetch,
-    fsdp1_strategies,
-    fsdp1_no_sync_and_state,
-    fsdp2,
-    fsdp2_without_mesh,
-    fsdp2_mixed_precision,
-    fsdp2_reshard,
-    fsdp2_prefetch,
-    fsdp2_clipping,
-    fsdp2_accumulation,
-    fsdp2_hybrid,
-    fsdp2_offload,
-    fsdp2_of_meta,
-)

@@ -234,18 +234,3 @@ def functions_of_local_parts(rank, world_size):
     mapped = local_map(shifted, out_placements=[Shard(0)], in_placements=([Shard(0)],), device_mesh=mesh)
     result = mapped(distribute_tensor(torch.zeros(world_size, 2), mesh, [Shard(0)]))
     return Result(result.to_local().tolist(), result.full_tensor().tolist())
-
-
-PROGRAMS = (
-    tensor_parallel,
-    sequence_parallel,
-    loss_in_parts,
-    prepared_input,
-    fsdp2_and_tensor_parallel,
-    meshes,
-    redistribution,
-    gradients_of_dtensors,
-    random_dtensors,
-    distributed_module,
-    functions_of_local_parts,
-)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import warnings
 from collections import defaultdict
@@ -85,6 +86,10 @@ class LibraryAttribute(NamedTuple):
 _NOTHING: Callable[[], Any] = lambda: None  # noqa: E731
 
 
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def _handlers_of_dtensor() -> dict[Any, Any]:
     """Returns the handlers of operators with which torch begins: `loss_parallel` adds some for a while."""
     return type(torch.distributed.tensor.DTensor._op_dispatcher)()._custom_op_handlers
@@ -96,6 +101,7 @@ LIBRARY_ATTRIBUTES = (
     LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.results", lambda: defaultdict(float)),
     LibraryAttribute("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", _handlers_of_dtensor),
     LibraryAttribute("torch.utils._device", "CURRENT_DEVICE", _NOTHING),
+    LibraryAttribute("lightning_utilities.core.rank_zero", "rank_zero_only.rank", _rank),
     LibraryAttribute("accelerate.state", "PartialState._shared_state", dict),
     LibraryAttribute("accelerate.state", "AcceleratorState._shared_state", dict),
     LibraryAttribute("accelerate.state", "GradientState._shared_state", dict),
