@@ -23,6 +23,7 @@ from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispat
 from torch._C._distributed_c10d import _DistributedBackendOptions as DistributedBackendOptions
 from torch._C._distributed_c10d import _register_work as register_work
 from torch._C._distributed_c10d import _resolve_process_group, _unregister_all_process_groups
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
     from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 # Only names of torch that are passed on.
@@ -146,6 +148,21 @@ def run_backward(
         edges, gradients, keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=into_leaves
     )
     return [] if into_leaves else list(found)
+
+
+def never_compiled(function: F) -> F:
+    """Decorator of a function that torch.compile does not compile, nor any function that it calls.
+
+    `torch.compiler.disable` does the same in each call, and imports torch's compiler, which takes a second.
+    """
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def hooks_of_all_modules() -> dict[str, Any]:
+    """Returns torch's hooks for every module, such as of `register_module_forward_hook`, by their private names."""
+    return {name: value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
 
 
 def is_in_backward() -> bool:

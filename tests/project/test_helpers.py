@@ -5,6 +5,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 HELPERS = {path.stem for path in (TESTS / "helpers").glob("*.py")} - {"__init__"}
+HELPERS |= {path.parent.name for path in (TESTS / "helpers").glob("*/__init__.py")}
 
 
 def test_the_readme_lists_every_helper():

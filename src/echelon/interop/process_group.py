@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
-from echelon._torch_private import backend_config
+from echelon._torch_private import backend_config, never_compiled
 from echelon.backends.admission import check_values
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -189,6 +189,7 @@ def _call(name: str, function: Callable[..., dist.Work]) -> Callable[..., Any]:
     The method raises UnsupportedOp, before anything is sent, for a tensor without memory of its own.
     """
 
+    @never_compiled
     def call(self: EchelonProcessGroup, /, *arguments: Any, **options: Any) -> Any:
         device = None
         for tensor in _tensors_of(arguments):

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
-from echelon._torch_private import at_end_of_backward, fail_when_unwrapped, is_at_end_of_backward, is_in_backward
+from echelon._torch_private import (
+    at_end_of_backward,
+    fail_when_unwrapped,
+    is_at_end_of_backward,
+    is_in_backward,
+    never_compiled,
+)
 from echelon.backends.work import Work
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup
@@ -44,6 +50,7 @@ class Outcome(Future[T], Generic[T]):
         """Sets the lane's job that completes this future."""
         self._job = job
 
+    @never_compiled
     def wait(self) -> T:
         """Blocks until the future is done. Returns its value, or raises the error of the operation."""
         # Waiting for the job lets this thread run the lane's queue if it is the lane's thread.
@@ -166,13 +173,15 @@ class Pending(EchelonWork):
 
     def let_go(self) -> bool:
         """Drops large tensors of an operation that has succeeded. True if the operation has ended."""
-        if not (self._work.is_completed() and self._outcome.done()):
+        # Not `is_completed`, which lets other simulated ranks go on: this also runs in a destructor.
+        if not (self._work.has_ended and self._outcome.done()):
             return False
         if self._work.exception() is None and sum(tensor.nbytes for tensor in self._work.result()) > _SMALL_BYTES:
             del self._work, self._outcome
             self._has_let_go = True
         return True
 
+    @never_compiled
     def wait(self, timeout: timedelta = UNSET) -> bool:
         """Blocks until the operation has ended and its future is complete.
 
@@ -215,6 +224,7 @@ class Coalesced(EchelonWork):
         super().__init__()
         self._works = list(works)
 
+    @never_compiled
     def wait(self, timeout: timedelta = UNSET) -> bool:
         """Blocks until all operations have ended. `timeout` applies to each."""
         for work in self._works:

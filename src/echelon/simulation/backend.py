@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from echelon._torch_private import never_compiled
 from echelon.backends.base import Backend, check_rank
 from echelon.backends.control import ControlPlane
 from echelon.backends.delivery import ANY, Receive
@@ -162,6 +163,7 @@ class Boundary:
         if self._meter is not None:
             self._meter.start((self._rank, task.number))
 
+    @never_compiled
     def drive(self, work: Work[object], timeout: float | None) -> bool:
         """Blocks, in virtual time, until `work` is completed. False if the time is up before."""
         if self._is_inherited:  # the other ranks are threads, which a forked child does not have
@@ -175,6 +177,7 @@ class Boundary:
         self.leave(task)
         return done
 
+    @never_compiled
     def poll(self, work: Work[object]) -> bool:
         """Runs all events of this instant, then returns whether `work` is completed."""
         if not self._scheduler.is_running_here() or self._is_inherited:

@@ -30,7 +30,7 @@ from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.process.cached_property import without_locks
 from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
-from echelon.simulation.process.library_state import DefaultDtype, LibraryState
+from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
 from echelon.simulation.process.random_state import RandomState, on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates, State
 from echelon.simulation.process.torch_distributed import TorchDistributed
@@ -193,8 +193,9 @@ def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]
     """Returns the states of the process that each rank has for itself."""
     names = [(sys, "argv"), (sys, "excepthook")]
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
+    attributes += shared_collections()
     variables = functools.partial(torchrun_variables, hosts=hosts)
-    return [RandomState(seed), Environment(variables), Attributes(attributes), DefaultDtype(), LibraryState()]
+    return [RandomState(seed), Environment(variables), Attributes(attributes), TorchSettings(), LibraryState()]
 
 
 def _check(seed: object, timeout: object) -> None:

@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from echelon._torch_private import hooks_of_all_modules
+from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.state import State
 
 
-class DefaultDtype(State):
-    """Default dtype of new floating-point tensors."""
+class Setting(NamedTuple):
+    """Setting of torch for the whole process, by its two functions."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+SETTINGS = (
+    Setting(torch.get_default_dtype, torch.set_default_dtype),
+    Setting(
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    Setting(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting(torch.is_warn_always_enabled, torch.set_warn_always),
+    Setting(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    Setting(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    Setting(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+)
+"""Settings that ranks would overwrite for each other. Grad mode and autocast belong to threads already."""
+
+
+class TorchSettings(State):
+    """Settings of torch."""
 
     def __init__(self) -> None:
-        self._outside = torch.get_default_dtype()
+        self._outside = self.take()
 
-    def first(self, rank: int) -> torch.dtype:  # noqa: ARG002, D102
+    def first(self, rank: int) -> list[Any]:  # noqa: ARG002, D102
         return self._outside
 
-    def take(self) -> torch.dtype:  # noqa: D102
-        return torch.get_default_dtype()
+    def take(self) -> list[Any]:  # noqa: D102
+        return [setting.get() for setting in SETTINGS]
 
-    def put(self, state: torch.dtype) -> None:  # noqa: D102
-        if state is not torch.get_default_dtype():
-            torch.set_default_dtype(state)
+    def put(self, state: Sequence[Any]) -> None:  # noqa: D102
+        for setting, value in zip(SETTINGS, state, strict=True):
+            if setting.get() != value:
+                setting.set(value)
+
+
+def shared_collections() -> list[Attribute]:
+    """Returns lists and dicts of the process that programs change, of which each rank begins with a copy."""
+
+    def of(owner: Any, name: str) -> Attribute:
+        outside = getattr(owner, name)
+        return Attribute(owner, name, lambda _: copy.copy(outside))
+
+    hooks = hooks_of_all_modules()
+    return [of(warnings, "filters"), *(of(torch.nn.modules.module, name) for name in hooks)]
 
 
 class LibraryAttribute(NamedTuple):
@@ -41,8 +85,23 @@ class LibraryAttribute(NamedTuple):
 
 _NOTHING: Callable[[], Any] = lambda: None  # noqa: E731
 
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _handlers_of_dtensor() -> dict[Any, Any]:
+    """Returns the handlers of operators with which torch begins: `loss_parallel` adds some for a while."""
+    return type(torch.distributed.tensor.DTensor._op_dispatcher)()._custom_op_handlers
+
+
 LIBRARY_ATTRIBUTES = (
     LibraryAttribute("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _NOTHING),
+    LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", set),
+    LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.results", lambda: defaultdict(float)),
+    LibraryAttribute("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", _handlers_of_dtensor),
+    LibraryAttribute("torch.utils._device", "CURRENT_DEVICE", _NOTHING),
+    LibraryAttribute("lightning_utilities.core.rank_zero", "rank_zero_only.rank", _rank),
     LibraryAttribute("accelerate.state", "PartialState._shared_state", dict),
     LibraryAttribute("accelerate.state", "AcceleratorState._shared_state", dict),
     LibraryAttribute("accelerate.state", "GradientState._shared_state", dict),

@@ -30,8 +30,9 @@ from echelon._torch_private import (
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
-from echelon.simulation.backend import StoreWait, VirtualBackend
+from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualLanes
 from echelon.simulation.process.environment import Attribute
+from echelon.simulation.process.pools import pools_in_lanes
 from echelon.simulation.process.store import FOREVER, Contents, SimulatedStore
 from echelon.wording import listed
 
@@ -97,6 +98,7 @@ class TorchDistributed:
                 groups_of_each_thread(),
                 groups_made_by(self._with_simulated_backend, self._store_barrier),
                 futures_that_wait_by(self._wait_for),
+                pools_in_lanes(self._lanes_here),
             ):
                 for module in (dist, distributed_c10d, _RENDEZVOUS):
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
@@ -262,6 +264,9 @@ class TorchDistributed:
     def _work(self, what: str) -> StoreWait:
         backend = self._backend_here()
         return StoreWait(backend.boundary, what, backend.timeout)
+
+    def _lanes_here(self) -> VirtualLanes | None:
+        return self._backend_here().lanes if self._world.scheduler.is_running_here() else None
 
     def _backend_here(self) -> VirtualBackend:
         backend = self._here().backend

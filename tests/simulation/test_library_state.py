@@ -1,0 +1,149 @@
+"""State that torch and Python keep once per process belongs to each simulated rank, and is as before afterwards."""
+
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon
+from echelon.errors import UnsupportedOp
+from echelon.simulation.process import pools
+from echelon.simulation.process.library_state import SETTINGS, LibraryAttribute, LibraryState
+
+
+def settings():
+    return [setting.get() for setting in SETTINGS]
+
+
+def test_each_rank_has_its_settings_of_torch():
+    def program(group):
+        is_odd = group.rank % 2 == 1
+        torch.set_default_dtype(torch.float64 if is_odd else torch.float32)
+        torch.use_deterministic_algorithms(is_odd, warn_only=is_odd)
+        torch.set_float32_matmul_precision("high" if is_odd else "highest")
+        torch.backends.cuda.enable_math_sdp(is_odd)
+        before = settings()
+        group.barrier()
+        return before == settings(), torch.ones(1).dtype, torch.are_deterministic_algorithms_enabled()
+
+    before = settings()
+    results = echelon.simulate(program, 4).results
+    assert results == [(True, torch.float32, False), (True, torch.float64, True)] * 2
+    assert settings() == before
+
+
+def test_filters_of_warnings_belong_to_the_rank_that_sets_them():
+    def program(group):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if group.rank else "error")
+            group.barrier()  # ranks leave in another order than they have entered
+            action = warnings.filters[0][0]
+            group.barrier()
+            if group.rank == 0:
+                group.barrier()
+        if group.rank:
+            group.barrier()
+        return action
+
+    before = list(warnings.filters)
+    assert echelon.simulate(program, 3).results == ["error", "ignore", "ignore"]
+    assert warnings.filters == before
+
+
+def test_hooks_of_all_modules_belong_to_the_rank_that_adds_them():
+    def program(group):
+        calls = []
+        if group.rank == 1:
+            torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(group.rank))
+        group.barrier()
+        torch.nn.Identity()(torch.ones(1))
+        group.barrier()
+        return calls
+
+    assert echelon.simulate(program, 3).results == [[], [1], []]
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_an_attribute_of_a_library_begins_anew_on_each_rank(monkeypatch):
+    library = ModuleType("library_with_state")
+    library.Shared = type("Shared", (), {"names": ["outside"]})
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    state = LibraryState([LibraryAttribute(library.__name__, "Shared.names", list)])
+    outside = state.take()
+    state.put(state.first(0))
+    library.Shared.names.append("of rank 0")
+    first = state.take()
+    state.put(state.first(1))
+    assert library.Shared.names == []
+    state.put(first)
+    assert library.Shared.names == ["of rank 0"]
+    state.put(outside)
+    assert library.Shared.names == ["outside"]
+
+
+def save(process_kind):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    def program(group):
+        dist.init_process_group("gloo")
+        kind = AsyncCheckpointerType[process_kind]
+        dcp.async_save({"a": torch.ones(1)}, checkpoint_id="never written", async_checkpointer_type=kind).result()
+
+    return program
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own names
+def test_a_checkpoint_by_processes_is_refused():
+    with pytest.raises(UnsupportedOp, match=r"starts a process for each rank.*use AsyncCheckpointerType.THREAD"):
+        echelon.simulate(save("PROCESS"), 2)
+
+
+def communicate(group):
+    return group.all_reduce(torch.ones(1)).item()
+
+
+@pytest.fixture
+def communicates(monkeypatch):
+    monkeypatch.setattr(pools, "COMMUNICATING", frozenset({__name__}))
+
+
+def test_a_job_that_communicates_takes_turns(communicates):
+    def program(group):
+        with ThreadPoolExecutor(1) as pool:
+            futures = [pool.submit(communicate, group) for _ in range(2)]
+            while not futures[1].done():
+                pass
+            return [future.result() for future in futures], futures[0].exception()
+
+    assert echelon.simulate(program, 4).results == [([4.0, 4.0], None)] * 4
+
+
+def receive(group):
+    return group.recv(1 - group.rank).item()
+
+
+def test_a_wait_for_such_a_job_can_time_out(communicates):
+    def program(group):
+        if group.rank == 1:
+            group.recv(0)
+            return group.send(torch.ones(1), 0)
+        future = ThreadPoolExecutor(1).submit(receive, group)
+        with pytest.raises(TimeoutError):
+            future.result(timeout=0.5)
+        group.send(torch.ones(1), 1)
+        return future.result()
+
+    assert echelon.simulate(program, 2).results[0] == 1.0
+
+
+def test_jobs_that_do_not_communicate_keep_their_threads():
+    def program(group):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: group.rank * 2).result()
+
+    assert echelon.simulate(program, 2).results == [0, 2]

@@ -1,0 +1,116 @@
+"""Unmodified programs of torch.distributed give the same bits on simulated ranks as on real processes."""
+
+import importlib.util
+import shutil
+
+import pytest
+
+from tests.helpers.torch_programs.processes import FAMILIES, names_of, run_as_rank, simulate, simulate_as_rank
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about its own names
+
+QUICK = {
+    "data_parallel": ("ddp_own_hook", "ddp_static_graph", "zero"),
+    "sharded": ("fsdp1", "fsdp2"),
+    "tensor_parallel": ("sequence_parallel",),
+    "pipelines": ("interleaved_zero_bubble",),
+    "checkpoints": ("saved_beside",),
+    "collectives": ("functional_collectives", "state_of_the_process"),
+}
+HEAVY = ("compiled", "libraries")
+"""Families that leave much behind in their process: compiled code, and globals of libraries."""
+PACKAGES = {
+    "accelerate": "accelerate",
+    "transformers_trainer": "accelerate",  # and transformers, which the tests need anyway
+    "transformers_language_model": "accelerate",
+    "lightning_fabric": "lightning",
+    "lightning_trainer": "lightning",
+}
+"""The package that a program needs, and that is not always there."""
+
+
+def cases(chosen):
+    return [(family, name) for family in FAMILIES for name in names_of(family) if chosen(family, name)]
+
+
+def is_quick(family, name):
+    return name in QUICK.get(family, ())
+
+
+every = pytest.mark.parametrize(("family", "name"), cases(lambda *_: True))
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """Variables that keep torch's compiler from leaving processes and files behind."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+@pytest.fixture
+def simulated(pool, environ):
+    """Runs a program on simulated ranks, and returns their results."""
+
+    def run(family, name, world_size):
+        if family in HEAVY:
+            return pool.run(simulate_as_rank, 1, family, name, world_size, environ, timeout=300.0)[0]
+        return simulate(family, name, world_size)
+
+    return run
+
+
+@pytest.fixture
+def processes(pool, environ):
+    """Runs a program on processes over Echelon, and returns the results of the ranks."""
+
+    def run(family, name, world_size):
+        return pool.run(run_as_rank, world_size, family, name, environ, timeout=200.0 if family in HEAVY else 50.0)
+
+    return run
+
+
+def check_needs(family, name):
+    package = PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install -c constraints.txt 'echelon[interop]'")
+    if family == "compiled" and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs g++")
+
+
+def check_equal_everywhere(results):
+    first = results[0].everywhere
+    assert [result.everywhere for result in results] == [first] * len(results)
+
+
+@pytest.mark.parametrize(("family", "name"), cases(is_quick))
+def test_two_ranks_compute_as_two_processes(simulated, processes, family, name):
+    results = simulated(family, name, 2)
+    assert results == processes(family, name, 2)
+    check_equal_everywhere(results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("world_size", [2, 4])
+@every
+def test_ranks_compute_as_processes(simulated, processes, family, name, world_size):
+    check_needs(family, name)
+    results = simulated(family, name, world_size)
+    assert results == processes(family, name, world_size)
+    check_equal_everywhere(results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@every
+def test_sixteen_ranks_agree(simulated, family, name):
+    check_needs(family, name)
+    results = simulated(family, name, 16)
+    assert len(results) == 16
+    check_equal_everywhere(results)
+    assert any(result.own is not None or result.everywhere is not None for result in results)
+
+
+def test_every_family_has_a_quick_program():
+    assert set(QUICK) | set(HEAVY) == set(FAMILIES)
+    assert all(set(names) <= set(names_of(family)) for family, names in QUICK.items())
+    assert set(PACKAGES) == set(names_of("libraries"))
