@@ -60,3 +60,12 @@ def test_the_plan_command_runs(capsys):
     (command,) = re.findall(r"^echelon plan .*$", readme, re.MULTILINE)
     assert main(command.split()[1:]) == 0
     assert "bubble rate 27.3 %" in capsys.readouterr().out
+
+
+def test_the_readme_shows_what_a_hang_prints(monkeypatch, capfd):
+    monkeypatch.chdir(EXAMPLES.parent)
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert f"```py\n{(EXAMPLES / 'hang.py').read_text()}```\n" in readme
+    ((command, expected),) = re.findall(r"```console\n\$ echelon (simulate .*)\n((?:.*\n)*?)```", readme)
+    assert main(command.split()) == 1
+    assert capfd.readouterr().err == expected
