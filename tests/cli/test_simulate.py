@@ -270,6 +270,8 @@ def test_ctrl_c_shows_where_each_rank_is(simulate, write):
         (("-n", 2, "--faults", "kill:1", "script.py"), "--faults kill:1: write it as kill:2@op=17"),
         (("-n", 2, "--faults", "kill:5@t=1", "script.py"), "is not a rank of this group of 2"),
         (("-n", 2, "--seed", "-1", "script.py"), "seed=-1: give a whole number"),
+        (("-n", 2, "--order", "mpi", "script.py"), 'order=\'mpi\': use "shm" or "tcp"'),
+        (("-n", 2, "--collectives", "none", "script.py"), "collectives='none'"),
         (("-n", 2, "--explore", "0", "script.py"), "--explore 0: give the number of seeds"),
         (("-n", 2, "--explore", "9", "--memory", "script.py"), "--memory with --explore"),
         (("-n", 2, "--png", "a.svg", "script.py"), "--png a.svg: give a name that ends in .png"),
@@ -324,8 +326,9 @@ def test_exploring_shows_the_failing_seed_alone_and_how_to_replay_it(simulate, w
     assert ended.status == 1
     assert ended.out == "[0] first is 2\n"
     last = ended.err.splitlines()[-1]
-    assert last.endswith(f"to replay it: echelon simulate -n 3 --seed {last.split()[2]} script.py 'a b'")
-    again = simulate("-n", 3, "--seed", last.split()[2], script, "a b")
+    words = ("-n", "3", "--collectives", "messages", "--seed", last.split()[2])
+    assert last.endswith(f"to replay it: echelon simulate {' '.join(words)} script.py 'a b'")
+    again = simulate(*words, script, "a b")
     assert (again.status, again.out) == (1, "[0] first is 2\n")
 
 

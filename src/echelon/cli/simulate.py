@@ -47,6 +47,13 @@ class SimulateOptions:
     timeout: Annotated[
         float | None, value("SECONDS", "Default timeout of blocking calls, virtual seconds.  [default: 600]")
     ] = None
+    collectives: Annotated[
+        str | None,
+        value("WAY", "Collectives as one event (whole) or as messages.  [default: messages with faults or --explore]"),
+    ] = None
+    order: Annotated[
+        str, value("ORDER", "Order in which sums are taken: that of processes of one host (shm) or over TCP (tcp).")
+    ] = "shm"
     late_sends: Annotated[bool, typer.Option("--late-sends", help="Find tensors that are changed while sent.")] = False
     memory: Annotated[bool, typer.Option("--memory", help="Print the peak memory of each rank's tensors.")] = False
     chrome: Chrome = None
@@ -80,8 +87,14 @@ class SimulateOptions:
             "faults": fault_text.parse(self.faults or ()),
             "memory": self.memory,
             "late_sends": self.late_sends,
+            "collectives": self._collectives(),
+            "order": self.order,
         }
         return found if self.timeout is None else {**found, "timeout": self.timeout}
+
+    def _collectives(self) -> str | None:
+        # As `echelon.explore`: in whole collectives there is less to explore.
+        return "messages" if self.collectives is None and self.explore is not None else self.collectives
 
     def replay(self, seed: int) -> str:
         """Returns the command line that runs one seed again."""
@@ -90,6 +103,8 @@ class SimulateOptions:
             ("--costs", self.costs),
             *(("--faults", text) for text in self.faults or ()),
             ("--timeout", self.timeout),
+            ("--collectives", self._collectives()),
+            ("--order", self.order if self.order != "shm" else None),
             ("--seed", seed),
         ]
         words = ["echelon", "simulate", "-n", str(self.num_ranks)]
