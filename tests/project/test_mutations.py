@@ -49,6 +49,7 @@ def make_project(folder, test):
     (folder / "src" / "echelon").mkdir(parents=True)
     (folder / "tests").mkdir()
     (folder / "src" / "echelon" / "__init__.py").write_text("ONE = 1\n")
+    (folder / "src" / "echelon" / "pytest_plugin.py").write_text("")  # pytest loads it as an installed plugin
     (folder / "tests" / "test_one.py").write_text(f"import echelon\n\n\ndef test_one():\n    {test}\n")
     return Mutation("one is two", "__init__.py", "ONE = 1", "ONE = 2", ("test_one.py",))
 

@@ -245,7 +245,7 @@ def fails_last(group):
 def test_the_first_cause_is_raised_however_late_it_comes():
     with pytest.raises(KeyError, match="no such layer") as caught:
         echelon.simulate(fails_last, 2)
-    assert caught.value.__notes__ == ["raised on rank 0 of 2"]
+    assert caught.value.__notes__[0].startswith("raised on rank 0 of 2, at ")
 
 
 def interrupted(group):

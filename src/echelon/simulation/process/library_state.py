@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import warnings
@@ -133,9 +134,15 @@ class LibraryState(State):
                 setattr(owner, name, state[attribute] if attribute in state else attribute.first())
 
 
+@functools.cache
+def _parts(path: str) -> tuple[str, ...]:
+    """Returns the names of a dotted name. Always the same texts: Python keeps each text that names an attribute."""
+    return tuple(sys.intern(part) for part in path.split("."))
+
+
 def _owner(attribute: LibraryAttribute) -> tuple[object | None, str]:
     """Returns the object that has the attribute, and the attribute's name. None if its module is not imported."""
-    *parts, name = attribute.path.split(".")
+    *parts, name = _parts(attribute.path)
     owner: object | None = sys.modules.get(attribute.module)
     for part in parts:
         owner = getattr(owner, part, None)
