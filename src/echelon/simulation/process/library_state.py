@@ -93,6 +93,12 @@ def _rank() -> int:
 
 def _handlers_of_dtensor() -> dict[Any, Any]:
     """Returns the handlers of operators with which torch begins: `loss_parallel` adds some for a while."""
+    return dict(_first_handlers())
+
+
+# Once: each new dispatcher would leave some kilobytes behind.
+@functools.cache
+def _first_handlers() -> Mapping[Any, Any]:
     return type(torch.distributed.tensor.DTensor._op_dispatcher)()._custom_op_handlers
 
 
