@@ -23,6 +23,7 @@ LAYERS = (
     ("data_parallel",),
     ("pipeline",),
     ("simulation", "testing"),
+    ("foresight",),
     ("bench", "doctor"),
     ("cli", "pytest_plugin", "__init__", "__main__"),
 )

@@ -1,0 +1,176 @@
+"""A rank's step as a value: its kernels, communication, waits and memory, in the order of the host. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+Kind: TypeAlias = Literal["matmul", "attention", "other"]
+"""Kinds of kernels that a device model tells apart."""
+
+Phase: TypeAlias = Literal["forward", "backward", "recompute", "optimizer", "other"]
+"""Parts of a step. "recompute" is a forward pass repeated by activation checkpointing."""
+
+MemoryKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "activations", "communication", "other"]
+
+UNKNOWN_STORAGE = -1
+"""Storage of bytes that only a part of a tensor accounts for, such as the rows that an embedding reads."""
+
+
+class Kernel(NamedTuple):
+    """A kernel, or a group of `launches` kernels, that computes on one stream."""
+
+    stream: int
+    """Number of the stream. 0 is the default stream."""
+    name: str
+    """Name of the operator without namespace and overload, such as "mm"."""
+    kind: Kind
+    flops: int
+    """Floating-point operations, two for each multiply-add. 0 for kind "other"."""
+    dtype: str
+    """Type of the first floating-point input, such as "bfloat16"."""
+    shape: tuple[int, ...]
+    """(batch, m, n, k) of a matrix product, (batch, heads, queries, keys, head_dim) of attention, else ()."""
+    reads: tuple[tuple[int, int], ...]
+    """(storage, bytes) of each input."""
+    writes: tuple[tuple[int, int], ...]
+    """(storage, bytes) of each output."""
+    launches: int
+    phase: Phase
+    place: int
+    """Index of the program's line in `Trace.places`. -1 if there is none."""
+    module: int
+    """Index of the module in `Trace.modules`. -1 if there is none."""
+
+
+class Collective(NamedTuple):
+    """A collective on the communication stream of its group."""
+
+    stream: int
+    """Stream that was current. The collective begins after what has been put on it, and with `blocking` it waits."""
+    number: int
+    """Name of the collective for `Wait`, unique in the trace."""
+    kind: str
+    """Kind as in `echelon.backends.collective`, such as "all_reduce"."""
+    group: int
+    """Index of the group in `Trace.groups`."""
+    num_bytes: int
+    """Bytes of the whole array: the output of an all-gather, the input of a reduce-scatter."""
+    dtype: str
+    op: str
+    """Reduction, such as "sum". Empty for a collective that does not reduce."""
+    root: int
+    """World rank of the root. -1 if there is none."""
+    blocking: bool
+    """True if the stream waits for the end at once."""
+    reads: tuple[tuple[int, int], ...]
+    writes: tuple[tuple[int, int], ...]
+    phase: Phase
+    place: int
+    module: int
+
+
+class Message(NamedTuple):
+    """A send or a receive."""
+
+    stream: int
+    number: int
+    is_send: bool
+    peer: int
+    """World rank of the other side."""
+    group: int
+    tag: int
+    num_bytes: int
+    dtype: str
+    blocking: bool
+    batch: int
+    """Number of the batch_isend_irecv call, whose messages begin together. -1 if it stands alone."""
+    phase: Phase
+    place: int
+    module: int
+
+
+class Wait(NamedTuple):
+    """The stream waits for the end of a collective or a message."""
+
+    stream: int
+    number: int
+    place: int
+
+
+class RecordEvent(NamedTuple):
+    """An event is recorded on a stream."""
+
+    stream: int
+    event: int
+
+
+class WaitEvent(NamedTuple):
+    """The stream waits for an event."""
+
+    stream: int
+    event: int
+
+
+class HostWait(NamedTuple):
+    """The host waits: for an event, for a stream, or for all streams of the device."""
+
+    stream: int
+    """-1: all streams."""
+    event: int
+    """-1: the stream as a whole."""
+    place: int
+
+
+class Allocate(NamedTuple):
+    """A storage gets memory. A storage that is resized is freed and allocated anew."""
+
+    storage: int
+    num_bytes: int
+    """As PyTorch's caching allocator rounds it: a multiple of 512."""
+    kind: MemoryKind
+    place: int
+    module: int
+
+
+class Free(NamedTuple):
+    """A storage gives its memory back."""
+
+    storage: int
+
+
+Entry: TypeAlias = Kernel | Collective | Message | Wait | RecordEvent | WaitEvent | HostWait | Allocate | Free
+
+
+class Group(NamedTuple):
+    """A process group."""
+
+    ranks: tuple[int, ...]
+    """World ranks, in the order of the group."""
+    name: str
+    """Description or name of its mesh dimension, such as "dp". Empty if it has none."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step of one rank."""
+
+    rank: int
+    world_size: int
+    entries: tuple[Entry, ...]
+    live: tuple[Allocate, ...]
+    """Storages that are alive when the step begins."""
+    groups: tuple[Group, ...]
+    places: tuple[str, ...]
+    """Lines of the program, as "train.py:42"."""
+    modules: tuple[str, ...]
+    """Qualified names of modules, as "layers.2.attention"."""
+    is_step: bool
+    """False if the program has no optimizer: the entries are then those of the whole program."""
+    tokens: int | None = None
+    assumptions: tuple[str, ...] = ()
+    """Assumed values and approximations, each with its line."""
+    skipped: tuple[str, ...] = ()
+    """Writes to files that were skipped, each with its line."""
+    annotations: Mapping[str, object] = field(default_factory=dict)
