@@ -15,7 +15,9 @@ WAYS = ("whole", "messages")
 
 
 @pytest.mark.parametrize("order", ["shm", "tcp"])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_reductions_have_the_bits_of_real_processes(pool, world_size, order):
     real = pool.run(digests, world_size, backend=order)
     for way in WAYS:
@@ -399,7 +401,7 @@ def train_like_fsdp(group, num_bytes):
         group.broadcast(shard, 0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["whole", pytest.param("messages", marks=pytest.mark.slow)])
 def test_nothing_is_left_after_fifty_simulations(way):
     def run():
         echelon.simulate(train_like_fsdp, 4, (4096,), network="10GbE", collectives=way)

@@ -21,6 +21,7 @@ def why_no_namespace():
     return "" if tried.returncode == 0 else f"no mount namespace: {tried.stderr.strip()}"
 
 
+@pytest.mark.slow
 def test_a_full_dev_shm_of_64_kib_does_not_matter():
     if reason := why_no_namespace():
         pytest.skip(reason)
