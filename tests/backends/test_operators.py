@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp
 
 import echelon
 from echelon.backends.formats.wire import DTYPES
-from echelon.backends.operators import accumulation_dtype, check_op, operator
+from echelon.backends.operators import accumulation_dtype, check_op, combine_in_order, operator
 from echelon.errors import UnsupportedOp
 
 DTYPE_NAMES = [name for name, _ in DTYPES]
@@ -160,3 +160,21 @@ def test_a_mean_has_the_bits_of_a_division(num_ranks, dtype):
     mean = operator("mean", dtype).finish(total.clone(), num_ranks)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     assert torch.equal(mean.view(bits), (total / num_ranks).view(bits))
+
+
+@pytest.mark.parametrize("num_elements", [1, 1000, 100_000])
+@pytest.mark.parametrize("op", ["sum", "mean", "product", "min", "max"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_combined_as_float32_and_rounded_once(dtype, num_ranks, op, num_elements):
+    generator = torch.Generator().manual_seed(num_ranks)
+    # Any bits: tiny, huge, infinite ones, and those that are no numbers.
+    bits = torch.randint(-(2**15), 2**15, (num_ranks, num_elements), generator=generator, dtype=torch.int16)
+    parts = list(bits.view(dtype))
+    reducing = operator(op, dtype)
+    exact = parts[0].float()
+    for part in parts[1:]:
+        reducing.combine(exact, part.float())
+    wanted = reducing.finish(exact, num_ranks).to(dtype)
+    combine_in_order(parts[-1], parts, reducing)  # into one of them
+    assert torch.equal(parts[-1].nan_to_num(nan=7.0).view(torch.int16), wanted.nan_to_num(nan=7.0).view(torch.int16))

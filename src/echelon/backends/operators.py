@@ -141,11 +141,23 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+"""Types of which torch combines two tensors as float32 and rounds the result once."""
+_BLOCK = 32 << 10
+"""Elements combined at a time as float32. Two such blocks stay in the cache."""
+_scratch: list[tuple[torch.Tensor, torch.Tensor]] = []
+"""Blocks of float32 that no thread uses at the moment: fresh ones cost more than the sum, by page faults."""
+
+
 def combine_in_order(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Operator) -> None:
-    """Reduces the parts in their order into `target`, which may be one of them."""
+    """Reduces the parts in their order into `target`, which may be one of them.
+
+    8- and 16-bit floats are combined as float32, and rounded once at the end instead of at every step.
+    """
     dtype = target.dtype
     wide = accumulation_dtype(dtype)
-    if wide is dtype and len(parts) == 2 and not operator.divides:  # fast path: 2 ranks
+    # A mean would be rounded twice.
+    if len(parts) == 2 and not operator.divides and (wide is dtype or dtype in _HALVES):
         operator.function(parts[0], parts[1], out=target)
         return
     first, second, *others = parts
@@ -158,8 +170,35 @@ def combine_in_order(target: torch.Tensor, parts: Sequence[torch.Tensor], operat
         if operator.divides:
             operator.finish(target, len(parts))
         return
-    # In a copy, as float32 for 8- and 16-bit floats, which are rounded once at the end instead of at every step.
+    # Up to two blocks the allocator has memory that was used before.
+    if (
+        target.numel() > 2 * _BLOCK
+        and wide is torch.float32
+        and all(tensor.is_contiguous() for tensor in (target, *parts))
+    ):
+        _combine_in_blocks(target.view(-1), [part.view(-1) for part in parts], operator)
+        return
     total = first.to(wide, copy=True)
     for part in (second, *others):
         operator.combine(total, part.to(wide))
     target.copy_(operator.finish(total, len(parts)))
+
+
+def _combine_in_blocks(target: torch.Tensor, parts: Sequence[torch.Tensor], operator: Operator) -> None:
+    """Reduces parts of one dimension into `target`, as float32, one block after another."""
+    own, other = _scratch.pop() if _scratch else _new_scratch()
+    try:
+        for place, first, *others in zip(*(torch.split(tensor, _BLOCK) for tensor in (target, *parts)), strict=True):
+            is_whole = len(place) == _BLOCK
+            total, term = (own, other) if is_whole else (own[: len(place)], other[: len(place)])
+            total.copy_(first)
+            for part in others:
+                operator.combine(total, term.copy_(part))
+            place.copy_(operator.finish(total, len(parts)))
+    finally:
+        _scratch.append((own, other))
+
+
+def _new_scratch() -> tuple[torch.Tensor, torch.Tensor]:
+    own = torch.empty(_BLOCK, dtype=torch.float32, device="cpu")
+    return own, torch.empty_like(own)

@@ -16,7 +16,7 @@ import torch
 from echelon.backends.collective import result_buffer
 from echelon.backends.formats import memory_layout
 from echelon.backends.memory import copy_contiguous
-from echelon.backends.operators import Operator, accumulation_dtype, combine_in_order
+from echelon.backends.operators import Operator, combine_in_order
 from echelon.backends.shared.collectives.exchange import exit_barrier, meet_with
 from echelon.backends.shared.collectives.rank_region import Shared
 from echelon.backends.shared.collectives.streaming import pass_by, stream
@@ -48,10 +48,7 @@ def small_all_reduce(
     size = small.num_bytes
     # A view with strides would need a copy before it could be published.
     if not shared.takes_turns or size > memory_layout.RESULT_BYTES or not is_contiguous:
-        if len(small.places) == 2 and not operator.divides and accumulation_dtype(dtype) is dtype:
-            operator.function(small.places[0], small.places[1], out=tensor)
-        else:
-            combine_in_order(tensor, small.places, operator)
+        combine_in_order(tensor, small.places, operator)
     elif (result := board.result()) is not None:
         ctypes.memmove(tensor.data_ptr(), result, size)
     else:
