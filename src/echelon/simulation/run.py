@@ -29,7 +29,13 @@ from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.process.cached_property import without_locks
-from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
+from echelon.simulation.process.environment import (
+    Attribute,
+    Attributes,
+    Environment,
+    children_with_environment,
+    torchrun_variables,
+)
 from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
 from echelon.simulation.process.random_state import RandomState, on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates, State
@@ -152,7 +158,13 @@ def simulate(
             states += fn.states()
         world.rank_states = rank_states = RankStates(states, world_size)
         try:
-            with _rarer_collections(), on_one_core(), without_locks(), run.torch.installed():
+            with (
+                _rarer_collections(),
+                on_one_core(),
+                without_locks(),
+                children_with_environment(world.scheduler.is_running_here),
+                run.torch.installed(),
+            ):
                 run.run()
         finally:
             rank_states.restore()
