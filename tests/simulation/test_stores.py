@@ -1,8 +1,5 @@
 """Stores of torch.distributed on simulated ranks: waits in virtual time, and keys of the program alone."""
 
-import os
-import subprocess
-import sys
 from contextlib import suppress
 from datetime import timedelta
 
@@ -37,16 +34,3 @@ def test_a_store_has_the_keys_of_the_program_alone():
         return num_keys, store.get("workers")
 
     assert {keys for _, keys in echelon.simulate(program, 2).results} == {b"none"}
-
-
-def test_each_rank_starts_processes_with_its_own_environment():
-    def program(group):
-        os.environ["OF_RANK"] = str(group.rank)
-        group.barrier()
-        command = [sys.executable, "-c", "import os; print(os.environ['OF_RANK'], os.environ['RANK'])"]
-        inherited = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        given = {**os.environ, "OF_RANK": "given"}
-        chosen = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.split()
-        return inherited, chosen
-
-    assert echelon.simulate(program, 2).results == [(["0", "0"], ["given", "0"]), (["1", "1"], ["given", "1"])]
