@@ -98,8 +98,8 @@ def simulate(
 
     Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
     seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs
-    unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU) and computes with one
-    thread. All ranks share the modules, the environment, torch's default dtype and the other state of the process.
+    unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU), its own environment and
+    settings of torch, and computes with one thread. All ranks share the modules and other state of the process.
 
     Args:
         fn: function that each rank runs.
