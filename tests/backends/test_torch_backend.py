@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import echelon
 from echelon import functional
 from echelon._torch_private import is_in_backward
 from echelon.backends.collective import Collective
+from echelon.backends.formats.wire import Tag
 from echelon.backends.operators import operator
 from echelon.backends.shared.backend import share
 from echelon.backends.torch_distributed import engine as engine_module
@@ -31,6 +33,7 @@ from echelon.backends.torch_distributed.agreement import exchange, gather
 from echelon.backends.torch_distributed.collectives import native_op
 from echelon.backends.torch_distributed.engine import Engine
 from echelon.backends.torch_distributed.engines import ENGINES, check_available
+from echelon.backends.torch_distributed.store import PORT_SEQUENCE, meet_at_store
 from echelon.group.group import ProcessGroup
 from tests.helpers.collective_calls import call_of
 from tests.helpers.collective_cases import call, cases, check, expected
@@ -278,6 +281,13 @@ def test_the_store_of_rank_0_listens_where_rank_0_does():
         listening = [line.split()[1] for line in text.splitlines() if line.split()[3] == "0A"]
         (address,) = [each for each in listening if each.endswith(f":{port:04X}")]
         assert address.startswith("0100007F")  # 127.0.0.1
+
+
+def test_a_rank_that_cannot_serve_the_store_says_where():
+    """An OSError came out of `echelon.init`, which maps others."""
+    elsewhere = SimpleNamespace(rank=0, members=[SimpleNamespace(host="192.0.2.1")])  # kept for documentation
+    with pytest.raises(echelon.ConnectError, match=r"rank 0 cannot listen on 192\.0\.2\.1"):
+        meet_at_store(elsewhere, [0, 1], Tag(0, PORT_SEQUENCE), 1.0)
 
 
 def test_a_backend_says_what_it_is():

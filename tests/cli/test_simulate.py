@@ -345,6 +345,8 @@ def test_exploring_tells_how_many_seeds_passed(simulate, write):
         ("torch.cuda.Stream()", "CUDA at script.py:6: torch.cuda.Stream(): simulated ranks compute on"),
         ("os.fork()", "os.fork at script.py:6: os.fork(): simulated ranks are threads"),
         ("os.kill(os.getpid(), 9)", "os.kill of the process at script.py:6"),
+        ("os.kill(-os.getpgrp(), 18)", "os.kill of the process at script.py:6"),
+        ("os.killpg(os.getpgrp(), 18)", "os.killpg of the process at script.py:6"),
         ("__import__('signal').alarm(5)", "signal.alarm at script.py:6"),
         ("dist.rpc.init_rpc('a')", "torch.distributed.rpc.init_rpc at script.py:6"),
         (

@@ -1,5 +1,5 @@
 from echelon.collectives.plans.algorithms import build
-from echelon.collectives.plans.draw import grid, legend
+from echelon.collectives.plans.plan import grid, legend
 
 HALVING = """\
         0          1

@@ -440,6 +440,20 @@ def test_a_timeout_names_operation_and_peer(run):
     assert run(time_out, 2) == [0, 1]
 
 
+def set_no_timeout(group):
+    """Used to fail the next collective of this rank alone, after it had taken its number."""
+    if group.rank == 0:
+        with pytest.raises(echelon.InvalidArgument, match="timeout='5'"):
+            group.timeout = "5"
+        with pytest.raises(echelon.InvalidArgument, match="timeout=nan"):
+            group.timeout = float("nan")
+    return group.all_reduce(torch.ones(1)).item()
+
+
+def test_a_default_timeout_is_checked_where_it_is_set(run):
+    assert run(set_no_timeout, 2) == [2.0, 2.0]
+
+
 def use_after_close(group):
     group.barrier()
     group.close()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from echelon._torch_private import fake_tensors, operators_of, resolve_process_group
 from echelon._torch_versions import release
-from echelon.errors import UnsupportedOp
+from echelon.errors import SizeMismatch, UnsupportedOp
 from tests.helpers.torch_groups import all_gather_single, reduce_scatter_single
 
 N = 2
@@ -208,6 +208,38 @@ def refused(rank):
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_cannot_be_read_or_written_is_refused(in_world):
     assert in_world(N, refused) == [([], [[2.0, 2.0], [2.0, 2.0]])] * N
+
+
+def misfits(rank):
+    """Gives every call a list that is not one tensor of the right size for each rank; returns the calls that took it.
+
+    They moved the elements on to the next tensor of the list, where Gloo raises an error.
+    """
+    two, lists = torch.ones(2), {"sizes": (3, 1), "more": (1, 1, 1, 1), "fewer": (4,)}
+    accepted = []
+    for kind, sizes in lists.items():
+        several = [torch.ones(size) for size in (sizes if rank == 0 else reversed(sizes))]
+        calls = {
+            "all_gather": lambda: dist.all_gather(several, two),  # noqa: B023
+            "all_gather_coalesced": lambda: dist.all_gather_coalesced([[each] for each in several], [two]),  # noqa: B023
+            "gather": lambda: dist.gather(two, several, dst=rank),  # noqa: B023
+            "scatter": lambda: dist.scatter(two, several, src=rank),  # noqa: B023
+            "reduce_scatter": lambda: dist.reduce_scatter(two, several),  # noqa: B023
+        }
+        for name, call in calls.items():
+            try:
+                call()
+            except SizeMismatch:
+                continue
+            accepted.append((kind, name))
+    with pytest.raises(SizeMismatch, match="3 rows, which 2 ranks do not divide"):
+        dist.all_to_all_single(torch.empty(3, 2), torch.ones(3, 2))
+    dist.all_reduce(two)
+    return accepted, two.tolist()
+
+
+def test_a_list_has_a_tensor_of_the_right_size_for_each_rank(in_world):
+    assert in_world(N, misfits) == [([], [2.0, 2.0])] * N
 
 
 def overwritten(rank):

@@ -10,14 +10,13 @@ from typing import Annotated, Any, cast
 import typer
 
 from echelon._torch_versions import UnsupportedTorch
-from echelon.cli.bench import bench
+from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
 from echelon.cli.options import command
 from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
 from echelon.cli.run import run
 from echelon.cli.simulate import simulate
-from echelon.cli.tune import tune
 from echelon.errors import EchelonError, FileError
 
 _SETTINGS: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""`echelon bench`: speed of a collective, measured as nccl-tests does."""
+"""`echelon bench` and `echelon tune`: speed of collectives, as nccl-tests measures it, and a table of the fastest."""
 
 from __future__ import annotations
 
-from echelon.bench.request import Request
+from echelon.bench.request import Request, Tuning
 
 
 def bench(request: Request) -> int:
@@ -16,3 +16,16 @@ def bench(request: Request) -> int:
     from echelon.bench.measure import run
 
     return 1 if run(request) else 0  # the number of wrong values may not fit a status
+
+
+def tune(tuning: Tuning) -> None:
+    """Measures every collective algorithm and writes a table of the fastest.
+
+    Run it on the ranks that jobs will have: -n on this host, or under a launcher on several hosts. A job uses the
+    table on all its ranks if rank 0 finds the file. ECHELON_TUNED names another file, or is "off".
+    """
+    tuning.check()
+    # Imports torch, which takes seconds: a wrong option is reported before.
+    from echelon.bench.tune import run
+
+    run(tuning)

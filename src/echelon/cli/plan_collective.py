@@ -17,8 +17,7 @@ from echelon.cli.output import exact, print_table, write, write_files
 from echelon.collectives.plans.algorithms import OPERATIONS, algorithms_of, build, chunk_bytes, numbered
 from echelon.collectives.plans.check import check, goal_of
 from echelon.collectives.plans.cost import LinkCosts, simulate
-from echelon.collectives.plans.draw import grid, legend
-from echelon.collectives.plans.plan import Plan, Send, text_of_round
+from echelon.collectives.plans.plan import Plan, Send, grid, legend, text_of_round
 from echelon.collectives.plans.select import choose, variable_of
 from echelon.errors import PlanError
 from echelon.timeline.timeline import Timeline

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
+from echelon.arguments import check_seconds
 from echelon.backends.base import Backend
 from echelon.backends.formats.wire import Tag
 from echelon.backends.memory import check_dense, check_tensor, wrong_device
@@ -42,12 +43,16 @@ class GroupBase:
 
     @property
     def timeout(self) -> float:
-        """Default timeout of blocking calls, in seconds."""
+        """Default timeout of blocking calls, in seconds.
+
+        Raises:
+            InvalidArgument: set to anything but a number of seconds of at least 0.
+        """
         return self._runner.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._runner.timeout = seconds
+        self._runner.timeout = check_seconds(seconds)
 
     def _check_message(self, tensor: Tensor) -> None:
         self._runner.check_open()

@@ -17,7 +17,7 @@ from torch.distributed import Work as TorchWork
 
 from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.interop.tensors import Tensors, count_change, deal, deal_all, flat, joined, only, row, writable
+from echelon.interop.tensors import Tensors, check_list, count_change, deal, deal_all, flat, joined, only, row, writable
 from echelon.interop.works import Options, Runner
 
 
@@ -172,6 +172,7 @@ def reduce_scatter(
     """Reduces a list of tensors, one per rank, over all ranks. Each rank gets its own."""
     output, (inputs,), rank = only(output_tensors, "reduce_scatter"), input_tensors, runner.group.rank
     sizes = [tensor.numel() for tensor in inputs]
+    check_list(inputs, rank, runner.group.world_size, output.numel(), "reduce_scatter")
     # Echelon's reduce_scatter takes equal parts only. Others are all reduced, and this rank keeps its own.
     if len(set(sizes)) <= 1:
         return reduce_scatter_single(runner, output, joined(inputs), opts)
@@ -225,6 +226,7 @@ def allgather(
 ) -> TorchWork:
     """Gathers the tensors of all ranks into a list, on every rank. Their numbers of elements may differ."""
     tensor, (outputs,) = only(input_tensors, "all_gather"), output_tensors
+    check_list(outputs, runner.group.rank, runner.group.world_size, tensor.numel(), "all_gather")
     writable(outputs, "all_gather")
     call = partial(runner.group.all_gather, row(tensor, outputs, runner.group.world_size))
     return runner.run(call, partial(deal, into=outputs, operation="all_gather"), opts)
@@ -234,20 +236,26 @@ def allgather_coalesced(
     runner: Runner, output_lists: Sequence[Tensors], input_list: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
-    places = [writable(each, "all_gather_coalesced") for each in zip(*output_lists, strict=True)]
+    places: list[Tensors] = list(zip(*output_lists, strict=True))
+    for tensor, outputs in zip(input_list, places, strict=True):
+        check_list(outputs, runner.group.rank, runner.group.world_size, tensor.numel(), "all_gather_coalesced")
+    return _all_gather_many(runner, places, input_list, opts)
+
+
+def _all_gather_many(runner: Runner, places: Sequence[Tensors], inputs: Tensors, opts: Options | None) -> TorchWork:
+    for outputs in places:
+        writable(outputs, "all_gather_coalesced")
     num_ranks = runner.group.world_size
-    rows = [row(tensor, outputs, num_ranks) for tensor, outputs in zip(input_list, places, strict=True)]
+    rows = [row(tensor, outputs, num_ranks) for tensor, outputs in zip(inputs, places, strict=True)]
     call = partial(runner.group.all_gather_coalesced, rows)
     return runner.run(call, partial(deal_all, into=places, operation="all_gather"), opts)
 
 
 def all_gather_single(runner: Runner, output: Tensor, input: Tensor, opts: Options | None = None) -> TorchWork:
     """Gathers the tensors of all ranks into one, on every rank."""
-    writable([output], "all_gather")
     num_ranks, size = runner.group.world_size, input.numel()
-    if output.numel() != num_ranks * size:
-        expected = f"{num_ranks} times the {size} elements of the input"
-        raise SizeMismatch(expected, output.numel(), "all_gather", "give room for the input of each rank")
+    _check_room(output, num_ranks, size)
+    writable([output], "all_gather")
     # One row a rank: ranks compare the sizes of rows.
     call = partial(runner.group.all_gather, flat(input).view(1, size), flat(output).view(num_ranks, size))
     return runner.run(call, partial(deal, into=[output], operation="all_gather"), opts)
@@ -257,30 +265,47 @@ def all_gather_single_coalesced(
     runner: Runner, outputs: Tensors, inputs: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks, each into one, on every rank."""
-    return allgather_coalesced(runner, [outputs], inputs, opts)
+    for output, tensor in zip(outputs, inputs, strict=True):
+        _check_room(output, runner.group.world_size, tensor.numel())
+    return _all_gather_many(runner, [[output] for output in outputs], inputs, opts)
+
+
+def _check_room(output: Tensor, num_ranks: int, size: int) -> None:
+    if output.numel() != num_ranks * size:
+        expected = f"{num_ranks} times the {size} elements of the input"
+        raise SizeMismatch(expected, output.numel(), "all_gather", "give room for the input of each rank")
 
 
 def gather(
     runner: Runner, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: RootOptions | None = None
 ) -> TorchWork:
     """Gathers the tensors of all ranks into a list, on the root."""
-    tensor = only(input_tensors, "gather")
-    outputs = writable(output_tensors[0], "gather") if output_tensors else []
+    tensor, outputs = only(input_tensors, "gather"), output_tensors[0] if output_tensors else []
+    if outputs:
+        check_list(outputs, runner.group.rank, runner.group.world_size, tensor.numel(), "gather")
+    return _gather(runner, outputs, tensor, opts)
+
+
+def _gather(runner: Runner, outputs: Tensors, tensor: Tensor, opts: RootOptions | None) -> TorchWork:
     call = partial(runner.group.gather, flat(tensor), _root(opts))
-    return runner.run(call, partial(deal, into=outputs, operation="gather"), opts)
+    return runner.run(call, partial(deal, into=writable(outputs, "gather"), operation="gather"), opts)
 
 
 def gather_single(runner: Runner, output: Tensor, input: Tensor, opts: RootOptions | None = None) -> TorchWork:
     """Gathers the tensors of all ranks into one, on the root. torch calls it since 2.14."""
-    return gather(runner, [[output]] if runner.group.rank == _root(opts) else [], [input], opts)
+    return _gather(runner, [output] if runner.group.rank == _root(opts) else [], input, opts)
 
 
 def scatter(
     runner: Runner, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: RootOptions | None = None
 ) -> TorchWork:
     """Sends each rank its tensor of the root's list."""
-    only(writable(output_tensors, "scatter"), "scatter")
-    values = joined(input_tensors[0]) if runner.group.rank == _root(opts) else None
+    output, values = only(output_tensors, "scatter"), None
+    if runner.group.rank == _root(opts):
+        for rank in range(runner.group.world_size):
+            check_list(input_tensors[0], rank, runner.group.world_size, output.numel(), "scatter")
+        values = joined(input_tensors[0])
+    writable(output_tensors, "scatter")
     call = partial(runner.group.scatter, values, _root(opts))
     return runner.run(call, partial(deal, into=output_tensors, operation="scatter"), opts)
 
@@ -313,6 +338,13 @@ def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Returns the number of elements for each rank."""
     # torch counts rows, Echelon the elements of a flat tensor.
     if not sizes:
+        if tensor.dim() and tensor.shape[0] % num_ranks:
+            raise SizeMismatch(
+                "a number of rows that all ranks share equally",
+                f"{tensor.shape[0]} rows, which {num_ranks} ranks do not divide",
+                "all_to_all_single",
+                "give the rows of each rank as input_split_sizes and output_split_sizes",
+            )
         return [tensor.numel() // num_ranks] * num_ranks
     row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
     return [size * row for size in sizes]

@@ -55,6 +55,20 @@ def only(tensors: Tensors, operation: str) -> Tensor:
     return tensors[0]
 
 
+def check_list(tensors: Tensors, rank: int, num_ranks: int, size: int, operation: str) -> None:
+    """Checks a list with a tensor for each rank, of which this rank knows the size of its own.
+
+    Raises:
+        SizeMismatch: the list has not as many tensors as there are ranks, or this rank's has another size. The elements
+            would be moved on to the next tensor of the list.
+    """
+    if len(tensors) != num_ranks:
+        raise SizeMismatch(f"a list of {num_ranks} tensors", len(tensors), operation, "give one for each rank")
+    if tensors[rank].numel() != size:
+        expected = f"{size} elements in the tensor of rank {rank}"
+        raise SizeMismatch(expected, tensors[rank].numel(), operation, "give each rank's tensor the size of its part")
+
+
 def writable(tensors: Tensors, operation: str) -> Tensors:
     """Checks output tensors before anything is sent, counts their change for autograd, and returns them.
 

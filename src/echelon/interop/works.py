@@ -145,12 +145,18 @@ class Orphans:
 
     def __init__(self) -> None:
         self._kept: deque[Pending] = deque(maxlen=4096)
-        self._under_way: list[Pending] = []
+        self._under_way: deque[Pending] = deque()
 
     def keep(self, work: Pending) -> None:
         """Keeps the Python half of an operation."""
         self._kept.append(work)
-        self._under_way = [each for each in (*self._under_way, work) if not each.let_go()]
+        self._under_way.append(work)
+        # One by one: destructors run in any thread, and one may call this in the middle of another call.
+        for _ in range(len(self._under_way)):
+            with suppress(IndexError):
+                oldest = self._under_way.popleft()
+                if not oldest.let_go():
+                    self._under_way.append(oldest)
 
 
 class Pending(EchelonWork):
@@ -159,11 +165,10 @@ class Pending(EchelonWork):
     def __init__(self, work: Work[list[Tensor]], outcome: Outcome[list[Tensor]], orphans: Orphans) -> None:
         """Wraps an operation, whose result is its tensors, and its future."""
         super().__init__()
-        self._work = work
-        self._outcome = outcome
+        # None once the tensors are let go. One attribute, because another thread may do so in the middle of a wait.
+        self._running: tuple[Work[list[Tensor]], Outcome[list[Tensor]]] | None = (work, outcome)
         self._orphans = orphans
         self._is_wanted = True
-        self._has_let_go = False
 
     def __del__(self) -> None:
         """Moves to the orphans if no wait for the operation has returned."""
@@ -173,12 +178,14 @@ class Pending(EchelonWork):
 
     def let_go(self) -> bool:
         """Drops large tensors of an operation that has succeeded. True if the operation has ended."""
+        if self._running is None:
+            return True
+        work, outcome = self._running
         # Not `is_completed`, which lets other simulated ranks go on: this also runs in a destructor.
-        if not (self._work.has_ended and self._outcome.done()):
+        if not (work.has_ended and outcome.done()):
             return False
-        if self._work.exception() is None and sum(tensor.nbytes for tensor in self._work.result()) > _SMALL_BYTES:
-            del self._work, self._outcome
-            self._has_let_go = True
+        if work.exception() is None and sum(tensor.nbytes for tensor in work.result()) > _SMALL_BYTES:
+            self._running = None
         return True
 
     @never_compiled
@@ -189,21 +196,23 @@ class Pending(EchelonWork):
             Timeout: not within `timeout`; the operation goes on.
             EchelonError: the operation failed.
         """
-        if not self._has_let_go:
+        if (running := self._running) is not None:
+            work, outcome = running
             limit = seconds(timeout)
-            self._work.wait(FOREVER if limit is None else limit)
-            self._outcome.wait()  # C++ asks for the future's value next
+            work.wait(FOREVER if limit is None else limit)
+            outcome.wait()  # C++ asks for the future's value next
         self._is_wanted = False
         return True
 
     def is_completed(self) -> bool:  # noqa: D102
-        return self._work.is_completed()
+        return (running := self._running) is None or running[0].is_completed()
 
     def exception(self) -> BaseException | None:  # noqa: D102
-        return self._work.exception()
+        return None if (running := self._running) is None else running[0].exception()
 
-    def result(self) -> list[Tensor]:  # noqa: D102
-        return self._work.result()
+    def result(self) -> list[Tensor]:
+        """Returns the tensors; see `get_future`."""
+        return self._held()[0].result()
 
     def get_future(self) -> Future[list[Tensor]]:
         """Returns a future of the tensors.
@@ -211,10 +220,14 @@ class Pending(EchelonWork):
         Raises:
             UnsupportedOp: Python had dropped the operation before it ended, and its tensors were large.
         """
-        if self._has_let_go:
-            raise UnsupportedOp("the tensors of a dropped operation were freed: keep the Work, or its future")
+        outcome = self._held()[1]
         self._is_wanted = False
-        return self._outcome
+        return outcome
+
+    def _held(self) -> tuple[Work[list[Tensor]], Outcome[list[Tensor]]]:
+        if (running := self._running) is None:
+            raise UnsupportedOp("the tensors of a dropped operation were freed: keep the Work, or its future")
+        return running
 
 
 class Coalesced(EchelonWork):

@@ -400,6 +400,7 @@ class VirtualMessages(Messages):
         """
         task = self._boundary.enter()
         if self._control.is_closed:
+            self._boundary.leave(task)
             raise self._control.closed_error()
         self._num_messages += 1
         # Counted at the start of the call: the rank dies before its n-th message leaves.
@@ -451,6 +452,7 @@ class VirtualLanes(Lanes):
     def start(self, function: Callable[[], T], description: str, lane: int = 0) -> Work[T]:  # noqa: D102
         task, rank = self._boundary.enter(), self._control.rank
         if self._control.is_closed:
+            self._boundary.leave(task)
             raise self._control.closed_error()
         work: _LaneWork[T] = _LaneWork(self, self._boundary, description, self._timeout, rank)
         # A task per lane: a lane's operations run in order, and lanes overlap.

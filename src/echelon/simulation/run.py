@@ -29,7 +29,13 @@ from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.process.cached_property import without_locks
-from echelon.simulation.process.environment import Attribute, Attributes, Environment, torchrun_variables
+from echelon.simulation.process.environment import (
+    Attribute,
+    Attributes,
+    Environment,
+    children_with_environment,
+    torchrun_variables,
+)
 from echelon.simulation.process.library_state import LibraryState, TorchSettings, shared_collections
 from echelon.simulation.process.random_state import RandomState, on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates, State
@@ -92,8 +98,8 @@ def simulate(
 
     Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
     seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs
-    unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU) and computes with one
-    thread. All ranks share the modules, the environment, torch's default dtype and the other state of the process.
+    unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU), its own environment and
+    settings of torch, and computes with one thread. All ranks share the modules and other state of the process.
 
     Args:
         fn: function that each rank runs.
@@ -152,7 +158,13 @@ def simulate(
             states += fn.states()
         world.rank_states = rank_states = RankStates(states, world_size)
         try:
-            with _rarer_collections(), on_one_core(), without_locks(), run.torch.installed():
+            with (
+                _rarer_collections(),
+                on_one_core(),
+                without_locks(),
+                children_with_environment(world.scheduler.is_running_here),
+                run.torch.installed(),
+            ):
                 run.run()
         finally:
             rank_states.restore()

@@ -32,7 +32,7 @@ def meet_at_store(tcp: TcpBackend, ranks: Sequence[int], tag: Tag, timeout: floa
         timeout: in seconds.
 
     Raises:
-        ConnectError: the store cannot be reached. PeerFailed, Timeout: the message did not come.
+        ConnectError: the store cannot be served or reached. PeerFailed, Timeout: the message did not come.
     """
     first, *others = ranks
     if not others:
@@ -40,7 +40,13 @@ def meet_at_store(tcp: TcpBackend, ranks: Sequence[int], tag: Tag, timeout: floa
     host, patience = tcp.members[first].host, timedelta(seconds=timeout)
     if tcp.rank == first:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=len(ranks)) as listener:
+        try:
+            listener = socket.create_server((host, 0), family=family, backlog=len(ranks))
+        except OSError as error:
+            raise ConnectError(
+                f"rank {tcp.rank} cannot listen on {host} ({error.strerror}): check that it is an address of this host"
+            ) from error
+        with listener:
             port = listener.getsockname()[1]
             # torch takes over the socket, and closes it.
             store = TCPStore(

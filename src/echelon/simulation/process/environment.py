@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 from echelon.simulation.process.state import State
@@ -45,14 +48,11 @@ class Environment(State):
         self._variables = variables
         # The mapping behind `os.environ`. Exchanging it reaches all who hold `os.environ` itself.
         self._outside: _Variables = os.environ._data  # type: ignore[attr-defined] # the only way to exchange all at once
-        self._firsts: list[_Variables] = []
 
     def first(self, rank: int) -> _Variables:  # noqa: D102
         encode = os.fsencode if os.name == "posix" else str
         variables = {encode(name): encode(value) for name, value in self._variables(rank).items()}
-        first = {**self._outside, **variables}
-        self._firsts.append(dict(first))
-        return first
+        return {**self._outside, **variables}
 
     def take(self) -> _Variables:  # noqa: D102
         return os.environ._data  # type: ignore[attr-defined, no-any-return] # as above
@@ -62,18 +62,39 @@ class Environment(State):
 
     def finish(self, states: Sequence[_Variables]) -> None:
         """Takes back the changes of ranks that C code sees."""
+        outside = self._outside
         changed = {
-            name
-            for first in self._firsts
-            for state in states
-            for name in first.keys() | state.keys()
-            if first.get(name) != state.get(name)
+            name for state in states for name in outside.keys() | state.keys() if outside.get(name) != state.get(name)
         }
         for name in changed:
-            if name in self._outside:
-                os.putenv(name, self._outside[name])
+            if name in outside:
+                os.putenv(name, outside[name])
             else:
                 os.unsetenv(name)
+
+
+@contextmanager
+def children_with_environment(is_rank: Callable[[], bool]) -> Iterator[None]:
+    """Inside, a process that a rank starts by `subprocess` has the environment of this rank.
+
+    Args:
+        is_rank: Whether the calling thread is a rank.
+    """
+    original = subprocess.Popen.__init__
+    signature = inspect.signature(original)
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        # By default C code hands on its own environment, which has the changes of all ranks.
+        if is_rank() and call.arguments.get("env") is None:
+            call.arguments["env"] = os.environ.copy()
+        original(*call.args, **call.kwargs)
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = original  # type: ignore[method-assign]
 
 
 class Attribute(NamedTuple):

@@ -59,6 +59,8 @@ class TorchDistributed:
         self._contents: defaultdict[object, Contents] = defaultdict(dict)
         self._num_opened: defaultdict[object, int] = defaultdict(int)
         """Number of stores that a rank has opened, by rank and address."""
+        self._num_workers: defaultdict[object, int] = defaultdict(int)
+        """Number of ranks that have opened a store, by its key in `_contents`."""
         self._waiting: list[StoreWait] = []
         # torch's C++ keeps only its own half of a store, which calls methods of this one.
         self._stores: list[SimulatedStore] = []
@@ -206,30 +208,25 @@ class TorchDistributed:
         wait_for_workers: bool = True,
         **_: object,
     ) -> SimulatedStore:
-        store = self._open((host_name, int(port)))
+        address, rank = (host_name, int(port)), self._here().rank
+        # A program may open one address after another: the second store of each rank is a new one.
+        self._num_opened[rank, address] += 1
+        opened = address, self._num_opened[rank, address]
+        store = self._store(self._contents[opened])
         if world_size is not None and wait_for_workers:
-            contents = self._contents_of_latest((host_name, int(port)))
-            contents["workers"] = str(int(contents.get("workers", b"0")) + 1).encode()
+            self._num_workers[opened] += 1
             self.changed()
             what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
-            self.until(lambda: int(contents["workers"]) >= world_size, what, None)
+            self.until(lambda: self._num_workers[opened] >= world_size, what, None)
         return store
 
     def _file_store(self, file_name: str, world_size: int = -1) -> SimulatedStore:  # noqa: ARG002
         return self._store(self._contents["file", str(file_name)])
 
-    def _open(self, address: tuple[str, int]) -> SimulatedStore:
-        self._num_opened[self._here().rank, address] += 1
-        return self._store(self._contents_of_latest(address))
-
     def _store(self, contents: Contents) -> SimulatedStore:
         store = SimulatedStore(contents, self)
         self._stores.append(store)
         return store
-
-    def _contents_of_latest(self, address: tuple[str, int]) -> Contents:
-        # A program may open one address after another: the second store of each rank is a new one.
-        return self._contents[address, self._num_opened[self._here().rank, address]]
 
     def _store_barrier(self, _: int, store: Any, name: str, count: int, *__: object, **___: object) -> None:
         if store.add(f"barrier of {name}", 1) == count:
@@ -247,10 +244,13 @@ class TorchDistributed:
             work.wait(FOREVER)
 
     def until(self, is_true: Callable[[], bool], what: str, seconds: float | None) -> None:  # noqa: D102
+        clock = self._world.clock
+        # For the whole wait: other keys may change meanwhile, each of which ends a Work.
+        end = None if seconds is None else clock.now + seconds
         while not is_true():
             work = self._work(what)
             self._waiting.append(work)
-            work.wait(seconds)
+            work.wait(None if end is None else max(0.0, end - clock.now))
 
     def let_others_run(self) -> None:  # noqa: D102
         self._work("poll of a store").is_completed()

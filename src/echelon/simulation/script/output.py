@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, BinaryIO, cast
@@ -55,24 +56,28 @@ class _MarkedBytes(io.BufferedIOBase):
         self._color = color
         self._rank = rank
         self._of_rank: dict[int, MarkedStream] = {}
+        # A program's own threads write beside its rank. Reentrant: a destructor may print in the middle of a write.
+        self._lock = threading.RLock()
 
     def write(self, data: Any, /) -> int:
         """Writes the lines that are complete, marked with the rank of the calling thread."""
         rank, received = self._rank.nearest(), bytes(data)
-        if rank is None:
-            self._target.write(received)
-            self._target.flush()
-        else:
-            if rank not in self._of_rank:
-                self._of_rank[rank] = MarkedStream(rank, self._target, color=self._color)
-            self._of_rank[rank].feed(received)
+        with self._lock:
+            if rank is None:
+                self._target.write(received)
+                self._target.flush()
+            else:
+                if rank not in self._of_rank:
+                    self._of_rank[rank] = MarkedStream(rank, self._target, color=self._color)
+                self._of_rank[rank].feed(received)
         return len(received)
 
     def finish(self, rank: int | None = None) -> None:
         """Writes the last line of a rank, or of all, if it has no line end."""
-        for whose, stream in sorted(self._of_rank.items()):
-            if rank in (None, whose):
-                stream.finish()
+        with self._lock:
+            for whose, stream in sorted(self._of_rank.items()):
+                if rank in (None, whose):
+                    stream.finish()
 
     def writable(self) -> bool:
         return True

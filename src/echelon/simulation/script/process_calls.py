@@ -90,6 +90,7 @@ class ProcessCalls:
             *found,
             (os, "_exit", lambda _: sys.exit),
             (os, "kill", lambda original: functools.partial(_kill, original)),
+            (os, "killpg", lambda original: functools.partial(_killpg, original)),
             (os, "fork", lambda original: functools.partial(_fork, original)),
             (os, "forkpty", lambda original: functools.partial(_fork, original)),
             (signal, "signal", lambda _: self._signal),
@@ -196,12 +197,23 @@ def _refused(name: str, reason: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _kill(original: Callable[[int, int], None], pid: int, number: int) -> None:
-    if pid in (0, os.getpid()) and number != 0:
-        raise UnsupportedOp(
-            f"os.kill of the process at {source_of(calling_place())}: {_IN_CHILD}, which it would end: use sys.exit, "
-            "or --faults kill:"
-        )
+    # 0 and negative numbers stand for groups of processes, -1 for all.
+    if number != 0 and pid in (0, -1, os.getpid(), -os.getpgrp()):
+        raise _would_end("os.kill")
     original(pid, number)
+
+
+def _killpg(original: Callable[[int, int], None], group: int, number: int) -> None:
+    if number != 0 and group in (0, os.getpgrp()):
+        raise _would_end("os.killpg")
+    original(group, number)
+
+
+def _would_end(call: str) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"{call} of the process at {source_of(calling_place())}: {_IN_CHILD}, which it would end: use sys.exit, "
+        "or --faults kill:"
+    )
 
 
 def _fork(original: Callable[[], Any]) -> Any:

@@ -1,0 +1,54 @@
+"""Environment of simulated ranks, as child processes see it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import echelon
+
+SHOW = [sys.executable, "-c", "import os; print(os.environ.get('OF_RANK'), os.environ.get('RANK'))"]
+
+
+def shown(environ=None):
+    return subprocess.run(SHOW, env=environ, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_each_rank_starts_processes_with_its_own_environment():
+    def program(group):
+        os.environ["OF_RANK"] = str(group.rank)
+        group.barrier()
+        return shown(), shown({**os.environ, "OF_RANK": "given"})
+
+    assert echelon.simulate(program, 2).results == [(["0", "0"], ["given", "0"]), (["1", "1"], ["given", "1"])]
+
+
+def test_a_rank_keeps_its_state_over_a_call_that_fails():
+    """A call on a closed backend lets time pass, and so other ranks. It used to return with the state of one."""
+
+    def program(group):
+        part = group.subgroup(range(2))
+        group.barrier()
+        if group.rank == 0:
+            group.close()
+            for _ in range(20):
+                with pytest.raises(echelon.Closed):
+                    part.isend(torch.ones(1), 1)
+                assert os.environ["RANK"] == "0"
+        else:
+            for _ in range(2000):
+                group.backend.now()
+
+    echelon.simulate(program, 2, costs="measured")
+
+
+def test_processes_after_a_simulation_have_the_environment_from_before(monkeypatch):
+    def program(group):
+        os.environ["OF_RANK"] = str(group.rank)
+        os.environ["RANK"] = "changed"
+
+    monkeypatch.setenv("RANK", "outside")
+    echelon.simulate(program, 2)
+    assert shown() == ["None", "outside"]
