@@ -347,6 +347,14 @@ def operators_of(namespace: str) -> tuple[str, ...]:
     return tuple(sorted(name for space, _, name in known if space == namespace))
 
 
+def destroy_library(library: torch.library.Library) -> None:
+    """Removes the operators of a library from torch.
+
+    torch itself does so once the library is collected. It never is if the function of an operator refers to it.
+    """
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
 def fail_when_unwrapped(future: torch.futures.Future[T], error: Exception) -> None:
     """Makes an unfinished future raise `error` when Python asks for its value.
 

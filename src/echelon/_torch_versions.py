@@ -50,6 +50,7 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d._store_based_barrier",
     "torch.distributed.distributed_c10d._world.pg_backend_config",
     "torch.futures.Future._set_unwrap_func",
+    "torch.library.Library._destroy",
     "torch.ops.aten.add.Tensor._schema.is_mutable",
     "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
     "torch.utils._pytree.TreeSpec",
