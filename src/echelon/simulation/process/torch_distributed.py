@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import constants, distributed_c10d
 
 from echelon._torch_private import (
     GROUP_GLOBALS,
@@ -109,7 +109,7 @@ class TorchDistributed:
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
                         if hasattr(module, name):
                             replace(module, name, opener)
-                if distributed_c10d.default_pg_nccl_timeout is None:  # without NCCL torch warns that it has none
+                if constants.default_pg_nccl_timeout is None:  # without NCCL torch warns that it has none
                     replace(distributed_c10d, "default_pg_nccl_timeout", _NCCL_TIMEOUT)
                 yield
         finally:
