@@ -268,7 +268,7 @@ def test_ctrl_c_shows_where_each_rank_is(simulate, write):
         (("-n", 2, "--network", "10Gb", "script.py"), "network='10Gb': did you mean 10GbE?"),
         (("-n", 2, "--costs", "free", "script.py"), "--costs free: only measured costs"),
         (("-n", 2, "--faults", "kill:1", "script.py"), "--faults kill:1: write it as kill:2@op=17"),
-        (("-n", 2, "--faults", "kill:5@t=1", "script.py"), "is not a rank of this group of 2"),
+        (("-n", 2, "--faults", "kill:5@t=1", "script.py"), "Kill: rank=5 is not a rank of this group of 2: use 0 to 1"),
         (("-n", 2, "--seed", "-1", "script.py"), "seed=-1: give a whole number"),
         (("-n", 2, "--order", "mpi", "script.py"), 'order=\'mpi\': use "shm" or "tcp"'),
         (("-n", 2, "--collectives", "none", "script.py"), "collectives='none'"),
