@@ -13,16 +13,27 @@ import torch
 
 import echelon
 from echelon import _torch_versions
-from echelon._torch_versions import GLOO_NAMES, OLDEST, PRIVATE_NAMES, TRIED, UnsupportedTorch, lacking, require
+from echelon._torch_versions import (
+    FSDP2_NAMES,
+    GLOO_NAMES,
+    OLDEST,
+    PRIVATE_NAMES,
+    TRIED,
+    UnsupportedTorch,
+    lacking,
+    missing,
+    require,
+)
 from echelon.cli import main
 from echelon.doctor import checkup
 
 ROOT = Path(__file__).parents[1]
-NAMES = PRIVATE_NAMES + GLOO_NAMES
+NAMES = PRIVATE_NAMES + GLOO_NAMES + FSDP2_NAMES
 
 
 def test_this_torch_has_every_private_name():
     assert lacking() == ()
+    assert missing(FSDP2_NAMES) == ()
     require()
 
 

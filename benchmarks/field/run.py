@@ -71,7 +71,7 @@ def simulated(bug: Bug) -> tuple[str, float]:
     """Returns what a simulation says about a bug, and its seconds."""
     began = time.monotonic()
     try:
-        results = echelon.simulate(lambda _: bug.program(), bug.ranks).results
+        results = echelon.simulate(bug.program, bug.ranks).results
     except Exception as error:
         found = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     else:

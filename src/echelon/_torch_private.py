@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from echelon._torch_versions import require
+from echelon._torch_versions import FSDP2_NAMES, missing, require
 
 require()  # before the names below are imported: a version without one of them is refused with one line
 
@@ -345,6 +345,33 @@ def operators_of(namespace: str) -> tuple[str, ...]:
     """Returns the names of all operators of a namespace, sorted. `dir(torch.ops...)` lists only used ones."""
     known = [each.partition("::") for each in torch._C._dispatch_get_all_op_names()]
     return tuple(sorted(name for space, _, name in known if space == namespace))
+
+
+def module_of_parameters(group: object) -> str:
+    """Returns the name of the module whose parameters FSDP2 gathers and reduces as one group. Empty for the root.
+
+    torch itself tells it to the profiler alone.
+    """
+    return _label_of_parameters(group).partition("(")[2].partition(")")[0] if _has_labels() else ""
+
+
+@cache
+def _has_labels() -> bool:
+    return not missing(FSDP2_NAMES)
+
+
+def _label_of_parameters(group: object) -> str:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # late: it takes half a second
+
+    return group._with_fqn("") if isinstance(group, FSDPParamGroup) else ""
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Removes the operators of a library from torch.
+
+    torch itself does so once the library is collected. It never is if the function of an operator refers to it.
+    """
+    library._destroy()  # type: ignore[no-untyped-call]
 
 
 def fail_when_unwrapped(future: torch.futures.Future[T], error: Exception) -> None:

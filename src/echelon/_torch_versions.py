@@ -9,6 +9,7 @@ Pure.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 OLDEST = (2, 11)
 """Oldest supported version, as in pyproject.toml."""
@@ -50,6 +51,7 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d._store_based_barrier",
     "torch.distributed.distributed_c10d._world.pg_backend_config",
     "torch.futures.Future._set_unwrap_func",
+    "torch.library.Library._destroy",
     "torch.ops.aten.add.Tensor._schema.is_mutable",
     "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
     "torch.utils._pytree.TreeSpec",
@@ -66,6 +68,9 @@ GLOO_NAMES = (
 )
 """Further private names, present only in builds of torch with Gloo."""
 
+FSDP2_NAMES = ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._with_fqn",)
+"""Further private names, probed when FSDP2 first communicates. Without them errors do not name its modules."""
+
 
 class UnsupportedTorch(ImportError):
     """Unsupported version of torch."""
@@ -78,6 +83,11 @@ def lacking() -> tuple[str, ...]:
 
     has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     names = PRIVATE_NAMES + GLOO_NAMES if has_gloo else PRIVATE_NAMES
+    return missing(names)
+
+
+def missing(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names that the installed torch lacks. Imports their modules."""
     return tuple(name for name in names if not _exists(name))
 
 

@@ -10,8 +10,11 @@ import sysconfig
 from types import CodeType, FrameType
 from typing import TypeAlias
 
-Place: TypeAlias = tuple[CodeType, int]
-"""Code object and index of an instruction in it. The line is computed on demand, since that is slower."""
+Place: TypeAlias = tuple[CodeType, int, str]
+"""Code object, index of an instruction in it, and the module for which FSDP2 communicates there, mostly empty.
+
+The line is computed on demand, since that is slower.
+"""
 
 _FOREIGN = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
@@ -22,9 +25,19 @@ _FOREIGN = (
 """Path prefixes of foreign code: this package, the standard library, installed packages, frozen modules."""
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of installed packages, which may also lie in another environment than this one."""
+_FSDP2 = os.path.join("torch", "distributed", "fsdp", "_fully_shard", "_fsdp_param_group.py")
+"""File of torch whose methods communicate for the parameters of one module."""
+OF_FSDP2 = 2
+"""Kind of that file, see `kind_of`."""
 
 
-# Both are cached, because they are asked for each frame of each operation.
+# All three are cached, because they are asked for each frame of each operation.
+@functools.cache
+def kind_of(path: str) -> int:
+    """Returns 0 for a source file of the user, `OF_FSDP2` for the one of FSDP2 that communicates, 1 for other ones."""
+    return OF_FSDP2 if path.endswith(_FSDP2) else int(is_foreign(path))
+
+
 @functools.cache
 def is_own(path: str) -> bool:
     """Whether a source file belongs to this package."""
@@ -44,36 +57,56 @@ def calling_place(depth: int = 1) -> Place | None:
         depth: number of frames to skip, all known to be this package's.
     """
     # Not `inspect.stack`, which reads source files.
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        code = frame.f_code
-        if not is_foreign(code.co_filename):
-            return code, frame.f_lasti
-        frame = frame.f_back
-    return None
+    return _place_in(sys._getframe(depth))
 
 
 def place_of_thread(ident: int | None) -> Place | None:
     """Returns the innermost call site in the user's code of a running thread. None if there is none."""
-    frame = None if ident is None else sys._current_frames().get(ident)
-    while frame is not None and is_foreign(frame.f_code.co_filename):
+    return _place_in(None if ident is None else sys._current_frames().get(ident))
+
+
+def _place_in(frame: FrameType | None) -> Place | None:
+    """Returns the innermost call site in the user's code, from a frame outwards. None if there is none."""
+    module = ""
+    while frame is not None:
+        kind = kind_of(frame.f_code.co_filename)
+        if not kind:
+            return frame.f_code, frame.f_lasti, module
+        if kind == OF_FSDP2 and not module:
+            module = sharded_module(frame)
         frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
+    return None
+
+
+def sharded_module(frame: FrameType) -> str:
+    """Returns the name of the module for which FSDP2 communicates in a frame of `OF_FSDP2`. Empty if it has none."""
+    from echelon._torch_private import module_of_parameters  # late: parts without torch have call sites, too
+
+    return module_of_parameters(frame.f_locals.get("self"))
 
 
 def line_of(place: Place | None) -> str:
-    """Returns "file:line" of a call site, the file as the program names it. Empty for None."""
-    if place is None:
-        return ""
-    code, instruction = place
-    # A generated instruction has no line of its own. Then the line of the function has to do.
-    line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
-    return f"{code.co_filename}:{line or code.co_firstlineno}"
+    """Returns "file:line" of a call site, the file as the program names it. Empty for None.
+
+    For a call of FSDP2 also the module, as in "train.py:20 (FSDP of module layers.2)".
+    """
+    return "" if place is None else f"{place[0].co_filename}:{_line(place)}{_module(place)}"
 
 
 def source_of(place: Place | None) -> str:
-    """Returns "file:line: source text". Empty for None."""
-    where = line_of(place)
-    path, _, number = where.rpartition(":")
-    text = linecache.getline(path, int(number)).strip() if where else ""
-    return f"{where}: {text}" if text else where
+    """Returns "file:line: source text", with the module as `line_of`. Empty for None."""
+    if place is None:
+        return ""
+    path, line = place[0].co_filename, _line(place)
+    text = linecache.getline(path, line).strip()
+    return f"{path}:{line}{text and f': {text}'}{_module(place)}"
+
+
+def _line(place: Place) -> int:
+    code, instruction, _ = place
+    # A generated instruction has no line of its own. Then the line of the function has to do.
+    return next((line for start, end, line in code.co_lines() if start <= instruction < end), 0) or code.co_firstlineno
+
+
+def _module(place: Place) -> str:
+    return f" (FSDP of module {place[2]})" if place[2] else ""

@@ -60,9 +60,8 @@ class InvalidRank(EchelonError, ValueError):
         self.rank = rank
         self.world_size = world_size
         kind = "" if isinstance(rank, int) else "an int, "
-        super().__init__(
-            f"{what}={rank!r} is not a rank of this group of {world_size}: use {kind}0 to {world_size - 1}"
-        )
+        ranks = "0" if world_size == 1 else f"0 to {world_size - 1}"
+        super().__init__(f"{what}={rank!r} is not a rank of this group of {world_size}: use {kind}{ranks}")
 
 
 class InvalidWorldSize(EchelonError, ValueError):

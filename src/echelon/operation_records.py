@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Literal, Protocol
 
-from echelon.call_site import Place, is_foreign, line_of, place_of_thread
+from echelon.call_site import OF_FSDP2, Place, kind_of, line_of, place_of_thread, sharded_module
 
 CAPACITY = 1000
 """Number of operations that the ring holds."""
@@ -45,7 +45,7 @@ class FlightRecord:
     num_bytes: int
     """Bytes of this rank's tensor; 0 if it has none, or nothing has arrived yet."""
     place: str
-    """Call site in the user's code, as "file:line"; empty if there is none."""
+    """Call site in the user's code, as `call_site.line_of` tells it; empty if there is none."""
     started: float
     """Time of the call, in seconds of `time.monotonic`; virtual seconds on a simulated rank."""
     ended: float | None
@@ -216,13 +216,16 @@ class FlightRecorder:
         record.group, record.context, record.sequence, record.signature = group, context, sequence, signature
         record.operation, record.num_bytes, record.marks = operation, num_bytes, marks
         frame = sys._getframe(2)  # begin's caller and its caller are ours
-        while is_foreign(frame.f_code.co_filename):
+        module = ""
+        while kind := kind_of(frame.f_code.co_filename):
+            if kind == OF_FSDP2 and not module:
+                module = sharded_module(frame)
             if frame.f_back is None:
                 record.place = None
                 break
             frame = frame.f_back
         else:
-            record.place = frame.f_code, frame.f_lasti
+            record.place = frame.f_code, frame.f_lasti, module
         record.thread = get_ident()
         record.begun = record.ended = None
         record.error = ""

@@ -268,7 +268,7 @@ def test_ctrl_c_shows_where_each_rank_is(simulate, write):
         (("-n", 2, "--network", "10Gb", "script.py"), "network='10Gb': did you mean 10GbE?"),
         (("-n", 2, "--costs", "free", "script.py"), "--costs free: only measured costs"),
         (("-n", 2, "--faults", "kill:1", "script.py"), "--faults kill:1: write it as kill:2@op=17"),
-        (("-n", 2, "--faults", "kill:5@t=1", "script.py"), "is not a rank of this group of 2"),
+        (("-n", 2, "--faults", "kill:5@t=1", "script.py"), "Kill: rank=5 is not a rank of this group of 2: use 0 to 1"),
         (("-n", 2, "--seed", "-1", "script.py"), "seed=-1: give a whole number"),
         (("-n", 2, "--order", "mpi", "script.py"), 'order=\'mpi\': use "shm" or "tcp"'),
         (("-n", 2, "--collectives", "none", "script.py"), "collectives='none'"),
@@ -383,8 +383,8 @@ def test_spawn_of_torch_runs_the_function_as_each_rank(simulate, write):
     assert sorted(simulate("-n", 2, script).out.splitlines()) == ["[0] 0 2", "[1] 1 2"]
 
 
-def test_an_operator_is_defined_once_for_all_ranks(simulate, write):
-    """torch frees the first of two definitions: the rank that had made it called into freed memory."""
+def test_operators_are_defined_once_for_all_ranks_and_not_after_the_end(simulate, write):
+    """torch refuses a second definition, or frees the first one: the rank that had made it called into freed memory."""
     script = write(
         START
         + textwrap.dedent(
@@ -392,13 +392,22 @@ def test_an_operator_is_defined_once_for_all_ranks(simulate, write):
             @torch.library.custom_op("echelon_tests::double", mutates_args=())
             def double(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor * 2
+            library = torch.library.Library("echelon_tests_of_library", "DEF")
+            library.define("triple(Tensor x) -> Tensor")
+            library.impl("triple", lambda x: x * 3 if library else None, "CPU")
+            torch.library.define("echelon_tests::more", "(Tensor x) -> Tensor")
+            @torch.library.impl("echelon_tests::more", "cpu")
+            def more(x): return x + 1
             dist.barrier()
-            print(double(torch.ones(1)).item())
+            one = torch.ones(1)
+            ops = torch.ops.echelon_tests
+            print(double(one).item(), torch.ops.echelon_tests_of_library.triple(one).item(), ops.more(one).item())
             """
         )
     )
     for seed in range(3):
-        assert sorted(simulate("-n", 2, "--seed", seed, script).out.splitlines()) == ["[0] 2.0", "[1] 2.0"]
+        ended = simulate("-n", 2, "--seed", seed, script)
+        assert sorted(ended.out.splitlines()) == ["[0] 2.0 3.0 2.0", "[1] 2.0 3.0 2.0"], ended.err
 
 
 def test_a_cached_property_may_wait_for_other_ranks(simulate, write):
@@ -455,7 +464,7 @@ def test_a_thread_of_the_program_may_compute_but_not_communicate(simulate, write
     assert sorted(simulate("-n", 2, write(talk.format("1"))).out.splitlines()) == ["[0] 1", "[1] 1"]
     ended = simulate("-n", 2, write(talk.format("dist.barrier()")))
     assert ended.status == 1
-    assert ended.err.startswith("echelon: script.py:9: UnsupportedOp: thread 'mine' is not one of the simulation's")
+    assert ended.err.startswith("echelon: UnsupportedOp: thread 'mine' communicates at script.py:9: thread = ")
     assert ended.err.count("\n") == 1
 
 

@@ -299,7 +299,7 @@ def batch_without_its_send():
         work.wait()  # at: 0
 
 
-@bug(2, "pytorch/pytorch#109401", "The orders of sends and receives of two ranks do not fit: both receive first.")
+@bug(2, "meta-pytorch/torchcomms#2885", "Both ranks wait for a receive before they send.")
 def receive_before_send():
     other = 1 - begin()
     x, received = torch.ones(2), torch.empty(2)

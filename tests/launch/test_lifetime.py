@@ -1,6 +1,7 @@
 """Worlds that are made and closed, one after another, leave nothing behind in their process."""
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -21,6 +22,8 @@ from tests.helpers.worlds import free_address
 
 EARLY = 20
 MIB = 1 << 20
+GROWTH = 3
+"""MiB. 40 worlds that kept a tensor each would leave 20; torch and the C library leave 3 KiB a world."""
 SLOW = pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 
 
@@ -38,6 +41,7 @@ class Left(NamedTuple):
 def left():
     """Returns what there is now; of the maps those of files and shared memory, since malloc makes others at will."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that malloc keeps is no leak: 12 MiB of it at times
     with open("/proc/self/maps") as file:
         maps = sum(line.split()[4] != "0" for line in file)
     with open("/proc/self/statm") as file:
@@ -139,7 +143,7 @@ def run_worlds(world_size, act, backend, times):
 def check(early, late):
     assert late[:4] == early[:4], f"{late} after more worlds than {early}"
     assert late.groups == 0
-    assert late.memory - early.memory <= 12, f"{late} after more worlds than {early}"
+    assert late.memory - early.memory <= GROWTH, f"{late} after more worlds than {early}"
 
 
 @pytest.mark.parametrize("times", [60, SLOW])
@@ -215,7 +219,7 @@ def test_jobs_of_a_pool_leave_nothing(pool):
         pool.run(use, 2)
     for before, after in zip(early, pool.run(left_in_worker, 2), strict=True):
         assert after[:4] == before[:4]
-        assert after.memory - before.memory <= 12
+        assert after.memory - before.memory <= GROWTH
 
 
 def left_in_worker(group):

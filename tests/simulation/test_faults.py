@@ -199,7 +199,7 @@ def test_a_killed_rank_says_nothing_more():
         (lambda: [echelon.Kill(rank=0)], "needs either at= .* or at_op="),
         (lambda: [echelon.Kill(rank=0, at_op=0)], "counted from 1"),
         (lambda: [echelon.Kill(rank=0, at=-1.0)], "at least 0"),
-        (lambda: [echelon.Kill(rank=3, at=1.0)], "rank of Kill=3 is not a rank of this group of 3"),
+        (lambda: [echelon.Kill(rank=3, at=1.0)], "Kill: rank=3 is not a rank of this group of 3: use 0 to 2"),
         (lambda: [echelon.Slow(rank=0, factor=2.0)], "computing costs nothing here: give costs="),
         (lambda: [echelon.Slow(rank=0, factor=0.0)], "give a factor above 0"),
         (lambda: [echelon.NetworkPartition({0}, {0, 1})], "without a common one"),

@@ -44,7 +44,7 @@ def test_a_bug_is_explained_with_the_lines_of_the_program(name):
     bug = BUGS[name]
     began = time.monotonic()
     with pytest.raises(echelon.EchelonError) as caught:
-        echelon.simulate(lambda _: bug.program(), bug.ranks)
+        echelon.simulate(bug.program, bug.ranks)
     assert time.monotonic() - began < 20
     error, places = caught.value, places_in(bug.program)
     assert places
@@ -69,7 +69,7 @@ def skips_a_dim_of_the_mesh():
 
 def test_a_group_of_a_mesh_is_named_by_its_dim_and_its_ranks():
     with pytest.raises(echelon.DeadlockError, match=re.escape("of group 'dp: ranks [0, 2]'")):
-        echelon.simulate(lambda _: skips_a_dim_of_the_mesh(), 4)
+        echelon.simulate(skips_a_dim_of_the_mesh, 4)
 
 
 def gathers_into_too_little():
@@ -82,7 +82,7 @@ def gathers_into_too_little():
 
 def test_an_output_that_is_too_small_is_refused_before_anything_is_sent():
     with pytest.raises(echelon.SizeMismatch, match="expected 2 times the 3 elements of the input, got 5"):
-        echelon.simulate(lambda _: gathers_into_too_little(), 2)
+        echelon.simulate(gathers_into_too_little, 2)
 
 
 def test_each_bug_names_a_thread_and_says_what_is_wrong():

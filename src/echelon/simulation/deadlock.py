@@ -57,7 +57,7 @@ def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockErro
     # A rank that has returned but still waits for its asynchronous operations is listed as waiting.
     returned = sorted(world.returned - {task.rank for task in tasks if task.number == 0})
     unclaimed = sorted(_unclaimed(world))
-    lines = [str(task) for task in waiting]
+    lines = [str(task) for task in _each_once(waiting)]
     lines += [
         f"rank {rank} has returned, after {_last_call(world.flight_recorders[rank]) or 'no call'}" for rank in returned
     ]
@@ -67,6 +67,20 @@ def explain(world: World, tasks: Sequence[Task], hint: str = "") -> DeadlockErro
         lines.append(f"and {len(unclaimed) - _MOST_UNCLAIMED} more messages that were not received")
     reason = hint or _reason(waiting, returned)
     return DeadlockError("\n  ".join([f"no rank can go on at {world.clock.now:g} s: {reason}", *lines]))
+
+
+def _each_once(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """Returns the waiting tasks without a rank's wait for its own asynchronous operation at the line that began it.
+
+    DDP's backward begins its operations and waits for them in one call. The operation is then listed as the rank's own.
+    """
+    ends = {(task.rank, task.place) for task in waiting if not task.is_beside and task.peers == (task.rank,)}
+    began = {(task.rank, task.place) for task in waiting if task.is_beside}
+    return [
+        task._replace(is_beside=task.is_beside and (task.rank, task.place) not in ends)
+        for task in waiting
+        if task.is_beside or (task.rank, task.place) not in ends & began
+    ]
 
 
 def explain_blocked(world: World, blocked: Blocked) -> DeadlockError:

@@ -128,7 +128,7 @@ class FaultPlan:
         for fault in faults:
             for rank in _ranks_of(fault):
                 if not is_count(rank) or rank >= world_size:
-                    raise InvalidRank(rank, world_size, f"rank of {type(fault).__name__}")
+                    raise InvalidRank(rank, world_size, f"{type(fault).__name__}: rank")
             # Refused rather than ignored: the user would take the result for one with a slow rank.
             if isinstance(fault, Slow) and not has_costs:
                 raise LaunchError(f"{fault} changes nothing, because computing costs nothing here: give costs=")

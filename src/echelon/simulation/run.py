@@ -29,6 +29,7 @@ from echelon.simulation.deadlock import explain, explain_blocked, whereabouts
 from echelon.simulation.faults import FaultPlan, Faults
 from echelon.simulation.network import Network, NetworkLike, host_numbers, link_function, takes_no_time
 from echelon.simulation.process.cached_property import without_locks
+from echelon.simulation.process.calls import ProcessCalls, needs_cuda
 from echelon.simulation.process.environment import (
     Attribute,
     Attributes,
@@ -151,7 +152,7 @@ def simulate(
     is_instant, follows_plans = takes_no_time(network), order == "tcp"
     with _only_simulation():
         world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
-        run = _Run(world, world_size, call, timeout, make)
+        run = _Run(world, world_size, call, timeout, make, has_own_modules=isinstance(fn, ProgramWithStates))
         num_threads = torch.get_num_threads()
         states = _states(run.torch, seed, hosts if named else (0,) * world_size)
         if isinstance(fn, ProgramWithStates):
@@ -164,6 +165,7 @@ def simulate(
                 without_locks(),
                 children_with_environment(world.scheduler.is_running_here),
                 run.torch.installed(),
+                run.calls.replaced(),
             ):
                 run.run()
         finally:
@@ -249,6 +251,8 @@ class _Run:
         call: RankCall,
         timeout: float,
         make_backend: Callable[[int, int, World, float], VirtualBackend],
+        *,
+        has_own_modules: bool,
     ) -> None:
         self.results: list[Any] = [None] * world_size
         self.elapsed = 0.0
@@ -262,6 +266,7 @@ class _Run:
         self._failures: list[RankFailure] = []
         self._backends: list[VirtualBackend] = []
         self.torch = TorchDistributed(world)
+        self.calls = ProcessCalls(world.scheduler.rank_here, world_size, has_own_modules)
         self._disputed: set[int] = set()
         """Contexts whose ranks have got CollectiveMismatch already."""
         self._scheduler.on_stuck = self._explain
@@ -291,6 +296,8 @@ class _Run:
 
     def _error(self) -> BaseException | None:
         """Returns the error of the simulation. None if all ranks succeeded."""
+        if self.calls.thread_error:  # the ranks may have failed because of it
+            return self.calls.thread_error
         if self._failures:
             cause = first_cause(self._failures)
             error = self._errors[cause.rank]
@@ -325,6 +332,7 @@ class _Run:
             backend.begin()
             with provide(group), self.torch.rank(group), self._world.memory_meter(backend.rank):
                 self.results[rank] = self._call.run(group)
+                self.calls.at_exit(rank)
             self._world.returned.add(rank)
             backend.drain()
             self._world.note(rank, "has returned")
@@ -335,9 +343,11 @@ class _Run:
             if not self._scheduler.is_ending:
                 # A tensor that was sent wrong may be the cause. Once this rank has left, the others may give sends up.
                 if fails(error) and self._world.check_sends() is None:
+                    error = needs_cuda(error) or error
                     self._errors[rank] = error
                     self._failures.append(describe(rank, error))
                 group.__exit__(type(error), error, error.__traceback__)
+                self.calls.at_exit(rank)
         finally:
             self._end()
 

@@ -15,6 +15,7 @@ import ctypes
 import heapq
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from functools import partial
 from threading import get_ident
 
 from echelon.backends.work import Work
-from echelon.call_site import Place
+from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import EchelonError, UnsupportedOp
 
 
@@ -191,6 +192,7 @@ class Scheduler:
         """Lower bound of the deadlines of all waiting tasks, so that few events have to look at all of them."""
         self._finished = threading.Lock()
         self._finished.acquire()
+        self._process = os.getpid()
 
     # Called by the thread that starts the simulation. A running task may call `add`, too.
 
@@ -255,15 +257,22 @@ class Scheduler:
         """
         task = self.running
         if task is None or task.ident != get_ident():
+            place = source_of(calling_place()) or "an unknown line"
             raise UnsupportedOp(
-                f"thread {threading.current_thread().name!r} is not one of the simulation's: call the group from the "
-                "thread that runs the rank; for threads of your own use SimulatedBackend.create_group"
+                f"thread {threading.current_thread().name!r} communicates at {place}, and is not one of the "
+                "simulation's: communicate in the thread that runs the rank; for threads of your own use "
+                "SimulatedBackend.create_group"
             )
         return task
 
     def is_running_here(self) -> bool:
         """Whether the calling thread is the running task."""
         return self.running is not None and self.running.ident == get_ident()
+
+    def rank_here(self) -> int | None:
+        """Returns the rank that the calling thread runs. None in other threads, and in a child process of a rank."""
+        task = self.running
+        return task.rank if task is not None and task.ident == get_ident() and os.getpid() == self._process else None
 
     def sleep(self, seconds: float) -> None:
         """Blocks the running task for `seconds` of virtual time. math.inf: for ever."""

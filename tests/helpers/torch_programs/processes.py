@@ -53,7 +53,7 @@ def run_as_rank(group, family, name, environ):
 def simulate(family, name, world_size):
     """Runs a program on simulated ranks of this process, and returns their results."""
     program = load(family, name)
-    return echelon.simulate(lambda _: program(), world_size).results
+    return echelon.simulate(program, world_size).results
 
 
 def simulate_as_rank(group, family, name, world_size, environ):

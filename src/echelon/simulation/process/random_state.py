@@ -7,8 +7,8 @@ import functools
 import hashlib
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,11 @@ def on_one_core() -> Iterator[None]:
 
     Afterwards the calling thread's affinity and policy are restored.
     """
-    cores = policy = None
+    core = policy = None
     # Handing the turn to another thread takes about 20 us across two cores, which involves waking the other core, and
     # 6 us on one.
     with suppress(OSError, AttributeError):
-        cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {_this_core()})
+        core = _this_core()
     # 3 us with SCHED_BATCH, which lets the waking thread go on until it sleeps. Otherwise the woken thread runs at
     # once, finds the interpreter's lock taken, and sleeps again.
     with suppress(OSError, AttributeError):
@@ -38,14 +37,36 @@ def on_one_core() -> Iterator[None]:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             policy = os.SCHED_OTHER
     try:
-        yield
+        with nullcontext() if core is None else cores_of_thread({core}):
+            yield
     finally:
         with suppress(OSError, AttributeError):
             if policy is not None:
                 os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+@contextmanager
+def cores_of_thread(cores: Collection[int]) -> Iterator[None]:
+    """Inside, the calling thread, and threads and processes that it starts, run on some cores, if the system allows."""
+    before = None
+    with suppress(OSError, AttributeError):
+        before = cores_here()
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
         with suppress(OSError, AttributeError):
-            if cores is not None:
-                os.sched_setaffinity(0, cores)
+            if before is not None:
+                os.sched_setaffinity(0, before)
+
+
+_affinity = os.sched_getaffinity
+"""The original: for simulated ranks it is replaced."""
+
+
+def cores_here() -> set[int]:
+    """Returns the cores on which the calling thread may run."""
+    return _affinity(0)
 
 
 def _this_core() -> int:

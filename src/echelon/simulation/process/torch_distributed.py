@@ -12,11 +12,12 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import constants, distributed_c10d
 
 from echelon._torch_private import (
     GROUP_GLOBALS,
@@ -31,6 +32,7 @@ from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup
 from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualLanes
+from echelon.simulation.process.calls import NEEDS_CUDA
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
 from echelon.simulation.process.store import FOREVER, Contents, SimulatedStore
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from echelon.simulation.world import World
 
 _RENDEZVOUS = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+
+_NCCL_TIMEOUT = timedelta(minutes=10)
+"""torch's default for NCCL."""
 
 
 class _Division(NamedTuple):
@@ -106,6 +111,8 @@ class TorchDistributed:
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
                         if hasattr(module, name):
                             replace(module, name, opener)
+                if constants.default_pg_nccl_timeout is None:  # without NCCL torch warns that it has none
+                    replace(distributed_c10d, "default_pg_nccl_timeout", _NCCL_TIMEOUT)
                 yield
         finally:
             for owner, name, original in reversed(replaced):
@@ -283,7 +290,7 @@ def _check_world(group: ProcessGroup, rank: int, world_size: int) -> None:
 
 
 def _needs_cuda(device: object) -> UnsupportedOp:
-    return UnsupportedOp(f"device_id={device}: simulated ranks compute on the CPU: leave device_id out, and use 'cpu'")
+    return UnsupportedOp(f"device_id={device}: {NEEDS_CUDA}")
 
 
 def _name_for_cpu(backend: str) -> str:

@@ -50,29 +50,22 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
         EchelonError: an argument is invalid. No rank has begun.
         KeyboardInterrupt: Ctrl-C. Its note says where each rank was.
     """
-    script = Script(program, world_size, console)
+    script = Script(program, console)
     try:
         with script.installed():
             simulation = simulate(script, world_size, **options)
     except Exception as error:
         if not script.has_begun:
             raise
-        return Outcome(None, _refusal(script) or _failure(error, script))
-    refusal = _refusal(script)
-    return Outcome(None if refusal else simulation, refusal)
-
-
-def _refusal(script: Script) -> Failure | None:
-    """Returns the failure of a thread that is no rank. None without one. The ranks may have failed because of it."""
-    error = script.thread_error
-    if error is None:
-        return None
-    return Failure(1, None, shortened(f"{describe(0, error).where}: {type(error).__name__}: {error}"))
+        return Outcome(None, _failure(error, script))
+    return Outcome(simulation)
 
 
 def _failure(error: BaseException, script: Script) -> Failure:
     cause = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
-    rank = next((rank for rank, own in script.errors.items() if own is cause), None)
+    # The simulation may raise an error of its own for that of the rank.
+    raised = (error, error.__cause__)
+    rank = next((rank for rank, own in script.errors.items() if any(own is each for each in raised)), None)
     if rank is None:  # the world's, such as a deadlock
         return Failure(1, None, shortened(f"{type(error).__name__}: {error}"))
     cause.__traceback__ = _of_user(cause)

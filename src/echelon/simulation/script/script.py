@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import importlib.abc
 import importlib.util
 import os
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any
 
-from echelon.errors import LaunchError, UnsupportedOp, fails
+from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch.run import Console, Program
 from echelon.simulation.process.environment import Attribute, Attributes
@@ -26,7 +23,6 @@ from echelon.simulation.process.state import ProgramWithStates, State
 from echelon.simulation.scheduler import Ended
 from echelon.simulation.script.calling_rank import CallingRank
 from echelon.simulation.script.output import RankOutput
-from echelon.simulation.script.process_calls import ProcessCalls, needs_cuda
 
 
 class Script(ProgramWithStates):
@@ -35,7 +31,7 @@ class Script(ProgramWithStates):
     `installed` must be entered around the simulation.
     """
 
-    def __init__(self, program: Program, world_size: int, console: Console) -> None:
+    def __init__(self, program: Program, console: Console) -> None:
         """Checks the program.
 
         Raises:
@@ -47,31 +43,18 @@ class Script(ProgramWithStates):
         self._rank = CallingRank()
         self._modules = LocalModules(self._folders)
         self._output = RankOutput(console, self._rank)
-        self._calls = ProcessCalls(self._rank, world_size)
         self.has_begun = False
         """Whether a rank has begun."""
         self.errors: dict[int, BaseException] = {}
         """Exceptions with which ranks have failed."""
-        self.thread_error: UnsupportedOp | None = None
-        """First refusal of a call in a thread of the program's own."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the process is ready for the script. Afterwards it is as before."""
         with ExitStack() as stack:
             stack.enter_context(self._modules.found())
-            stack.enter_context(self._calls.replaced())
             stack.enter_context(self._output.installed())
-            stack.callback(setattr, threading, "excepthook", threading.excepthook)
-            threading.excepthook = functools.partial(self._on_thread_error, threading.excepthook)
             yield
-
-    def _on_thread_error(self, previous: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
-        # Python would go on. Here the thread's call works, or would, on real ranks.
-        if isinstance(raised.exc_value, UnsupportedOp):
-            self.thread_error = self.thread_error or raised.exc_value
-        else:
-            previous(raised)
 
     def states(self) -> Sequence[State]:  # noqa: D102
         names = ((sys, "stdout"), (sys, "stderr"), (sys, "stdin"), (builtins, "print"))
@@ -84,7 +67,7 @@ class Script(ProgramWithStates):
         self.has_begun = True
         with self._rank.belongs(group.rank):
             try:
-                self._run(group.rank)
+                self._run()
             except Ended:
                 raise
             except BaseException as error:
@@ -94,26 +77,15 @@ class Script(ProgramWithStates):
             finally:
                 self._output.finish(group.rank)
 
-    def _run(self, rank: int) -> None:
-        is_killed = False
+    def _run(self) -> None:
         # A list of its own for each rank, which its program may change.
         sys.argv = [self._program.name, *self._program.args]
         try:
             _run_module(self._program.name) if self._program.is_module else self._run_file()
-        except Ended:
-            is_killed = True
-            raise
         except SystemExit as error:
             if error.code is not None and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)  # as Python does
             raise
-        except BaseException as error:
-            if cause := needs_cuda(error):
-                raise cause.with_traceback(error.__traceback__) from None
-            raise
-        finally:
-            if not is_killed:
-                self._calls.at_exit(rank)
 
     def _run_file(self) -> None:
         path = os.path.abspath(self._program.name)

@@ -1,7 +1,7 @@
 """Calls that concern the whole process: done for one rank where that is possible, else refused with one line.
 
-Strategy. The functions are replaced while the script runs. A replacement asks which rank the calling thread is. In a
-thread of no rank, and in a child process of a rank, it calls the original.
+Strategy. The functions are replaced while the simulation runs. A replacement asks which rank the calling thread is. In
+a thread of no rank, and in a child process of a rank, it calls the original.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import multiprocessing.process
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,19 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.rpc
-import torch.library
 import torch.multiprocessing
 
 from echelon.call_site import calling_place, is_foreign, source_of
 from echelon.errors import LaunchError, UnsupportedOp
-from echelon.simulation.script.calling_rank import CallingRank
+from echelon.simulation.process.operators import Operators, Rank
+from echelon.simulation.process.random_state import cores_here, cores_of_thread
 
 _IN_CHILD = "simulated ranks are threads of one process"
-_CUDA = "simulated ranks compute on the CPU: choose the device by torch.cuda.is_available(), which is False for them"
+NEEDS_CUDA = (
+    "simulated ranks compute on the CPU: choose the device by torch.cuda.is_available(), which is False for them, or "
+    'foresee the program on GPUs that are not there: echelon.foresee(main, n, gpu="h100")'
+)
+"""Reason and advice for a program that needs CUDA."""
 _CUDA_FOLDERS = tuple(os.path.join(os.path.dirname(torch.__file__), name, "") for name in ("cuda", "accelerator"))
 
 _REFUSED: Sequence[tuple[Any, str, str]] = (
@@ -37,37 +42,47 @@ _REFUSED: Sequence[tuple[Any, str, str]] = (
     (signal, "setitimer", f"no signal reaches a rank, because {_IN_CHILD}: use a timeout of the call"),
     (signal, "pause", f"no signal reaches a rank, because {_IN_CHILD}"),
     (signal, "sigwait", f"no signal reaches a rank, because {_IN_CHILD}"),
-    (signal, "raise_signal", f"{_IN_CHILD}, which would get it: to end a rank, use sys.exit or --faults kill:"),
+    (signal, "raise_signal", f"{_IN_CHILD}, which would get it: to end a rank, use sys.exit or the fault Kill"),
     (torch.distributed.rpc, "init_rpc", "the rpc package has connections of its own, which are not simulated"),
-    (torch.cuda, "_lazy_init", _CUDA),
+    (torch.cuda, "_lazy_init", NEEDS_CUDA),
 )
 """Functions that a rank cannot call: owner, name, reason and advice."""
 
 
 class ProcessCalls:
-    """Replacements of functions of the process, for all ranks of a script."""
+    """Replacements of functions of the process, for all ranks of a simulation."""
 
-    def __init__(self, rank: CallingRank, world_size: int) -> None:
-        self._rank = rank
+    def __init__(self, rank_here: Rank, world_size: int, has_own_modules: bool) -> None:
+        """Takes a function that returns the calling rank, and whether each rank has modules of its own."""
+        self._rank_here = rank_here
         self._world_size = world_size
+        self._operators = Operators(rank_here, has_own_modules)
+        self._cores = cores_here()
+        """Cores of the process before the simulation, which keeps to one."""
         self._exit_calls: defaultdict[int, list[functools.partial[Any]]] = defaultdict(list)
         self._handlers: dict[tuple[int, int], Any] = {}
         """Handlers of signals, by rank and signal. No signal calls them."""
-        self._operators: dict[str, Any] = {}
-        """Operators that the script defines, by name."""
+        self.thread_error: UnsupportedOp | None = None
+        """First refusal of a call in a thread of the program's own."""
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Inside, the functions act for the calling rank."""
-        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replacements()]
-        for owner, name, make in self._replacements():
-            original = getattr(owner, name)
+        makers = self._replacements()
+        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in makers]
+        for (owner, name, make), (_, _, original) in zip(makers, replaced, strict=True):
             setattr(owner, name, self._for_ranks(original, make(original)))
+        hook, threading.excepthook = (
+            threading.excepthook,
+            functools.partial(self._on_thread_error, threading.excepthook),
+        )
         try:
             yield
         finally:
+            threading.excepthook = hook
             for owner, name, original in replaced:
                 setattr(owner, name, original)
+            self._operators.forget()
 
     def at_exit(self, rank: int) -> None:
         """Calls the functions that a rank has registered with `atexit`, the last one first."""
@@ -89,6 +104,7 @@ class ProcessCalls:
         return [
             *found,
             (os, "_exit", lambda _: sys.exit),
+            (os, "sched_getaffinity", lambda original: functools.partial(self._affinity, original)),
             (os, "kill", lambda original: functools.partial(_kill, original)),
             (os, "killpg", lambda original: functools.partial(_killpg, original)),
             (os, "fork", lambda original: functools.partial(_fork, original)),
@@ -97,10 +113,10 @@ class ProcessCalls:
             (signal, "getsignal", lambda original: functools.partial(self._getsignal, original)),
             (atexit, "register", lambda original: functools.partial(self._register, original)),
             (atexit, "unregister", lambda original: functools.partial(self._unregister, original)),
-            (torch.library, "custom_op", lambda original: functools.partial(self._custom_op, original)),
+            *self._operators.replacements(),
             (torch.cuda, "is_available", lambda _: lambda: False),
             (torch.cuda, "device_count", lambda _: lambda: 0),
-            (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(_start, original)),
+            (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(self._start, original)),
         ]
 
     def _for_ranks(self, original: Any, replacement: Any) -> Any:
@@ -108,12 +124,19 @@ class ProcessCalls:
 
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            return (original if self._rank.here() is None else replacement)(*args, **kwargs)
+            return (original if self._rank_here() is None else replacement)(*args, **kwargs)
 
         return function
 
+    def _on_thread_error(self, previous: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
+        # Python would go on. Here the thread's call works, or would, on real ranks.
+        if isinstance(raised.exc_value, UnsupportedOp):
+            self.thread_error = self.thread_error or raised.exc_value
+        else:
+            previous(raised)
+
     def _here(self) -> int:
-        rank = self._rank.here()
+        rank = self._rank_here()
         assert rank is not None, "checked by the caller"
         return rank
 
@@ -130,7 +153,7 @@ class ProcessCalls:
         if nprocs != self._world_size:
             raise LaunchError(
                 f"torch.multiprocessing.spawn(nprocs={nprocs}) on {self._world_size} simulated ranks, each of which "
-                f"runs the function once: make the numbers equal, by -n {max(nprocs, 1)} or in the script"
+                f"runs the function once: simulate {max(nprocs, 1)} ranks, or change nprocs"
             )
         fn(self._here(), *args)
         return None if join else _Joined()
@@ -144,14 +167,15 @@ class ProcessCalls:
         key = self._here(), int(number)
         return self._handlers[key] if key in self._handlers else original(number)
 
-    def _custom_op(self, original: Callable[..., Any], name: str, fn: Any = None, /, **options: Any) -> Any:
-        # torch has one registry. A second definition would free the first, and another rank would call into the void.
-        def define(function: Any) -> Any:
-            if name not in self._operators:
-                self._operators[name] = original(name, function, **options)
-            return self._operators[name]
+    def _affinity(self, original: Callable[[int], set[int]], pid: int) -> set[int]:
+        # A DataLoader compares its number of workers with it.
+        return set(self._cores) if pid in (0, os.getpid()) else original(pid)
 
-        return define if fn is None else define(fn)
+    def _start(self, original: Callable[[Any], None], process: Any) -> None:
+        _check_process(process)
+        # A process inherits the cores of the thread that starts it.
+        with cores_of_thread(self._cores):
+            original(process)
 
     def _register(self, original: Callable[..., Any], function: Any, *args: object, **kwargs: object) -> Any:
         # An installed package, which all ranks share, registers for the end of the process.
@@ -177,18 +201,26 @@ class _Joined:
 
 def needs_cuda(error: BaseException) -> UnsupportedOp | None:
     """Returns the error for one that torch raised for want of a GPU. None for others."""
-    if isinstance(error, UnsupportedOp):
+    trace = error.__traceback__
+    if isinstance(error, UnsupportedOp) or trace is None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    # A build of torch without CUDA refuses the device in `init_process_group` itself.
+    wants_device = frame.f_code.co_name == "init_process_group" and frame.f_locals.get("device_id") is not None
+    if not frame.f_code.co_filename.startswith(_CUDA_FOLDERS) and not wants_device:
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not frames[-1].filename.startswith(_CUDA_FOLDERS):
-        return None
     lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames if not is_foreign(frame.filename)]
-    return UnsupportedOp(f"CUDA at {lines[-1] if lines else 'an unknown line'}: {_CUDA}")
+    found = UnsupportedOp(f"CUDA at {lines[-1] if lines else 'an unknown line'}: {NEEDS_CUDA}")
+    found.__cause__ = error
+    return found.with_traceback(error.__traceback__)
 
 
 def _refused(name: str, reason: str, original: Callable[..., Any]) -> Callable[..., NoReturn]:
     module = getattr(original, "__module__", "") or ""
-    what = "CUDA" if reason is _CUDA else f"{module.removeprefix('_')}.{name}".replace("posix.", "os.")
+    what = "CUDA" if reason is NEEDS_CUDA else f"{module.removeprefix('_')}.{name}".replace("posix.", "os.")
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UnsupportedOp(f"{what} at {source_of(calling_place())}: {reason}")
@@ -212,12 +244,12 @@ def _killpg(original: Callable[[int, int], None], group: int, number: int) -> No
 def _would_end(call: str) -> UnsupportedOp:
     return UnsupportedOp(
         f"{call} of the process at {source_of(calling_place())}: {_IN_CHILD}, which it would end: use sys.exit, "
-        "or --faults kill:"
+        "or the fault Kill"
     )
 
 
 def _fork(original: Callable[[], Any]) -> Any:
-    # By multiprocessing, whose processes `_start` has checked.
+    # By multiprocessing, whose processes `_check_process` has seen.
     if not _is_called_by_user():
         return original()
     raise UnsupportedOp(
@@ -226,7 +258,7 @@ def _fork(original: Callable[[], Any]) -> Any:
     )
 
 
-def _start(original: Callable[[Any], None], process: Any) -> None:
+def _check_process(process: Any) -> None:
     target = process._target
     while isinstance(target, functools.partial):
         target = target.func
@@ -237,7 +269,6 @@ def _start(original: Callable[[Any], None], process: Any) -> None:
             f"a process of {code.co_name} is started at {source_of(calling_place())}: {_IN_CHILD}, and a process of "
             "its own could not talk to them: call the function on each rank, or use echelon run"
         )
-    original(process)
 
 
 def _is_called_by_user() -> bool:

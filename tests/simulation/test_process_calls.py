@@ -1,0 +1,86 @@
+"""Calls that concern the whole process, made by a function that runs on simulated ranks."""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon
+from echelon.errors import UnsupportedOp
+
+
+def start_process():
+    multiprocessing.Process(target=lambda: 0).start()
+
+
+def talk_in_thread():
+    dist.init_process_group("gloo")
+    thread = threading.Thread(target=dist.barrier, name="mine")
+    thread.start()
+    thread.join()
+
+
+def num_cores():
+    return len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("main", "told"),
+    [
+        (lambda: torch.ones(1).cuda(), 'CUDA at .*: simulated ranks compute on the CPU: .*foresee.main, n, gpu="h100"'),
+        (lambda: torch.cuda.Stream(), "CUDA at .*: simulated ranks compute on the CPU: .*echelon.foresee"),
+        (
+            lambda: dist.init_process_group(device_id=torch.device("cuda")),
+            "CUDA at .*: .*device_id.*: .*echelon.foresee",
+        ),
+        (lambda: os.fork(), "os.fork at .*: simulated ranks are threads of one process"),
+        (start_process, "a process of <lambda> is started at .*: simulated ranks are threads"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "os.kill of the process at"),
+        (lambda: signal.alarm(5), "signal.alarm at .*: no signal reaches a rank"),
+        (lambda: dist.rpc.init_rpc("a"), "torch.distributed.rpc.init_rpc at .*: the rpc package"),
+        (
+            lambda: torch.multiprocessing.spawn(print, nprocs=3),
+            r"spawn.nprocs=3. on 2 simulated ranks.*simulate 3 ranks",
+        ),
+    ],
+)
+def test_a_call_is_refused_with_its_line_and_advice(main, told):
+    with pytest.raises((UnsupportedOp, echelon.LaunchError), match=told) as raised:
+        echelon.simulate(main, 2)
+    assert "\n" not in str(raised.value)
+    assert os.path.basename(__file__) in str(raised.value) or "spawn" in told
+
+
+def test_a_thread_that_communicates_is_refused_though_python_would_go_on():
+    with pytest.raises(UnsupportedOp, match=r"thread 'mine' communicates at .*, and is not one of the simulation's"):
+        echelon.simulate(talk_in_thread, 2)
+
+
+def test_calls_that_a_rank_may_make_are_made_for_it_alone():
+    def main():
+        dist.init_process_group("nccl")
+        rank = dist.get_rank()
+        atexit.register(lambda: (dist.barrier(), ended.append(rank)))
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        torch.multiprocessing.spawn(lambda local_rank: spawned.append(local_rank), nprocs=2)
+        return torch.cuda.is_available(), before is handler, num_cores()
+
+    ended, spawned, handler = [], [], signal.getsignal(signal.SIGTERM)
+    run = echelon.simulate(main, 2)
+    assert run.results == [(False, True, num_cores())] * 2
+    assert sorted(ended) == sorted(spawned) == [0, 1]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_child_process_computes_on_all_cores_and_calls_the_originals():
+    def main():
+        pool = multiprocessing.get_context("fork").Pool(1)
+        with pool:
+            return pool.apply(num_cores)
+
+    assert echelon.simulate(main, 1).results == [num_cores()]
