@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import fnmatch
 import importlib.util
 import json
 import multiprocessing
@@ -23,6 +24,7 @@ import traceback
 import unittest
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +33,17 @@ import torch
 
 SECONDS = 120.0
 """Most real seconds for one test."""
+
+ON_CPU = {
+    '"cuda"': '"cpu"',
+    'f"cuda:{self.rank}"': '"cpu"',
+    '"nccl"': '"gloo"',
+    ".cuda()": ".cpu()",
+    "torch.cuda.device_count()": str(spawning.MANY_GPUS),
+    "torch.cuda.set_device(": "str(",
+    "not TEST_CUDA": "False",
+}
+"""Parts of lines that were written for GPUs, and their replacements."""
 
 
 class Outcome(unittest.TestResult):
@@ -59,27 +72,26 @@ class Outcome(unittest.TestResult):
 
 
 def load(path: Path, on_cpu: bool) -> ModuleType:
-    """Imports a file of tests. With `on_cpu`, the file says "cpu" wherever it says "cuda"."""
-    sys.path[:0] = [str(path.parent), *map(str, [each for each in path.parents if each.name in ("distributed", "test")])]
+    """Imports a file of tests. With `on_cpu`, it uses the CPU where it was written for GPUs."""
+    sys.path[:0] = [
+        str(path.parent),
+        *map(str, [each for each in path.parents if each.name in ("distributed", "test")]),
+    ]
     source = path.read_text()
     if on_cpu:
-        for old, new in (
-            ('"cuda"', '"cpu"'),
-            ("torch.cuda.device_count()", str(spawning.MANY_GPUS)),
-            (".cuda()", ".cpu()"),
-            ("not TEST_CUDA", "False"),
-        ):
-            source = source.replace(old, new)
+        for gpu, cpu in ON_CPU.items():
+            source = source.replace(gpu, cpu)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     exec(compile(source, str(path), "exec"), vars(module))
+    vars(module).pop("load_tests", None)  # torch's, which wants the file to be the program
     return module
 
 
 def tests_in(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
-    """Yields the tests of a suite, also those in suites inside of it."""
+    """Yields the tests of a suite and of the suites inside of it."""
     for each in suite:
         if isinstance(each, unittest.TestSuite):
             yield from tests_in(each)
@@ -118,10 +130,8 @@ def run(test: unittest.TestCase) -> str | None:
         return "its process ended"
     finally:
         for kill, whom in ((os.killpg, child), (os.kill, child)):
-            try:
+            with suppress(ProcessLookupError):
                 kill(whom, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
         os.waitpid(child, 0)
         ours.close()
 
@@ -133,6 +143,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("tests", nargs="*")
+    parser.add_argument("--without", nargs="*", default=[], help="patterns of tests to leave out")
     parser.add_argument("--on-cpu", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -142,8 +153,10 @@ def main() -> None:
         spawning.on_cpu()
     suite = unittest.TestLoader().loadTestsFromModule(load(arguments.file, arguments.on_cpu))
     for test in tests_in(suite):
-        name = test.id().partition(".")[2]
-        if arguments.tests and not any(each in name for each in arguments.tests):
+        name = test.id().removeprefix(f"{arguments.file.stem}.")
+        if arguments.tests and not any(word in name for word in arguments.tests):
+            continue
+        if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.without):
             continue
         print(f"--- {name}", flush=True)
         began = time.monotonic()

@@ -44,7 +44,8 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("functional collectives", ("test_functional_api.py", "test_c10d_functional_native.py")),
+    Part("functional collectives", ("test_functional_api.py",)),
+    Part("functional collectives", ("test_c10d_functional_native.py",), on_cpu=True),
     Part("DTensor", ("tensor/**/test_*.py", "_tensor/**/test_*.py", "test_device_mesh.py")),
     Part("FSDP2", ("_composable/fsdp/test_*.py", "_composable/test_composability/test_2d*.py"), on_cpu=True),
     Part(
@@ -101,7 +102,7 @@ def run(how: str, file: File, tests: Sequence[str], keeps: bool) -> dict[str, st
         stem.parent.mkdir(parents=True, exist_ok=True)
         results.write_text("")
         command = [sys.executable, str(HERE / "file_of_tests.py"), *(["--on-cpu"] if file.on_cpu else [])]
-        command += [how, str(file.path), str(results), *tests]
+        command += [how, str(file.path), str(results), *tests, "--without", *(pattern for pattern, _ in left_out(file))]
         with tempfile.TemporaryDirectory() as folder, open(stem.with_suffix(".log"), "w") as log:
             (Path(folder) / "barrier").touch()
             environ = os.environ | {"BACKEND": "gloo", "WORLD_SIZE": "4", "TEMP_DIR": folder, "OMP_NUM_THREADS": "1"}
@@ -116,31 +117,46 @@ def compare(file: File, tests: Sequence[str], keeps: bool) -> Compared:
     passing = frozenset(name for name, problem in gloo.items() if problem == "")
     ours = run("simulated", file, tests, False) if passing else {}
     problems = {name: ours.get(name, "it did not run") for name in passing}
-    failing = {name: "it was skipped" if problem is None else problem for name, problem in problems.items() if problem != ""}
+    failing = {
+        name: "it was skipped" if problem is None else problem for name, problem in problems.items() if problem != ""
+    }
     return Compared(file, passing, failing)
 
 
-def reasons() -> list[tuple[str, str]]:
-    """Returns the known differences: patterns of tests, as FILE::CLASS.METHOD, and their reasons."""
+def read(kind: str) -> list[tuple[str, str, str]]:
+    """Returns the entries of a kind in `differences.toml`: patterns of a file, patterns of its tests, and reasons."""
     with open(HERE / "differences.toml", "rb") as file:
-        known = tomllib.load(file)["difference"]
-    return [(pattern, each["reason"]) for each in known for pattern in each["tests"]]
+        found = tomllib.load(file)[kind]
+    return [(*tests.split("::"), each["reason"]) for each in found for tests in each["tests"]]
+
+
+def left_out(file: File) -> list[tuple[str, str]]:
+    """Returns patterns of tests that are no programs of torch.distributed, and reasons."""
+    return [(tests, reason) for path, tests, reason in read("left_out") if fnmatch.fnmatch(file.name, path)]
+
+
+def reason_for(file: File, test: str) -> str:
+    """Returns the reason why a test fails on simulated ranks. Empty if none is known."""
+    for path, tests, reason in read("difference"):
+        if fnmatch.fnmatch(file.name, path) and fnmatch.fnmatch(test, tests):
+            return reason
+    return ""
 
 
 def report(found: Sequence[Compared]) -> bool:
     """Prints the table and the differences. True if all differences have a reason, and enough tests pass."""
     print(f"\n{'':60}{'Gloo':>6}{'simulated':>11}{'share':>9}")
-    for name in [part.name for part in PARTS]:
+    for name in dict.fromkeys(part.name for part in PARTS):
         of_part = [each for each in found if each.file.part == name and each.passing]
         for each in of_part:
             _print_row(each.file.name, [each])
         if of_part:
             _print_row(f"{name}: all", of_part)
     _print_row("all", found)
-    known, is_fine = reasons(), True
+    is_fine = True
     for each in found:
         for name in sorted(each.failing):
-            reason = next((why for tests, why in known if fnmatch.fnmatch(f"{each.file.name}::{name}", tests)), "")
+            reason = reason_for(each.file, name)
             is_fine = is_fine and bool(reason)
             print(f"\n{each.file.name}::{name}\n    {reason or 'NO KNOWN REASON: ' + _last_lines(each.failing[name])}")
     num_passing = sum(len(each.passing) for each in found)
@@ -172,7 +188,9 @@ def main() -> None:
     except torch_source.Unreachable as error:
         print(f"skipped: the tests of torch {torch.__version__} cannot be downloaded: {error}")
         return
-    files = [each for each in files_in(tree) if not arguments.files or any(word in each.name for word in arguments.files)]
+    files = [
+        each for each in files_in(tree) if not arguments.files or any(word in each.name for word in arguments.files)
+    ]
     if not files:
         sys.exit(f"no such file of tests in {tree}")
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import unittest
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,7 +34,7 @@ def fork() -> None:
 
 
 def simulate() -> None:
-    """Has tests run on simulated ranks: those written for processes, and those written for threads."""
+    """Has tests that were written for processes or for threads run on simulated ranks."""
     _PROCESSES._spawn_processes = _nothing
     _PROCESSES._start_processes = _nothing
     _PROCESSES._join_processes = _join_processes
@@ -55,6 +54,8 @@ def simulate() -> None:
 def on_cpu() -> None:
     """Lets tests that were written for several GPUs run on the CPU."""
     common_distributed.skip_if_lt_x_gpu = lambda *_, **__: lambda function: function
+    common_distributed.requires_nccl = lambda: lambda function: function
+    common_distributed.requires_accelerator_dist_backend = lambda *_: lambda function: function
     common_distributed.at_least_x_gpu = lambda _: True
     common_fsdp.DEVICE_COUNT = MANY_GPUS
     # The base that asks for GPUs on the CPU too has the method of its mixin beside its own.
@@ -139,7 +140,7 @@ def _run_test_of_threads(test: Any, name: str, rank: int, world_size: int) -> No
         test.perThreadTearDown()
 
 
-def _on_ranks(function: Any = None, timeout: float = 0.0, world_size: int = common_distributed.DEFAULT_WORLD_SIZE) -> Any:
+def _on_ranks(function: Any = None, world_size: int = common_distributed.DEFAULT_WORLD_SIZE, **_: object) -> Any:
     """Decorator of a method that runs as each rank, with a default group."""
     if function is None:
         return functools.partial(_on_ranks, world_size=world_size)

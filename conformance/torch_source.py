@@ -34,7 +34,17 @@ def fetched(into: Path) -> Path:
     into.mkdir(parents=True, exist_ok=True)
     # Without history, and only the blobs of the folder: a few megabytes of several hundred.
     for command in (
-        ["git", "clone", "--quiet", "--depth=1", f"--branch={tag}", "--filter=blob:none", "--sparse", ADDRESS, str(tree)],
+        [
+            "git",
+            "clone",
+            "--quiet",
+            "--depth=1",
+            f"--branch={tag}",
+            "--filter=blob:none",
+            "--sparse",
+            ADDRESS,
+            str(tree),
+        ],
         ["git", "-C", str(tree), "sparse-checkout", "set", FOLDER],
     ):
         try:
