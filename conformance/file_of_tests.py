@@ -42,6 +42,7 @@ ON_CPU = {
     "torch.cuda.device_count()": str(spawning.MANY_GPUS),
     "torch.cuda.set_device(": "str(",
     "not TEST_CUDA": "False",
+    "device_ids=[self.rank]": "device_ids=None",
 }
 """Parts of lines that were written for GPUs, and their replacements."""
 

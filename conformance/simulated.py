@@ -15,6 +15,7 @@ import argparse
 import fnmatch
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -143,36 +144,46 @@ def reason_for(file: File, test: str) -> str:
     return ""
 
 
-def report(found: Sequence[Compared]) -> bool:
+def report(found: Sequence[Compared], source: str) -> bool:
     """Prints the table and the differences. True if all differences have a reason, and enough tests pass."""
-    print(f"\n{'':60}{'Gloo':>6}{'simulated':>11}{'share':>9}")
+    print(f"\nTests of torch {source}, with torch {torch.__version__}, Python {platform.python_version()}.")
+    print("\n| tests | pass over Gloo | on simulated ranks | share |\n|---|---|---|---|")
     for name in dict.fromkeys(part.name for part in PARTS):
         of_part = [each for each in found if each.file.part == name and each.passing]
         for each in of_part:
-            _print_row(each.file.name, [each])
+            _print_row(f"`{each.file.name}`", [each])
         if of_part:
-            _print_row(f"{name}: all", of_part)
-    _print_row("all", found)
-    is_fine = True
-    for each in found:
-        for name in sorted(each.failing):
-            reason = reason_for(each.file, name)
-            is_fine = is_fine and bool(reason)
-            print(f"\n{each.file.name}::{name}\n    {reason or 'NO KNOWN REASON: ' + _last_lines(each.failing[name])}")
+            _print_row(f"**{name}**", of_part)
+    _print_row("**all**", found)
+    unknown = _print_differences(found)
+    for each, name in unknown:
+        print(f"\n{each.file.name}::{name} fails on simulated ranks, for no known reason:\n{each.failing[name]}")
     num_passing = sum(len(each.passing) for each in found)
     num_failing = sum(len(each.failing) for each in found)
-    return is_fine and num_passing - num_failing >= GOAL * num_passing
+    return not unknown and num_passing - num_failing >= GOAL * num_passing
 
 
 def _print_row(name: str, found: Sequence[Compared]) -> None:
     passing = sum(len(each.passing) for each in found)
     failing = sum(len(each.failing) for each in found)
     share = f"{(passing - failing) / passing:.1%}" if passing else "-"
-    print(f"{name:60}{passing:>6}{passing - failing:>11}{share:>9}")
+    print(f"| {name} | {passing} | {passing - failing} | {share} |")
 
 
-def _last_lines(problem: str) -> str:
-    return " | ".join(problem.strip().splitlines()[-4:])[:600]
+def _print_differences(found: Sequence[Compared]) -> list[tuple[Compared, str]]:
+    """Prints the known differences by reason. Returns the others."""
+    by_reason: dict[str, list[str]] = {}
+    unknown = []
+    for each in found:
+        for name in sorted(each.failing):
+            if reason := reason_for(each.file, name):
+                by_reason.setdefault(reason, []).append(name)
+            else:
+                unknown.append((each, name))
+    print("\n| fail on simulated ranks | reason |\n|---|---|")
+    for reason, names in by_reason.items():
+        print(f"| {', '.join(f'`{name}`' for name in names)} | {reason} |")
+    return unknown
 
 
 def main() -> None:
@@ -197,7 +208,8 @@ def main() -> None:
     for file in files:
         print(file.name, flush=True)
         found.append(compare(file, arguments.tests, arguments.keep_gloo))
-    sys.exit(0 if report(found) else 1)
+    version = tree / "version.txt"
+    sys.exit(0 if report(found, version.read_text().strip() if version.exists() else tree.name) else 1)
 
 
 if __name__ == "__main__":

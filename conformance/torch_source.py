@@ -10,6 +10,8 @@ import torch
 
 ADDRESS = "https://github.com/pytorch/pytorch"
 FOLDER = "test/distributed"
+_HELPERS = "test/inductor"
+"""Folder of modules that some of the tests import."""
 SECONDS = 600.0
 """Most seconds for a download."""
 
@@ -45,7 +47,7 @@ def fetched(into: Path) -> Path:
             ADDRESS,
             str(tree),
         ],
-        ["git", "-C", str(tree), "sparse-checkout", "set", FOLDER],
+        ["git", "-C", str(tree), "sparse-checkout", "set", FOLDER, _HELPERS],
     ):
         try:
             done = subprocess.run(
