@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import echelon
 from echelon.errors import UnsupportedOp
@@ -52,6 +54,45 @@ def test_filters_of_warnings_belong_to_the_rank_that_sets_them():
     before = list(warnings.filters)
     assert echelon.simulate(program, 3).results == ["error", "ignore", "ignore"]
     assert warnings.filters == before
+
+
+def test_warnings_are_recorded_by_the_rank_that_asks_for_them():
+    def program(group):
+        if group.rank == 1:
+            group.recv(0)
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            if group.rank == 0:
+                group.send(torch.ones(1), 1)  # the other one enters its block now
+                group.recv(1)
+            else:
+                group.send(torch.ones(1), 0)
+                group.recv(0)  # the other one has left its block
+                warnings.warn("told", stacklevel=1)
+        if group.rank == 0:
+            group.send(torch.ones(1), 1)
+        return [str(each.message) for each in recorded]
+
+    before = warnings.showwarning
+    assert echelon.simulate(program, 2).results == [[], ["told"]]
+    assert warnings.showwarning is before
+
+
+# torch keeps a plan under the mesh, which is equal on all ranks, and the plan has the place of the rank that made it.
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own names
+def test_each_rank_plans_its_own_redistribution_of_a_dtensor():
+    def program():
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, 2))
+        whole = torch.arange(9.0)
+        parts = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+        found = parts.to_local().tolist(), parts.full_tensor().tolist()
+        dist.destroy_process_group()
+        return found
+
+    results = echelon.simulate(program, 4).results
+    assert [local for local, _ in results] == [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [full for _, full in results] == [list(range(9))] * 4
 
 
 def test_hooks_of_all_modules_belong_to_the_rank_that_adds_them():

@@ -7,6 +7,7 @@ import gc
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -205,7 +206,7 @@ def _only_simulation() -> Iterator[None]:
 
 def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
     """Returns the states of the process that each rank has for itself."""
-    names = [(sys, "argv"), (sys, "excepthook")]
+    names = [(sys, "argv"), (sys, "excepthook"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl")]
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
     attributes += shared_collections()
     variables = functools.partial(torchrun_variables, hosts=hosts)

@@ -102,11 +102,23 @@ def _first_handlers() -> Mapping[Any, Any]:
     return type(torch.distributed.tensor.DTensor._op_dispatcher)()._custom_op_handlers
 
 
+def _plans_of_redistribution() -> Callable[..., Any]:
+    """Returns a cache of DTensor's plans. torch keeps a plan under the mesh, but it has the place of a rank in it."""
+    return functools.cache(_make_plans())
+
+
+@functools.cache
+def _make_plans() -> Callable[..., Any]:
+    return torch.distributed.tensor._redistribute._gen_transform_infos.__wrapped__
+
+
 LIBRARY_ATTRIBUTES = (
     LibraryAttribute("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _NOTHING),
     LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", set),
     LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.results", lambda: defaultdict(float)),
     LibraryAttribute("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", _handlers_of_dtensor),
+    LibraryAttribute("torch.distributed.tensor._redistribute", "_gen_transform_infos", _plans_of_redistribution),
+    LibraryAttribute("torch.distributed.tensor._redistribute", "_planner_cache", dict),
     LibraryAttribute("torch.utils._device", "CURRENT_DEVICE", _NOTHING),
     LibraryAttribute("lightning_utilities.core.rank_zero", "rank_zero_only.rank", _rank),
     LibraryAttribute("accelerate.state", "PartialState._shared_state", dict),
