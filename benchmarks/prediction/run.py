@@ -14,7 +14,6 @@ of 1 Gbit/s and 1 ms.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -28,35 +27,23 @@ from echelon import Network, ProcessGroup
 from echelon.pipeline import Pipeline
 from echelon.simulation import Measured
 
-sys.path.extend([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples")])
+sys.path.extend(
+    [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples")]
+)
 from gpt import loss_of, make_gpt
 from harness import Act, options_of, print_environment, print_head, print_row
+from links import Move, Moves, all_reduce, exchange, measure, network_of, timed
 from slow_link import LOCAL, Ends, Unavailable, run_ranks, slow_link
 
 LINKS = ("shm", "loopback", "shaped")
 MARK = "figures: "
 REPETITIONS = 3
 """How often each kind of step is measured, before the link and after it, in turns: other work disturbs all of them."""
-WARM_UP, STEPS = 2, 6
 CONTEXT, SAMPLES, WIDTH, MICROBATCHES = 64, 8, 128, 4
 BUCKET = 1 << 20
 """Bytes that data parallelism reduces at once."""
 ACTIVATIONS = SAMPLES // MICROBATCHES * CONTEXT * WIDTH * 4
 """Bytes that a stage of the pipeline sends at once."""
-
-
-def timed(group: ProcessGroup, step: Callable[[], object], count: int = WARM_UP + STEPS) -> list[float]:
-    """Returns how long each step took but the first, one upon the other as in training, on the clock of the group.
-
-    That clock is virtual on simulated ranks. No barrier stands between steps: over a slow link one rank would leave it
-    later than the other, and begin its step so much nearer to the other's first message.
-    """
-    group.barrier()
-    times = [group.backend.now()]
-    for _ in range(count):
-        step()
-        times.append(group.backend.now())
-    return [end - start for start, end in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
 
 
 def computing(group: ProcessGroup) -> Callable[[], None]:
@@ -106,109 +93,10 @@ def _batch(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-# A link is measured in the way in which a program uses it: as a `Network` on which moving a tensor takes simulated
-# ranks as long as it took these two. Data parallelism moves by all-reduces beside its backward, so those are timed
-# beside computing: a message then waits for the core, and for the interpreter, until what computes lets go of them. The
-# ranks of a pipeline wait for what they move.
-
 SIZES = (ACTIVATIONS, BUCKET)
 """Bytes that are moved to find latency and bandwidth."""
-BATCH = 10
-"""Moves that are timed together: over a slow link the ranks take turns in being late."""
-
-
-class Probe(NamedTuple):
-    """Movement of bytes by a program: each rank sends and receives a tensor's bytes once."""
-
-    move: Callable[[ProcessGroup, torch.Tensor], None]
-    is_beside: bool
-    """Whether while it computes."""
-
-
-def exchange(group: ProcessGroup, tensor: torch.Tensor) -> None:
-    sent = group.isend(tensor, 1 - group.rank)
-    group.recv(1 - group.rank)
-    sent.wait()
-
-
-def all_reduce(group: ProcessGroup, tensor: torch.Tensor) -> None:
-    group.all_reduce(tensor)
-
-
-def figures(group: ProcessGroup, probe: Probe) -> dict[str, float]:
-    """Returns the arguments of `Network`: latency and bandwidth, both ranks sending at once, and overhead."""
-    alone = [_alone(group, probe.move, size) for size in SIZES]
-    beside = [_beside(group, probe.move, size, seconds) for size, seconds in zip(SIZES, alone, strict=True)]
-    small, large = [move.seconds for move in beside] if probe.is_beside else alone
-    rounds = [_rounds(probe.move, size) for size in SIZES]
-    share = SIZES[0] / SIZES[1]
-    latency = (small - share * large) / (rounds[0] - share * rounds[1])
-    latency = min(max(latency, 0.0), small / rounds[0])
-    rest = large - latency * rounds[1]
-    return {
-        "latency": latency,
-        "bandwidth": SIZES[1] / rest if rest > 0 else math.inf,
-        "overhead": beside[1].overhead / (2 * SIZES[1]),
-    }
-
-
-class _Beside(NamedTuple):
-    """Costs of a move beside computing."""
-
-    seconds: float
-    overhead: float
-    """Seconds by which it makes computing longer."""
-
-
-def _alone(group: ProcessGroup, move: Callable[[ProcessGroup, torch.Tensor], None], num_bytes: int) -> float:
-    tensor = torch.zeros(num_bytes // 4)
-
-    def some() -> None:
-        for _ in range(BATCH):
-            move(group, tensor)
-
-    return statistics.median(timed(group, some)) / BATCH
-
-
-def _beside(
-    group: ProcessGroup, move: Callable[[ProcessGroup, torch.Tensor], None], num_bytes: int, alone: float
-) -> _Beside:
-    """Times as many moves as fill two thirds of three computations, which they take alone."""
-    tensor = torch.zeros(num_bytes // 4)
-    one = computing(group)
-
-    def compute() -> float:
-        began = group.backend.now()
-        for _ in range(3):
-            one()
-        return group.backend.now() - began
-
-    count = int(str(group.broadcast_object(max(1, int(compute() / alone * 2 / 3)))))
-
-    def moves() -> float:
-        began = group.backend.now()
-        for _ in range(count):
-            move(group, tensor)
-        return group.backend.now() - began
-
-    seconds, longer = [], []
-    for _ in range(9):
-        group.barrier()
-        without = compute()
-        group.barrier()
-        moving = group.backend.lanes.start(moves, "messages")
-        longer.append(compute() - without)
-        seconds.append(moving.wait())
-    return _Beside(statistics.median(seconds) / count, max(0.0, statistics.median(longer)) / count)
-
-
-def _rounds(move: Callable[[ProcessGroup, torch.Tensor], None], num_bytes: int) -> float:
-    """Returns how many latencies one move takes simulated ranks."""
-
-    def once(group: ProcessGroup) -> float:
-        return statistics.median(timed(group, lambda: move(group, torch.zeros(num_bytes // 4))))
-
-    return float(echelon.simulate(once, 2, network=Network(1.0, math.inf)).results[0])
+PAIRS = 9
+"""Measurements of computing without moves and with them, in turns."""
 
 
 class Program(NamedTuple):
@@ -216,13 +104,16 @@ class Program(NamedTuple):
 
     steps: Callable[[ProcessGroup], list[float]]
     """Returns the seconds of each step."""
-    probe: Probe
-    """What measures the link for it."""
+    move: Move
+    """Move that measures the link for it."""
+    is_beside: bool
+    """Whether it moves while it computes."""
 
 
 PROGRAMS = {
-    "DDP": Program(ddp_steps, Probe(all_reduce, is_beside=True)),
-    "pipeline, 1f1b, 4 microbatches": Program(pipeline_steps, Probe(exchange, is_beside=False)),
+    "DDP": Program(ddp_steps, all_reduce, is_beside=True),
+    # Its ranks wait for what they move.
+    "pipeline, 1f1b, 4 microbatches": Program(pipeline_steps, exchange, is_beside=False),
 }
 
 
@@ -235,7 +126,8 @@ def be_a_rank(backend: str) -> None:
     with echelon.init(backend=backend) as group:
         torch.set_num_threads(1)
         rounds = [all_steps(group) for _ in range(REPETITIONS)]
-        links = {name: figures(group, program.probe) for name, program in PROGRAMS.items()}
+        compute = computing(group)
+        links = {name: measure(group, each.move, compute, SIZES, PAIRS) for name, each in PROGRAMS.items()}
         rounds += [all_steps(group) for _ in range(REPETITIONS)]
         steps = {name: [seconds for steps in rounds for seconds in steps[name]] for name in rounds[0]}
         if group.rank == 0:
@@ -263,7 +155,7 @@ def report(rounds: int, link: str, backend: str, ends: Ends = LOCAL) -> None:
         local = simulated(local_steps, None, Measured())
         costs = Measured(factor=statistics.median(real["steps"]["local"]) / local)
         for name, program in PROGRAMS.items():
-            network = Network(**real["links"][name])
+            network = network_of([Moves.of(real["links"][name])], program.move, SIZES, program.is_beside)
             predicted = simulated(program.steps, network, costs)
             measured = statistics.median(real["steps"][name])
             speed = f"{network.latency * 1e6:.0f} us, {network.bandwidth / 1e6:.0f} MB/s"
