@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,17 @@ _BACKEND = "echelon-recorded"
 """Name under which torch.distributed makes groups of recorded ranks."""
 
 
+Choose: TypeAlias = Callable[[Mapping[int, Trace]], Sequence[int]]
+"""Function that returns the ranks to record next, of the traces by rank so far."""
+
+
 class Request(NamedTuple):
     """Program to record."""
 
+    fn: object
+    """Function of the ranks."""
     call: RankCall
+    """Call that each rank makes of it."""
     hosts: tuple[int, ...]
     """Number of each rank's host."""
     steps: int = 2
@@ -89,20 +96,25 @@ def record(
         CollectiveMismatch: recorded ranks disagree on a collective of real values.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
-    request = Request(rank_call(fn, args), tuple(hosts or (0,) * world_size), steps)
-    return recorded_ranks(fn, request, ranks)
+    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps)
+    return record_in_turn(request, lambda traces: [] if traces else ranks)
 
 
-def recorded_ranks(fn: object, request: Request, ranks: Sequence[int]) -> dict[int, Trace]:
-    """Records ranks of a program; see `record`."""
-    world_size = len(request.hosts)
+def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
+    """Records ranks of a program; see `record`.
+
+    Args:
+        request: the program.
+        choose: returns the ranks to record next, of those recorded so far. No ranks end the recording.
+    """
+    fn, world_size = request.fn, len(request.hosts)
     with only_simulation():
         world = World(
             world_size, 0, link_function(None, world_size), FaultPlan((), world_size, has_costs=False), None, None, False,
             request.hosts, False, True, False,
         )  # fmt: skip
         world.clock.draw = _first_come
-        run = _Run(world, request)
+        run = _Run(world, request, choose)
         states = process_states(run.torch, 0, request.hosts)
         if isinstance(fn, ProgramWithStates):
             states += fn.states()
@@ -118,7 +130,7 @@ def recorded_ranks(fn: object, request: Request, ranks: Sequence[int]) -> dict[i
                 cuda_names(lambda: request.hosts.count(0)),
                 steps_noted(run.steps_here),
             ):
-                return run.run(ranks)
+                return run.run()
         finally:
             rank_states.restore()
             torch.set_num_threads(num_threads)
@@ -146,10 +158,11 @@ def _collected_by_hand() -> Iterator[None]:
 class _Run:
     """Recording of some ranks."""
 
-    def __init__(self, world: World, request: Request) -> None:
+    def __init__(self, world: World, request: Request, choose: Choose) -> None:
         self.traces: dict[int, Trace] = {}
         self._world = world
         self._request = request
+        self._choose = choose
         self._started: set[int] = set()
         self._steps: dict[int, Steps] = {}
         self._errors: dict[int, BaseException] = {}
@@ -160,9 +173,8 @@ class _Run:
         self.torch = TorchDistributed(world, _BACKEND)
         world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
 
-    def run(self, ranks: Sequence[int]) -> dict[int, Trace]:
-        for rank in ranks:
-            self._start(rank)
+    def run(self) -> dict[int, Trace]:
+        self._start_chosen()
         try:
             self._world.scheduler.run()
             if error := self._error():
@@ -179,6 +191,11 @@ class _Run:
         """Returns the steps of the calling thread's rank. None in other threads."""
         scheduler = self._world.scheduler
         return self._steps.get(scheduler.current().rank) if scheduler.is_running_here() else None
+
+    def _start_chosen(self) -> None:
+        while self._num_left == 0 and (chosen := self._choose(self.traces)):
+            for rank in chosen:
+                self._start(rank)
 
     def _start(self, rank: int) -> Task | None:
         """Starts a rank, unless it was started before."""
@@ -226,6 +243,8 @@ class _Run:
 
     def _end(self) -> None:
         self._num_left -= 1
+        if self._num_left == 0 and not self._failures:
+            self._start_chosen()
         if self._num_left == 0:
             self._world.scheduler.is_ending = True
             self._world.scheduler.cancel()
