@@ -15,7 +15,9 @@ from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.works import RecordedWork
 from echelon.foresight.trace import Collective, Message, Wait
+from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup
+from echelon.interop.works import Done, Options, Runner, seconds
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -67,11 +69,21 @@ _FORMS: Mapping[str, _Form] = {
 """Collectives of torch's process group, by the name of the method."""
 
 
+class _AtOnce(Runner):
+    """Runner whose collectives of real tensors have ended when they return. None of them takes long."""
+
+    def run(
+        self, call: Callable[..., Any], settle: Callable[[Any], Sequence[Tensor]], options: Options | None
+    ) -> dist.Work:
+        return Done(settle(call(async_op=False, timeout=None if options is None else seconds(options.timeout))))
+
+
 class RecordedGroup(EchelonProcessGroup):
     """Process group whose communication of fake tensors is recorded. That of real tensors takes place."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, group: ProcessGroup, store: Any) -> None:
+        super().__init__(group, store)
+        self.runner = _AtOnce(group)
         self._kept: deque[RecordedWork] = deque(maxlen=_KEPT)
 
     @property

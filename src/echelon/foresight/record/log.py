@@ -38,6 +38,8 @@ class Log:
         self.entries: list[Entry] = []
         self.stream = 0
         """Number of the stream that is current."""
+        self.device = 0
+        """Index of the GPU that is current."""
         self.optimizer_depth = 0
         """Number of nested calls of `step` of optimizers."""
         self.groups: dict[Group, int] = {}

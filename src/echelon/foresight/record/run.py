@@ -20,7 +20,8 @@ from echelon._torch_private import DistributedBackendOptions, real_tensors, reco
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup
-from echelon.foresight.record.cuda_names import CudaNames, cuda_names
+from echelon.foresight.record.cuda_names import Gpu, cuda_names
+from echelon.foresight.record.device import OnDevice
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
 from echelon.foresight.record.here import Recording, recorded
 from echelon.foresight.record.log import Log
@@ -64,6 +65,8 @@ class Request(NamedTuple):
     """Number of each rank's host."""
     steps: int = 2
     """Steps to run. The last one is recorded."""
+    gpu: Gpu = Gpu()
+    """Facts that the program may ask for."""
 
 
 def record(
@@ -108,6 +111,7 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
         choose: returns the ranks to record next, of those recorded so far. No ranks end the recording.
     """
     fn, world_size = request.fn, len(request.hosts)
+    recorded_tensors()  # imports torch's compiler, which has to see the names of torch.cuda as they are
     with only_simulation():
         world = World(
             world_size, 0, link_function(None, world_size), FaultPlan((), world_size, has_costs=False), None, None, False,
@@ -127,7 +131,7 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
                 on_one_core(),
                 without_locks(),
                 run.torch.installed(),
-                cuda_names(lambda: request.hosts.count(0)),
+                cuda_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
             ):
                 return run.run()
@@ -219,7 +223,7 @@ class _Run:
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 Modules(log).watch()
                 stack.enter_context(recorded_tensors())
-                stack.enter_context(CudaNames())
+                stack.enter_context(OnDevice())
                 stack.enter_context(Recorder(log, memory))
                 try:
                     self._request.call.run(group)
