@@ -5,12 +5,13 @@ Each private name is also in `_torch_versions.PRIVATE_NAMES`: a version of torch
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,12 @@ from torch._C._distributed_c10d import _register_work as register_work
 from torch._C._distributed_c10d import _resolve_process_group, _unregister_all_process_groups
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # public, by its docs
 from torch.distributed.distributed_c10d import GroupName
 from torch.export import ExportedProgram
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ T = TypeVar("T")
 # Only names of torch that are passed on.
 __all__ = [
     "DistributedBackendOptions",
+    "FakeTensor",
     "TreeSpec",
     "register_work",
     "tree_flatten",
@@ -51,6 +53,7 @@ __all__ = [
     "tree_unflatten",
 ]
 # DistributedBackendOptions: argument of the function that makes a group of a registered backend.
+# FakeTensor: tensor with a shape, a dtype and a device, but no data.
 # resolve_process_group, register_work: functional collectives get the name of a group, and torch finds their Work by
 # the tensor that it writes.
 # tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
@@ -204,6 +207,134 @@ def fake_tensors() -> AbstractContextManager[object]:
     The meta device is no substitute: its tensors do not mix with those of the device that a model will run on.
     """
     return FakeTensorMode()
+
+
+def recorded_tensors() -> AbstractContextManager[object]:
+    """Returns a context as `fake_tensors`, in which tensors with data may be mixed with fake ones."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Inside, no mode of torch is active in this thread, so that new tensors have data."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def move_fake(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Gives a fake tensor the memory, the dtype and the device of another one, as `tensor.data = moved` does."""
+    if moved is not tensor:
+        tensor.data = moved
+        tensor.fake_device = moved.fake_device  # type: ignore[attr-defined] # of FakeTensor
+
+
+@contextmanager
+def devices_as_on_gpu() -> Iterator[None]:
+    """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU, as what stands for it.
+
+    Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors.
+    """
+    init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+    find, find_accelerator = init._get_compute_device, torch._C._get_accelerator
+
+    def compute_device(*args: Any, **kwargs: Any) -> torch.device:
+        device: torch.device = find(*args, **kwargs)
+        return torch.device("cpu") if device.type == "cuda" else device
+
+    init._get_compute_device = compute_device
+    torch._C._get_accelerator = lambda *_: torch.device("cuda")  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
+
+
+@contextmanager
+def backward_with(mode: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, each backward runs in a context. torch leaves modes of functions for the time of a backward."""
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return original(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def optimizers_as_on_gpu() -> Iterator[None]:
+    """Inside, optimizers and gradient clipping handle many parameters at once by default, as for tensors of a GPU.
+
+    torch asks private functions which devices and types of tensors can be handled so.
+    """
+    name = "_get_foreach_kernels_supported_devices"
+    optimizers: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
+    original, types = optimizers._get_foreach_kernels_supported_devices, optimizers._foreach_supported_types
+    modules = torch.utils._foreach_utils, optimizers
+    for module in modules:
+        setattr(module, name, lambda: [*original(), "cpu"])
+    types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        types.remove(FakeTensor)
+        for module in modules:
+            setattr(module, name, original)
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Returns a number that no other living storage has. Fake storages have no `data_ptr`."""
+    return int(storage._cdata)
+
+
+def next_node_number() -> int:
+    """Returns the number of the next node of autograd's graph that this thread makes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def node_number() -> int:
+    """Returns the number of the node whose backward runs in this thread. -1 if there is none, as in callbacks."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def node_name() -> str:
+    """Returns the name of the node whose backward runs in this thread. Empty if there is none."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor of this rank inside of a DTensor, without autograd. Other tensors are returned as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+class OperatorFacts(NamedTuple):
+    """Facts of an operator's schema."""
+
+    namespace: str
+    name: str
+    """Name without namespace and overload, such as "mm"."""
+    writes: tuple[int | str, ...]
+    """Arguments that it changes: their positions, or names of arguments that have to be named."""
+    may_return_view: bool
+
+
+def facts_of(operator: Any) -> OperatorFacts:
+    """Returns the facts of one of torch's operators."""
+    schema = operator._schema
+    namespace, _, name = schema.name.partition("::")
+    writes = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    may_return_view = any(each.alias_info is not None for each in schema.returns)
+    return OperatorFacts(namespace, name, writes, may_return_view)
 
 
 def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:

@@ -20,6 +20,9 @@ PRIVATE_NAMES = (
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.Tensor._version",
     "torch.UntypedStorage._cdata",
+    "torch._C.DisableTorchFunction",
+    "torch._C.Future.wait",
+    "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._dispatch_get_all_op_names",
@@ -28,19 +31,21 @@ PRIVATE_NAMES = (
     "torch._C._distributed_c10d._resolve_process_group",
     "torch._C._distributed_c10d._set_thread_isolation_mode",
     "torch._C._distributed_c10d._unregister_all_process_groups",
-    "torch._C.Future.wait",
-    "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._dynamo.eval_frame._FrameAction.SKIP",
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._get_accelerator",
     "torch._C._get_dispatch_mode",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._storage_Use_Count",
     "torch._ops.OpOverload",
+    "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.autograd._engine_run_backward",
+    "torch.autograd._get_sequence_nr",
     "torch.autograd.forward_ad._current_level",
     "torch.distributed.ProcessGroup._allgather_base",
     "torch.distributed.ProcessGroup._register_backend",
@@ -50,10 +55,16 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._store_based_barrier",
     "torch.distributed.distributed_c10d._world.pg_backend_config",
+    "torch.distributed.fsdp._init_utils._get_compute_device",
     "torch.futures.Future._set_unwrap_func",
     "torch.library.Library._destroy",
     "torch.ops.aten.add.Tensor._schema.is_mutable",
+    "torch.ops.aten.add.Tensor._schema.returns",
+    "torch.optim.optimizer._foreach_supported_types",
+    "torch.optim.optimizer._get_foreach_kernels_supported_devices",
+    "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
     "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
+    "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._pytree.TreeSpec",
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_leaves",
@@ -134,10 +145,11 @@ def _exists(name: str) -> bool:
     found: object = importlib.import_module(package)
     for part in parts:
         package += f".{part}"
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(package)
-            except ImportError:
-                return False
-        found = getattr(found, part)
+        if hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        try:  # the module's name may be no attribute of its package even then
+            found = importlib.import_module(package)
+        except ImportError:
+            return False
     return True

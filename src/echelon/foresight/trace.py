@@ -132,6 +132,8 @@ class Allocate(NamedTuple):
     kind: MemoryKind
     place: int
     module: int
+    stream: int = 0
+    """Stream that was current. The caching allocator gives a freed block to its own stream only."""
 
 
 class Free(NamedTuple):

@@ -29,7 +29,7 @@ from echelon.launch.init import carry, end_with_program, provided_group
 from echelon.launch.torch_store import connect_ranks
 from echelon.launch.tuned import agreed_table
 
-__all__ = ["NAME", "EchelonProcessGroup"]
+__all__ = ["NAME", "EchelonProcessGroup", "make_group"]
 
 NAME = "echelon"
 """Name of the backend in `torch.distributed.init_process_group` and `new_group`."""
@@ -38,8 +38,11 @@ NAME = "echelon"
 _CONNECT_SECONDS = 300.0
 
 
-def _make(options: DistributedBackendOptions, _: object) -> EchelonProcessGroup:
-    """Makes a group for torch. Called by its members only. The first group connects them."""
+def make_group(options: DistributedBackendOptions) -> tuple[ProcessGroup, Store]:
+    """Returns Echelon's group for one of torch, and torch's store for it. Called by its members only.
+
+    The first group connects them.
+    """
     timeout = options.timeout.total_seconds()
     ranks, world = options.global_ranks_in_group, dist.group.WORLD
     # A later group of an Echelon world needs no connections of its own.
@@ -49,7 +52,7 @@ def _make(options: DistributedBackendOptions, _: object) -> EchelonProcessGroup:
         group = _subgroup(world.group, ranks, world.group.timeout if is_simulated else timeout, options.group_id)
     else:
         group = _connect(options.store, options.group_rank, options.group_size, timeout)
-    return EchelonProcessGroup(group, options.store)
+    return group, options.store
 
 
 def _subgroup(world: ProcessGroup, ranks: Sequence[int], timeout: float, name: str) -> ProcessGroup:
@@ -116,4 +119,4 @@ def _batch(
 _library.impl("batch_p2p_ops", _batch, "CPU")  # type: ignore[no-untyped-call]
 for _device in ("CPU", "CUDA"):
     _library.impl("all_gather_into_tensor_out", _all_gather_out, _device)  # type: ignore[no-untyped-call]
-dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(NAME, lambda options, _: EchelonProcessGroup(*make_group(options)), extended_api=True, devices=["cpu"])

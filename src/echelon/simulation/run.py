@@ -151,17 +151,17 @@ def simulate(
     named = isinstance(network, Network) and network.hosts is not None  # else all ranks are on one, as torchrun's
     make = backend_of(_way_of(collectives, plan, late_sends), _checked_order(order))
     is_instant, follows_plans = takes_no_time(network), order == "tcp"
-    with _only_simulation():
+    with only_simulation():
         world = World(world_size, seed, link, plan, cost, meter, memory, hosts, late_sends, is_instant, follows_plans)
         run = _Run(world, world_size, call, timeout, make, has_own_modules=isinstance(fn, ProgramWithStates))
         num_threads = torch.get_num_threads()
-        states = _states(run.torch, seed, hosts if named else (0,) * world_size)
+        states = process_states(run.torch, seed, hosts if named else (0,) * world_size)
         if isinstance(fn, ProgramWithStates):
             states += fn.states()
         world.rank_states = rank_states = RankStates(states, world_size)
         try:
             with (
-                _rarer_collections(),
+                rarer_collections(),
                 on_one_core(),
                 without_locks(),
                 children_with_environment(world.scheduler.is_running_here),
@@ -188,7 +188,7 @@ _is_simulating = threading.Lock()
 
 
 @contextmanager
-def _only_simulation() -> Iterator[None]:
+def only_simulation() -> Iterator[None]:
     """Inside, this is the only simulation of the process.
 
     Raises:
@@ -204,7 +204,7 @@ def _only_simulation() -> Iterator[None]:
         _is_simulating.release()
 
 
-def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
+def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
     """Returns the states of the process that each rank has for itself."""
     names = [(sys, "argv"), (sys, "excepthook"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl")]
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
@@ -390,7 +390,7 @@ class _Run:
 
 
 @contextmanager
-def _rarer_collections() -> Iterator[None]:
+def rarer_collections() -> Iterator[None]:
     """Inside, the garbage collector runs rarely."""
     # A simulation makes many small objects, and few reference cycles. With the default threshold half of its time goes
     # into collections, which traverse all objects, most of them torch's: 30 us per message.

@@ -27,6 +27,7 @@ from echelon._torch_private import (
     group_registry,
     groups_made_by,
     groups_of_each_thread,
+    real_tensors,
 )
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
@@ -58,8 +59,10 @@ class _Division(NamedTuple):
 class TorchDistributed:
     """torch.distributed of one simulation."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, backend: str | None = None) -> None:
+        """Takes the backend of torch.distributed for a world of which only some ranks run. None: all ranks run."""
         self._world = world
+        self._backend = backend
         self._groups: dict[int, ProcessGroup] = {}
         self._contents: defaultdict[object, Contents] = defaultdict(dict)
         self._num_opened: defaultdict[object, int] = defaultdict(int)
@@ -142,10 +145,10 @@ class TorchDistributed:
                 if call["group_size"] == -1:  # MPI's ranks are known to MPI alone
                     call["group_size"], call["group_rank"] = group.world_size, group.rank
                 _check_world(group, call["group_rank"], call["group_size"])
-            if (device := call.get("device_id")) is not None:
+            if (device := call.get("device_id")) is not None and self._backend is None:
                 raise _needs_cuda(device)
-            call["backend"] = interop.NAME
-            call.update({name: None for name in ("backend_options", "pg_options") if name in call})
+            call["backend"] = self._backend or interop.NAME
+            call.update({name: None for name in ("backend_options", "pg_options", "device_id") if name in call})
             made, store = original(**call)
             if isinstance(made, dist.ProcessGroup):
                 name = _name_for_cpu(asked)
@@ -220,7 +223,7 @@ class TorchDistributed:
         self._num_opened[rank, address] += 1
         opened = address, self._num_opened[rank, address]
         store = self._store(self._contents[opened])
-        if world_size is not None and wait_for_workers:
+        if world_size is not None and wait_for_workers and self._backend is None:
             self._num_workers[opened] += 1
             self.changed()
             what = f"TCPStore({host_name!r}, {port}), which {world_size} ranks must open"
@@ -236,6 +239,8 @@ class TorchDistributed:
         return store
 
     def _store_barrier(self, _: int, store: Any, name: str, count: int, *__: object, **___: object) -> None:
+        if self._backend is not None:
+            return
         if store.add(f"barrier of {name}", 1) == count:
             store.set(f"end of the barrier of {name}", "1")
         store.wait([f"end of the barrier of {name}"])
@@ -257,7 +262,8 @@ class TorchDistributed:
         while not is_true():
             work = self._work(what)
             self._waiting.append(work)
-            work.wait(None if end is None else max(0.0, end - clock.now))
+            with real_tensors():  # a wait is refused where tensors have no values
+                work.wait(None if end is None else max(0.0, end - clock.now))
 
     def let_others_run(self) -> None:  # noqa: D102
         self._work("poll of a store").is_completed()

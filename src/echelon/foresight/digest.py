@@ -1,0 +1,64 @@
+"""Digest of a recorded step: equal for ranks that do the same, each in its own groups. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from echelon.foresight.trace import Allocate, Collective, Entry, Free, Group, Kernel, Message, Trace
+
+
+def digest(trace: Trace) -> str:
+    """Returns 32 hexadecimal digits, the same for two ranks that could stand for each other.
+
+    Groups count by their size and the distances of their ranks, peers by their place in the group. Lines, modules and
+    the numbers of storages do not count.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for fact in _facts(trace):
+        found.update(repr(fact).encode())
+    return found.hexdigest()
+
+
+def _facts(trace: Trace) -> Iterator[object]:
+    sizes = {entry.storage: entry.num_bytes for entry in trace.live}
+    yield sorted((entry.kind, entry.num_bytes) for entry in trace.live)
+    for entry in trace.entries:
+        if isinstance(entry, Allocate):
+            sizes[entry.storage] = entry.num_bytes
+            yield entry.num_bytes, entry.kind
+        elif isinstance(entry, Free):
+            yield -sizes.pop(entry.storage, 0)
+        else:
+            yield _fact(trace, entry)
+
+
+def _fact(trace: Trace, entry: Entry) -> object:
+    if isinstance(entry, Kernel):
+        return (*entry[:6], _sizes(entry.reads), _sizes(entry.writes), entry.launches, entry.phase)
+    if isinstance(entry, Collective):
+        group, root = trace.groups[entry.group], entry.root
+        return (
+            *entry[:3],
+            form(group),
+            entry.num_bytes,
+            entry.dtype,
+            entry.op,
+            None if root < 0 else root == trace.rank,
+            entry.blocking,
+            entry.phase,
+        )
+    if isinstance(entry, Message):
+        group = trace.groups[entry.group]
+        peer = group.ranks.index(entry.peer) - group.ranks.index(trace.rank) if entry.peer >= 0 else None
+        return *entry[:3], peer, form(group), *entry[5:11]
+    return tuple(value for name, value in zip(entry._fields, entry, strict=True) if name != "place")
+
+
+def _sizes(accesses: tuple[tuple[int, int], ...]) -> list[int]:
+    return sorted(num_bytes for _, num_bytes in accesses)
+
+
+def form(group: Group) -> tuple[str, tuple[int, ...]]:
+    """Returns the form of a group: its name, and the distances of its ranks from the first."""
+    return group.name, tuple(rank - group.ranks[0] for rank in group.ranks)

@@ -1,0 +1,302 @@
+"""Memory of a step: bytes of tensors exactly, and bytes that PyTorch's caching allocator reserves for them. Pure.
+
+The allocator takes memory from the device in segments. A request of at most 1 MiB is a part of a segment of 2 MiB. One
+below 10 MiB is a part of a segment of 20 MiB. A larger one gets a segment of its own, rounded to 2 MiB. A free block goes
+to the smallest request that fits it best, and is split unless the rest would be too small to keep. Free neighbours are
+merged. Blocks belong to the stream that they were allocated for. If the device is full, segments that are wholly free
+are given back. With expandable segments a stream has one segment of each kind, which grows at its end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from echelon.foresight.trace import Allocate, Free, Trace
+
+_MIB = 1 << 20
+SMALL = 1 * _MIB
+"""Largest request of the small pool."""
+SMALL_SEGMENT = 2 * _MIB
+LARGE_REQUEST = 10 * _MIB
+"""Smallest request that gets a segment of its own."""
+LARGE_SEGMENT = 20 * _MIB
+ROUND_LARGE = 2 * _MIB
+MIN_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one rank over a step."""
+
+    live_at_start: int
+    live_peak: int
+    """Most bytes of tensors at once."""
+    reserved_peak: int
+    """Most bytes of segments at once."""
+    kinds_at_peak: Mapping[str, int]
+    """Bytes of tensors at the peak, by kind."""
+    peak_entry: int
+    """Index of the allocation in the trace that made the peak. -1: the step began with it."""
+    alive_at_peak: tuple[Allocate, ...]
+    """Storages at the peak, the largest first."""
+    fits: bool
+    """Whether every request was met within the device's memory."""
+    first_failure: int
+    """Index of the first allocation that did not fit. -1 if all did."""
+    live: tuple[tuple[int, int], ...]
+    """(index of the entry, bytes) after each change."""
+    reserved: tuple[tuple[int, int], ...]
+
+
+class _Block:
+    """Part of a segment."""
+
+    __slots__ = ("after", "before", "is_free", "pool", "segment", "size")
+
+    def __init__(self, size: int, pool: tuple[int, bool], segment: int) -> None:
+        self.size = size
+        self.pool = pool
+        self.segment = segment
+        self.is_free = True
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class _Slot(NamedTuple):
+    """Entry of a list of free blocks, by size and then by age."""
+
+    size: int
+    number: int
+
+
+class CachingAllocator:
+    """Model of PyTorch's allocator of device memory.
+
+    Args:
+        limit: Bytes of the device. None: no limit.
+        expandable: Whether segments grow (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
+    """
+
+    def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
+        self.reserved = 0
+        self.peak = 0
+        self._limit = limit
+        self._expandable = expandable
+        self._free: dict[tuple[int, bool], list[_Slot]] = defaultdict(list)
+        self._blocks: dict[int, _Block] = {}
+        """Free blocks by number."""
+        self._numbers: dict[int, int] = {}
+        """Number of a free block, by its identity."""
+        self._next = 0
+        self._used: dict[int, _Block] = {}
+        self._ends: dict[tuple[int, bool], _Block] = {}
+        """Last block of a pool's expandable segment."""
+
+    def allocate(self, storage: int, num_bytes: int, stream: int = 0) -> bool:
+        """Allocates memory. Returns False if the device has too little."""
+        size = max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
+        pool = stream, size <= SMALL
+        block = self._best_fit(pool, size) or self._grow(pool, size)
+        if block is None:
+            self._give_back()
+            block = self._grow(pool, size)
+            if block is None:
+                return False
+        self._split(block, size)
+        block.is_free = False
+        self._used[storage] = block
+        return True
+
+    def free(self, storage: int) -> None:
+        """Frees memory. It stays reserved."""
+        block = self._used.pop(storage, None)
+        if block is None:
+            return
+        block.is_free = True
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                self._remove(other)
+                block = self._merge(block, other)
+        self._add(block)
+
+    def _best_fit(self, pool: tuple[int, bool], size: int) -> _Block | None:
+        slots = self._free[pool]
+        index = bisect_left(slots, _Slot(size, -1))
+        if index == len(slots):
+            return None
+        block = self._blocks[slots[index].number]
+        self._remove(block)
+        return block
+
+    def _grow(self, pool: tuple[int, bool], size: int) -> _Block | None:
+        if self._expandable:
+            return self._extend(pool, size)
+        segment = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE_REQUEST else _up(size, ROUND_LARGE)
+        if not self._reserve(segment):
+            return None
+        return _Block(segment, pool, self._new_number())
+
+    def _extend(self, pool: tuple[int, bool], size: int) -> _Block | None:
+        """Maps more pages behind a pool's segment, after the free block at its end."""
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        last = self._ends.get(pool)
+        at_end = last is not None and last.is_free
+        lacking = size - last.size if last is not None and at_end else size
+        mapped = _up(lacking, page)
+        if not self._reserve(mapped):
+            return None
+        if last is not None and at_end:
+            self._remove(last)
+            last.size += mapped
+            return last
+        block = _Block(mapped, pool, 0 if last is None else last.segment)
+        if last is not None:
+            last.after, block.before = block, last
+        self._ends[pool] = block
+        return block
+
+    def _reserve(self, num_bytes: int) -> bool:
+        if self._limit is not None and self.reserved + num_bytes > self._limit:
+            return False
+        self.reserved += num_bytes
+        self.peak = max(self.peak, self.reserved)
+        return True
+
+    def _give_back(self) -> None:
+        """Returns wholly free segments to the device."""
+        for block in list(self._blocks.values()):
+            if self._expandable:
+                page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+                # Whole pages inside the block are unmapped. The hole stays in the address space and holds no memory.
+                mapped = block.size // page * page
+                if mapped:
+                    self._remove(block)
+                    self.reserved -= mapped
+                    block.size -= mapped
+                    if block.size:
+                        self._add(block)
+                    else:
+                        self._unlink(block)
+            elif block.before is None and block.after is None:
+                self._remove(block)
+                self.reserved -= block.size
+
+    def _unlink(self, block: _Block) -> None:
+        if block.before is not None:
+            block.before.after = block.after
+        if block.after is not None:
+            block.after.before = block.before
+        if self._ends.get(block.pool) is block:
+            if block.before is not None:
+                self._ends[block.pool] = block.before
+            else:
+                del self._ends[block.pool]
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = block.size - size
+        # The rest of a small block is kept if it holds anything, that of a large one above 1 MiB.
+        keeps = rest >= MIN_BLOCK if block.pool[1] or self._expandable else rest > SMALL
+        if not keeps:
+            return
+        block.size = size
+        other = _Block(rest, block.pool, block.segment)
+        other.before, other.after = block, block.after
+        if block.after is not None:
+            block.after.before = other
+        block.after = other
+        if self._ends.get(block.pool) is block:
+            self._ends[block.pool] = other
+        self._add(other)
+
+    def _merge(self, block: _Block, other: _Block) -> _Block:
+        first, second = (other, block) if block.before is other else (block, other)
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        if self._ends.get(block.pool) is second:
+            self._ends[block.pool] = first
+        return first
+
+    def _new_number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _add(self, block: _Block) -> None:
+        number = self._new_number()
+        self._blocks[number] = block
+        self._numbers[id(block)] = number
+        insort(self._free[block.pool], _Slot(block.size, number))
+
+    def _remove(self, block: _Block) -> None:
+        number = self._numbers.pop(id(block))
+        del self._blocks[number]
+        slots = self._free[block.pool]
+        del slots[bisect_left(slots, _Slot(block.size, number))]
+
+
+def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) -> Memory:
+    """Returns the memory of a recorded step on a device of `limit` bytes."""
+    allocator = CachingAllocator(limit, expandable)
+    alive: dict[int, Allocate] = {}
+    live = 0
+    failure = -1
+    for entry in trace.live:
+        alive[entry.storage] = entry
+        live += entry.num_bytes
+        if not allocator.allocate(entry.storage, entry.num_bytes, entry.stream):
+            failure = 0
+    start = peak = live
+    peak_entry = -1
+    at_peak = dict(alive)
+    curve = [(-1, live)]
+    reserved = [(-1, allocator.reserved)]
+    is_rising = False
+    for index, change in enumerate(trace.entries):
+        if type(change) is Allocate:
+            alive[change.storage] = change
+            live += change.num_bytes
+            if not allocator.allocate(change.storage, change.num_bytes, change.stream) and failure < 0:
+                failure = index
+            if live > peak:
+                peak, peak_entry, is_rising = live, index, True
+        elif type(change) is Free:
+            gone = alive.get(change.storage)
+            if gone is None:
+                continue
+            # Copied at the end of each rise, not at each of its steps.
+            if is_rising and live == peak:
+                at_peak, is_rising = dict(alive), False
+            del alive[change.storage]
+            live -= gone.num_bytes
+            allocator.free(change.storage)
+        else:
+            continue
+        curve.append((index, live))
+        if allocator.reserved != reserved[-1][1]:
+            reserved.append((index, allocator.reserved))
+    if is_rising and live == peak:
+        at_peak = dict(alive)
+    kinds: dict[str, int] = defaultdict(int)
+    for each in at_peak.values():
+        kinds[each.kind] += each.num_bytes
+    return Memory(
+        live_at_start=start,
+        live_peak=peak,
+        reserved_peak=allocator.peak,
+        kinds_at_peak=dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        peak_entry=peak_entry,
+        alive_at_peak=tuple(sorted(at_peak.values(), key=lambda each: -each.num_bytes)),
+        fits=failure < 0,
+        first_failure=failure,
+        live=tuple(curve),
+        reserved=tuple(reserved),
+    )
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

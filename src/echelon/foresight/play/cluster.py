@@ -1,0 +1,130 @@
+"""Hosts, and the links inside and between them. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from echelon.arguments import is_amount, is_count, is_factor
+from echelon.errors import LaunchError
+
+
+class Placement(NamedTuple):
+    """Group of ranks as a collective sees it."""
+
+    num_ranks: int
+    num_hosts: int
+    per_host: int
+    """Members on the host that has fewest."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with devices, and their network.
+
+    Args:
+        hosts: Ranks of each host, in the order of the ranks.
+        bandwidth: Bytes per second that a rank sends to other hosts, by all of its NICs.
+        latency: Seconds between hosts for a message without bytes.
+        local_bandwidth: Bytes per second of a ring inside a host.
+        local_latency: Seconds between ranks of a host for a message without bytes.
+        rails: Networks between hosts to which NICs are joined, one after another: the NICs of equal place on their hosts
+            share a rail. 0 for a single network that joins all NICs.
+        oversubscription: Bytes per second that the NICs of a host can send, by those that leave the switch of a host.
+        generation: Row of NCCL's tuning tables, as in `Device`. "" for links without NCCL.
+
+    Raises:
+        LaunchError: an argument that no cluster has.
+    """
+
+    hosts: tuple[int, ...]
+    bandwidth: float
+    latency: float
+    local_bandwidth: float
+    local_latency: float
+    rails: int = 0
+    oversubscription: float = 1.0
+    generation: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.hosts or not all(is_count(count, 1) for count in self.hosts):
+            raise LaunchError(f"hosts={self.hosts!r}: give the ranks of each host, at least 1 each")
+        for name in ("bandwidth", "local_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise LaunchError(f"{name}={getattr(self, name)!r}: give bytes per second above 0")
+        for name in ("latency", "local_latency"):
+            if not is_amount(getattr(self, name)):
+                raise LaunchError(f"{name}={getattr(self, name)!r}: give seconds, at least 0")
+        if not is_factor(self.oversubscription) or self.oversubscription < 1:
+            raise LaunchError(f"oversubscription={self.oversubscription!r}: give a ratio of at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._firsts[-1]
+
+    @cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.hosts))
+
+    def host_of(self, rank: int) -> int:
+        """Returns the number of a rank's host."""
+        return bisect_right(self._firsts, rank)
+
+    def placement(self, ranks: Sequence[int]) -> Placement:
+        """Returns the distribution of a group over the hosts."""
+        counts = Counter(map(self.host_of, ranks))
+        return Placement(len(ranks), len(counts), min(counts.values()))
+
+    def rail_of(self, rank: int) -> int:
+        """Returns the rail of a rank's NIC. 0 if there are none."""
+        first = self._firsts[self.host_of(rank) - 1] if self.host_of(rank) else 0
+        return (rank - first) % self.rails if self.rails else 0
+
+    @property
+    def outward(self) -> float:
+        """Bytes per second of a rank to other hosts, when all ranks of a host send at once."""
+        return self.bandwidth / self.oversubscription
+
+    def ring_bandwidth(self, placement: Placement) -> float:
+        """Returns the bytes per second that pass between neighbours of a ring, over all of its channels.
+
+        Each channel leaves a host by another NIC, so a group with g members on each host uses g of them.
+        """
+        if placement.num_hosts == 1:
+            return self.local_bandwidth
+        outward = placement.per_host * self.outward
+        return outward if placement.per_host == 1 else min(self.local_bandwidth, outward)
+
+
+def hosts_of(world_size: int, hosts: int | Sequence[int] | None, per_host: int) -> tuple[int, ...]:
+    """Returns the ranks of each host.
+
+    Args:
+        world_size: Number of ranks.
+        hosts: Number of hosts of equal size, or the ranks of each. None: as many as devices of a host need.
+        per_host: Devices of a host.
+
+    Raises:
+        LaunchError: the hosts do not have `world_size` ranks.
+    """
+    if hosts is None:
+        full, rest = divmod(world_size, per_host)
+        return (per_host,) * full + ((rest,) if rest else ())
+    if is_count(hosts, 1):
+        assert isinstance(hosts, int)
+        if world_size % hosts:
+            raise LaunchError(
+                f"hosts={hosts}: {world_size} ranks do not divide evenly: give a divisor, or the ranks of each host"
+            )
+        return (world_size // hosts,) * hosts
+    if not isinstance(hosts, Sequence) or not all(is_count(count, 1) for count in hosts) or not hosts:
+        raise LaunchError(f"hosts={hosts!r}: give a number of hosts, or a list of how many ranks each has")
+    if sum(hosts) != world_size:
+        raise LaunchError(f"hosts={list(hosts)} have {sum(hosts)} ranks, the world has {world_size}: make them equal")
+    return tuple(hosts)

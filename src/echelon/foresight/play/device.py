@@ -1,0 +1,175 @@
+"""Time of kernels on a device, by their shapes. Pure.
+
+A matrix product is cut into tiles, which the multiprocessors work off in waves. A wave with few tiles takes as long as a
+full one. Each tile also pays for its start and for the writing of its result, so a short inner dimension costs. Attention
+reaches a share of the peak that grows with the length of the sequence. Every other kernel is as fast as memory. No
+kernel is shorter than its launch on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from echelon.foresight.trace import Kernel
+
+ITEMSIZES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+class Tile(NamedTuple):
+    """Part of a matrix product's result that one multiprocessor computes at a time."""
+
+    rows: int
+    columns: int
+    share: float
+    """Throughput with such tiles, by that with the largest: a smaller tile reuses each loaded number less often."""
+
+
+TILES = (
+    Tile(256, 128, 1.0),
+    Tile(128, 256, 1.0),
+    Tile(128, 128, 0.92),
+    Tile(128, 64, 0.75),
+    Tile(64, 128, 0.75),
+    Tile(64, 64, 0.55),
+)
+"""Tile sizes of CUTLASS's kernels for tensor cores. Shares: the ratio of bytes loaded to operations done."""
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of parts into which the inner dimension is cut, so that few tiles fill all multiprocessors."""
+
+ROUGH_PASSES: Mapping[str, float] = {
+    # Two kernels: one for the input's gradient, one that reads both inputs again for those of weight and bias.
+    "native_layer_norm_backward": 5 / 3,
+    # The indices are sorted, and rows are added in two passes.
+    "embedding_dense_backward": 2.0,
+}
+"""Bytes that a kernel moves, by its inputs and outputs, for operators that pass over their inputs several times."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or a CPU core, as its kernels see it.
+
+    Args:
+        name: Name in tables, such as "h100".
+        peak: Dense FLOP/s of matrix products by dtype.
+        memory_bytes: Memory that a process can use.
+        memory_bandwidth: Bytes per second.
+        num_sms: Multiprocessors.
+        per_host: Devices of one host.
+        local_bandwidth: Bytes per second of a ring of collectives inside a host ("bus bandwidth" of nccl-tests).
+        matmul_share: Share of the peak that large matrix products reach.
+        attention_share: Share of the peak that attention reaches on long sequences.
+        memory_share: Share of the memory bandwidth that kernels without matrix products reach.
+        tile_seconds: Start of a tile and writing of its result, not hidden by another tile.
+        kernel_seconds: The least time of a kernel.
+        launch_seconds: Time of the host for an operator that launches a kernel.
+        communication_sms: Multiprocessors that a collective takes from kernels.
+        generation: Row of NCCL's tuning tables: "ampere", "hopper", or "" for devices without NCCL.
+        is_synchronous: Whether the host computes the kernels itself, as on a CPU.
+        sources: Source of each constant.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    memory_bytes: int
+    memory_bandwidth: float
+    num_sms: int
+    per_host: int
+    local_bandwidth: float
+    matmul_share: float
+    attention_share: float
+    memory_share: float = 0.80
+    tile_seconds: float = 1.5e-6
+    kernel_seconds: float = 2.5e-6
+    launch_seconds: float = 6e-6
+    communication_sms: int = 20
+    generation: str = ""
+    is_synchronous: bool = False
+    sources: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.matmul_share, self.attention_share, self.memory_bandwidth))
+
+    def peak_of(self, dtype: str) -> float:
+        """Returns the dense FLOP/s of a dtype. Those of float32 for a dtype that the device does not list."""
+        return self.peak.get(dtype) or self.peak["float32"]
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Returns the time of a kernel that has the device to itself."""
+        if kernel.kind == "matmul" and kernel.shape:
+            return matmul_seconds(self, kernel.dtype, *kernel.shape)
+        if kernel.kind == "attention" and kernel.shape:
+            queries, keys, head_dim = kernel.shape[2:]
+            return attention_seconds(self, kernel.dtype, kernel.flops, queries, keys, head_dim)
+        moved = sum([size for _, size in kernel.reads]) + sum([size for _, size in kernel.writes])
+        return self.memory_seconds(kernel.name, moved, kernel.launches, kernel.flops, kernel.dtype)
+
+    def memory_seconds(
+        self, name: str, num_bytes: float, launches: int = 1, flops: float = 0, dtype: str = "float32"
+    ) -> float:
+        """Returns the time of a kernel that is bound by memory, or a group of such kernels."""
+        passes = ROUGH_PASSES.get(name, 1.0)
+        moving = passes * num_bytes / (self.memory_bandwidth * self.memory_share)
+        computing = flops / (self.peak_of(dtype) * self.matmul_share) if flops else 0.0
+        return max(moving, computing, self.kernel_seconds * launches)
+
+
+# A step has tens of distinct shapes and thousands of kernels.
+@lru_cache(maxsize=100_000)
+def matmul_seconds(device: Device, dtype: str, batch: int, m: int, n: int, k: int) -> float:
+    """Returns the time of `batch` products of (m, k) by (k, n) matrices.
+
+    The fastest tile size and the fastest split of the inner dimension count, as a library chooses them by trial.
+    """
+    itemsize = ITEMSIZES.get(dtype, 4)
+    moved = itemsize * batch * (m * k + k * n + m * n)
+    streaming = moved / (device.memory_bandwidth * device.memory_share)
+    if min(m, n, k) < 1:
+        return device.kernel_seconds
+    rate = device.peak_of(dtype) * device.matmul_share / device.num_sms
+    best = math.inf
+    for tile in TILES:
+        tiles = batch * math.ceil(m / tile.rows) * math.ceil(n / tile.columns)
+        for split in SPLITS:
+            if split > 1 and (tiles * split > 4 * device.num_sms or k < 256 * split):
+                break
+            waves = math.ceil(tiles * split / device.num_sms)
+            inner = math.ceil(k / split)
+            seconds = waves * (2 * tile.rows * tile.columns * inner / (rate * tile.share) + device.tile_seconds)
+            if split > 1:  # the parts are written and added in float32
+                seconds += (split + 1) * 4 * batch * m * n / (device.memory_bandwidth * device.memory_share)
+            best = min(best, seconds)
+    return max(best, streaming, device.kernel_seconds)
+
+
+HALF_LENGTH = 600
+"""Length of a sequence at which attention reaches half of its throughput on long ones.
+
+By the figures of FlashAttention-2 (Dao, 2023, figure 4: A100, causal, head dimension 128, forward and backward), which
+are 87, 115, 143, 163, 179 and 189 TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k tokens.
+"""
+
+SMALL_HEAD = 0.9
+"""Throughput of attention with a head dimension of 64 or less, by that of 128. From the same figure."""
+
+
+@lru_cache(maxsize=100_000)
+def attention_seconds(device: Device, dtype: str, flops: float, queries: int, keys: int, head_dim: int) -> float:
+    """Returns the time of fused attention of `flops` operations, with masked parts left out."""
+    length = min(queries, keys)
+    share = device.attention_share * length / (length + HALF_LENGTH)
+    if head_dim <= 64:
+        share *= SMALL_HEAD
+    return max(flops / (device.peak_of(dtype) * share), device.kernel_seconds)

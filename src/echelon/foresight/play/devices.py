@@ -1,0 +1,120 @@
+"""The table of devices: data-sheet figures, measured figures of others, and at most two fitted constants each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from echelon.arguments import choices
+from echelon.errors import LaunchError
+from echelon.foresight.play.device import Device
+
+_GIB = 1 << 30
+
+_A100_PEAK = MappingProxyType(
+    {
+        # NVIDIA A100 data sheet (2021): tensor cores without sparsity, FP32 and FP64 without tensor cores
+        "bfloat16": 312e12,
+        "float16": 312e12,
+        "float32": 19.5e12,
+        "float64": 9.7e12,
+    }
+)
+_H100_PEAK = MappingProxyType(
+    {
+        # NVIDIA H100 data sheet (2023), SXM: half of the figures with sparsity
+        "float8_e4m3fn": 1979e12,
+        "float8_e5m2": 1979e12,
+        "bfloat16": 989.4e12,
+        "float16": 989.4e12,
+        "float32": 67e12,
+        "float64": 34e12,
+    }
+)
+
+_A100 = Device(
+    name="a100",
+    peak=_A100_PEAK,
+    memory_bytes=int(79.15 * _GIB),  # torch.cuda.get_device_properties, less the CUDA context of NCCL and cuBLAS
+    memory_bandwidth=2.039e12,  # data sheet
+    num_sms=108,  # data sheet
+    per_host=8,
+    local_bandwidth=230e9,  # nccl-tests on DGX A100, all-gather of 1 GiB: 228 to 235 GB/s
+    matmul_share=0.738,  # fitted: benchmarks/foresee, rows named there
+    attention_share=0.60,  # FlashAttention-2 (Dao, 2023), figure 4: 189 of 312 TFLOP/s
+    communication_sms=24,  # NCCL's channels on NVSwitch of this generation
+    generation="ampere",
+)
+_H100 = Device(
+    name="h100",
+    peak=_H100_PEAK,
+    memory_bytes=int(79.10 * _GIB),
+    memory_bandwidth=3.35e12,  # data sheet
+    num_sms=132,  # data sheet
+    per_host=8,
+    local_bandwidth=350e9,  # nccl-tests on DGX H100, all-gather of 1 GiB: 340 to 365 GB/s
+    matmul_share=0.648,  # fitted
+    attention_share=0.35,  # FlashAttention-2, figure 7: about 335 of 989 TFLOP/s
+    communication_sms=24,
+    generation="hopper",
+)
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        device.name: device
+        for device in (
+            _A100,
+            replace(
+                _A100,
+                name="a100-40g",
+                memory_bytes=int(39.39 * _GIB),
+                memory_bandwidth=1.555e12,  # data sheet
+                matmul_share=0.729,  # fitted
+            ),
+            _H100,
+            replace(
+                _H100,
+                name="h100-500w",
+                memory_bytes=int(95.0 * _GIB),
+                memory_bandwidth=2.4e12,  # as its owner gives it: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
+                matmul_share=0.50,  # fitted
+            ),
+            replace(
+                _H100,
+                name="h200",
+                memory_bytes=int(139.8 * _GIB),
+                memory_bandwidth=4.8e12,  # data sheet
+            ),
+            Device(
+                name="cpu",
+                peak=MappingProxyType({"float32": 60e9, "bfloat16": 60e9, "float16": 30e9, "float64": 30e9}),
+                memory_bytes=8 * _GIB,
+                memory_bandwidth=10e9,
+                num_sms=1,
+                per_host=64,
+                local_bandwidth=5e9,
+                matmul_share=0.8,
+                attention_share=0.3,
+                memory_share=0.8,
+                tile_seconds=0.0,
+                kernel_seconds=1e-6,
+                launch_seconds=4e-6,
+                communication_sms=0,
+                is_synchronous=True,
+            ),
+        )
+    }
+)
+"""Devices by name. "cpu" is one core of a server with AVX2, in round figures."""
+
+
+def device_named(name: str) -> Device:
+    """Returns a device of the table.
+
+    Raises:
+        LaunchError: there is none of that name.
+    """
+    if name not in DEVICES:
+        raise LaunchError(f"gpu={name!r}: {choices(name, DEVICES)}, or a Device")
+    return DEVICES[name]

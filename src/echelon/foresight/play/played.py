@@ -1,0 +1,280 @@
+"""A step as it was played: its time, spans, exposed communication and memory. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from echelon.foresight.play.allocator import Memory, memory_of
+from echelon.foresight.play.cluster import Cluster
+from echelon.foresight.play.device import Device
+from echelon.foresight.play.program import Program
+from echelon.foresight.trace import Collective, Kernel, Message
+from echelon.timeline.timeline import Span, Timeline
+
+
+class RunSpan(NamedTuple):
+    """Kernels of one stream in a row, from the start of the first to the end of the last."""
+
+    entries: tuple[int, ...]
+    stream: int
+    start: float
+    end: float
+
+
+class CommunicationSpan(NamedTuple):
+    """A collective or a message."""
+
+    entry: int
+    """Index in the trace."""
+    ready: float
+    """Time at which this rank has come."""
+    start: float
+    """Time at which all have come."""
+    end: float
+    algorithm: str
+    protocol: str
+
+
+class Exposed(NamedTuple):
+    """Communication of one group called at one line."""
+
+    group: str
+    place: str
+
+
+@dataclass(frozen=True)
+class PlayedRole:
+    """Step of one role."""
+
+    program: Program
+    seconds: float
+    runs: tuple[RunSpan, ...]
+    communication: tuple[CommunicationSpan, ...]
+    """By start."""
+    hosts: tuple[float, ...]
+    """Time of the host before each operation, and at the end."""
+
+    @cached_property
+    def computing(self) -> tuple[tuple[float, float], ...]:
+        """Intervals in which any stream computes, without gaps between those that touch."""
+        merged: list[tuple[float, float]] = []
+        for run in sorted(self.runs, key=lambda run: run.start):
+            if merged and run.start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], run.end)
+            else:
+                merged.append((run.start, run.end))
+        return tuple(merged)
+
+    @cached_property
+    def kernel_seconds(self) -> Mapping[str, float]:
+        """Time of kernels that have the device to themselves, by kind: "matmul", "attention", "other"."""
+        total: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "other": 0.0}
+        entries = self.program.trace.entries
+        for index, seconds in self.program.kernel_seconds.items():
+            kernel = entries[index]
+            assert isinstance(kernel, Kernel)
+            total[kernel.kind] += seconds
+        return total
+
+    @cached_property
+    def exposed(self) -> Mapping[Exposed, float]:
+        """Seconds in which no kernel runs and communication does, by group and line.
+
+        While several communications run, the time counts for the one that started first. Time before all members have
+        come is no communication.
+        """
+        found: dict[Exposed, float] = defaultdict(float)
+        gaps = self._gaps()
+        at = 0
+        for span in self.communication:
+            while at < len(gaps) and gaps[at][1] <= span.start:
+                at += 1
+            index = at
+            while index < len(gaps) and gaps[index][0] < span.end:
+                begin, end = gaps[index]
+                overlap = min(end, span.end) - max(begin, span.start)
+                if overlap > 0:
+                    found[self._name_of(span)] += overlap
+                    # The part that is left over counts for a later one.
+                    gaps[index : index + 1] = [
+                        each for each in ((begin, max(begin, span.start)), (min(end, span.end), end)) if each[0] < each[1]
+                    ]
+                    if index < len(gaps) and gaps[index][1] <= span.start:
+                        index += 1
+                    if min(end, span.end) == span.end:
+                        break
+                else:
+                    index += 1
+        return dict(found)
+
+    def _gaps(self) -> list[tuple[float, float]]:
+        gaps, last = [], 0.0
+        for start, end in self.computing:
+            if start > last:
+                gaps.append((last, start))
+            last = max(last, end)
+        if self.seconds > last:
+            gaps.append((last, self.seconds))
+        return gaps
+
+    def _name_of(self, span: CommunicationSpan) -> Exposed:
+        trace = self.program.trace
+        entry = trace.entries[span.entry]
+        assert isinstance(entry, Collective | Message)
+        place = trace.places[entry.place] if entry.place >= 0 else ""
+        return Exposed(trace.groups[entry.group].name, place)
+
+    def kernel_spans(self) -> Mapping[int, tuple[Span, ...]]:
+        """Returns the kernels of each stream with their times. Delays are shared out evenly over a run."""
+        entries, seconds = self.program.trace.entries, self.program.kernel_seconds
+        streams: dict[int, list[Span]] = defaultdict(list)
+        for run in self.runs:
+            total = sum(seconds[index] for index in run.entries)
+            stretch = (run.end - run.start) / total if total else 0.0
+            time = run.start
+            for index in run.entries:
+                kernel = entries[index]
+                assert isinstance(kernel, Kernel)
+                end = min(time + seconds[index] * stretch, run.end)
+                streams[run.stream].append(Span(kernel.name, time, end))
+                time = end
+        return {stream: tuple(spans) for stream, spans in streams.items()}
+
+    def phase_spans(self) -> tuple[Span, ...]:
+        """Returns the default stream's kernels by phase and block of the model, such as "backward layers.3"."""
+        trace, seconds = self.program.trace, self.program.kernel_seconds
+        spans: list[Span] = []
+        for run in self.runs:
+            if run.stream:
+                continue
+            total = sum(seconds[index] for index in run.entries)
+            stretch = (run.end - run.start) / total if total else 0.0
+            time = run.start
+            for index in run.entries:
+                kernel = trace.entries[index]
+                assert isinstance(kernel, Kernel)
+                name = f"{kernel.phase} {_block(trace.modules[kernel.module])}".strip() if kernel.module >= 0 else kernel.phase
+                end = min(time + seconds[index] * stretch, run.end)
+                if spans and spans[-1].step == name and time - spans[-1].end <= 1e-9:
+                    spans[-1] = Span(name, spans[-1].start, end)
+                else:
+                    spans.append(Span(name, time, end))
+                time = end
+        return tuple(spans)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A step of all ranks.
+
+    Args:
+        roles: The step of each recorded rank.
+        classes: The role of every rank.
+        device: Device that it was played on.
+        cluster: Network that it was played on.
+    """
+
+    roles: Mapping[int, PlayedRole]
+    classes: Mapping[int, int] | Sequence[int]
+    device: Device
+    cluster: Cluster
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of the step: until the last rank has ended."""
+        return max(role.seconds for role in self.roles.values())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.cluster.world_size
+
+    def role_of(self, rank: int) -> PlayedRole:
+        """Returns the step of a rank's role."""
+        return self.roles[self.classes[rank]]
+
+    @cached_property
+    def exposed(self) -> Mapping[Exposed, float]:
+        """Seconds of communication that nothing hides, by group and line, on the rank where it is longest."""
+        longest: dict[Exposed, float] = {}
+        for role in self.roles.values():
+            for name, seconds in role.exposed.items():
+                longest[name] = max(seconds, longest.get(name, 0.0))
+        return dict(sorted(longest.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Floating-point operations of all ranks, without recomputation."""
+        per_role = {
+            rank: sum(
+                entry.flops
+                for entry in role.program.trace.entries
+                if type(entry) is Kernel and entry.phase != "recompute"
+            )
+            for rank, role in self.roles.items()
+        }
+        return float(sum(per_role[self.classes[rank]] for rank in range(self.world_size)))
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs by those of all devices at their dense bfloat16 peak in the same time."""
+        peak = self.device.peak_of("bfloat16") * self.world_size
+        return self.model_flops / (self.seconds * peak) if self.seconds else 0.0
+
+    def memory(self, *, expandable: bool = False) -> Mapping[int, Memory]:
+        """Returns the memory of each role.
+
+        Args:
+            expandable: Whether PyTorch's allocator has expandable segments.
+        """
+        limit = self.device.memory_bytes
+        return {rank: memory_of(role.program.trace, limit, expandable) for rank, role in self.roles.items()}
+
+    def timeline(self, *, kernels: bool = False) -> Timeline:
+        """Returns a timeline with a row for each role: its default stream, beside it other streams and groups.
+
+        Args:
+            kernels: Whether each kernel is a span. Otherwise a phase of a block of the model is one.
+        """
+        rows: list[tuple[Span, ...]] = []
+        beside: list[tuple[tuple[Span, ...], ...]] = []
+        for role in self.roles.values():
+            streams = role.kernel_spans()
+            rows.append(streams.get(0, ()) if kernels else role.phase_spans())
+            lanes = [spans for stream, spans in sorted(streams.items()) if stream]
+            beside.append((*lanes, *_communication_lanes(role)))
+        return Timeline(
+            steps=tuple(tuple(span.step for span in row) for row in rows),
+            starts=tuple(tuple(span.start for span in row) for row in rows),
+            ends=tuple(tuple(span.end for span in row) for row in rows),
+            beside=tuple(beside),
+        )
+
+
+def _communication_lanes(role: PlayedRole) -> list[tuple[Span, ...]]:
+    """Returns a lane for each group, and one more for each level of messages that overlap."""
+    trace = role.program.trace
+    lanes: dict[tuple[int, int], list[Span]] = {}
+    for span in role.communication:
+        entry = trace.entries[span.entry]
+        assert isinstance(entry, Collective | Message)
+        group = trace.groups[entry.group]
+        kind = entry.kind if isinstance(entry, Collective) else "send" if entry.is_send else "receive"
+        level = 0
+        while (lane := lanes.get((entry.group, level))) and lane[-1].end > span.start:
+            level += 1
+        lanes.setdefault((entry.group, level), []).append(Span(f"{kind} {group.name}".strip(), span.start, span.end))
+    return [tuple(spans) for _, spans in sorted(lanes.items())]
+
+
+def _block(module: str) -> str:
+    """Returns the part of a module's name up to its first number, such as "layers.3" of "layers.3.attention.wq"."""
+    parts = module.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return parts[0]

@@ -1,0 +1,433 @@
+"""Recorded steps played on a model of devices and their network. Pure.
+
+Strategy: every role has a host, streams, and queues of communication, one for each group as in NCCL. The host goes
+through its operations in order and puts them on streams and queues. It waits only where the program lets it wait. A
+stream or queue does its operations in order. One that waits keeps a backlog, and goes on when the awaited event has got
+its time. An operation is done as soon as its times are known, so the order of the work here is not the order of time.
+Kernels on the default stream are slowed down by communication that was under way when they were played, and by kernels
+of other streams. If nothing can go on and something waits, the program is in a deadlock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from echelon.errors import DeadlockError
+from echelon.foresight.play.cluster import Cluster
+from echelon.foresight.play.collectives import Cost, collective_cost, message_seconds
+from echelon.foresight.play.device import Device
+from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
+from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run, lower
+from echelon.foresight.play.roles import Channel, Meeting, Roles
+from echelon.foresight.trace import Collective, Message, Trace
+
+DEFAULT_STREAM = 0
+
+
+def play(
+    traces: Mapping[int, Trace], classes: Mapping[int, int] | Sequence[int], device: Device, cluster: Cluster
+) -> Played:
+    """Plays one step of all ranks.
+
+    Args:
+        traces: A trace for each role, by its rank.
+        classes: The role of every rank of the world.
+        device: The device of every rank.
+        cluster: Hosts and network of all ranks.
+
+    Raises:
+        DeadlockError: ranks wait for each other for ever. It names them with their lines.
+    """
+    return _Player(traces, classes, device, cluster).run()
+
+
+class _Ready(NamedTuple):
+    """Event that the stream of a communication's call sets."""
+
+    post: int
+
+
+class _Task(NamedTuple):
+    """Operation that a stream or a queue has to do."""
+
+    operation: Run | Mark | Await | Post | _Ready
+    issued: float
+    """Time at which the host called it."""
+    number: int
+    """Index of the operation."""
+
+
+_Key: TypeAlias = tuple[str, int]
+"""Name of a point in time: ("event", number), ("end", number of a communication) or ("ready", operation)."""
+
+
+class _Line:
+    """A stream, or a queue of communication."""
+
+    __slots__ = ("backlog", "time")
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.backlog: deque[_Task] | None = None
+        """Tasks that wait, the first one for an event. None if there are none."""
+
+
+class _Gathering:
+    """A collective or message in which several roles meet."""
+
+    __slots__ = ("arrived", "cost", "end", "lines", "missing", "start")
+
+    def __init__(self, missing: set[int]) -> None:
+        self.missing = missing
+        self.arrived: dict[int, float] = {}
+        self.lines: list[tuple[_Role, _Line]] = []
+        self.start = 0.0
+        self.end = -1.0
+        """-1 until all are there."""
+        self.cost: Cost | None = None
+
+
+class _Role:
+    """State of one role."""
+
+    def __init__(self, rank: int, program: Program) -> None:
+        self.rank = rank
+        self.program = program
+        self.trace = program.trace
+        self.at = 0
+        self.host = 0.0
+        self.is_waiting = False
+        self.streams: dict[int, _Line] = {}
+        self.queues: dict[tuple[str, int], _Line] = {}
+        self.times: dict[_Key, float] = {}
+        self.waiters: dict[_Key, list[_Line]] = {}
+        self.calls: dict[object, int] = {}
+        """Number of calls so far, by meeting or channel."""
+        self.joined: dict[tuple[int, int], _Gathering] = {}
+        """By operation and its part."""
+        self.taken: list[tuple[float, float, float]] = []
+        """(start, end, share) of the device that communication and other streams take, by start."""
+        self.hosts: list[float] = []
+        """Time of the host before each operation."""
+        self.runs: list[RunSpan] = []
+        self.communication: list[CommunicationSpan] = []
+
+    def stream(self, number: int) -> _Line:
+        line = self.streams.get(number)
+        if line is None:
+            line = self.streams[number] = _Line()
+        return line
+
+    def queue(self, name: tuple[str, int]) -> _Line:
+        line = self.queues.get(name)
+        if line is None:
+            line = self.queues[name] = _Line()
+        return line
+
+
+class _Player:
+    def __init__(
+        self,
+        traces: Mapping[int, Trace],
+        classes: Mapping[int, int] | Sequence[int],
+        device: Device,
+        cluster: Cluster,
+    ) -> None:
+        self._device = device
+        self._cluster = cluster
+        self._classes = classes
+        self._matches = Roles(traces, classes)
+        self._roles = {rank: _Role(rank, lower(trace, device)) for rank, trace in traces.items()}
+        self._gatherings: dict[tuple[Meeting | Channel, int], _Gathering] = {}
+        self._woken: deque[tuple[_Role, _Line]] = deque()
+        self._costs: dict[tuple[tuple[int, ...], str, int], Cost] = {}
+        self._communication_share = device.communication_sms / device.num_sms
+
+    def run(self) -> Played:
+        for role in self._roles.values():
+            self._advance(role)
+            self._wake_all()
+        waiting = [role for role in self._roles.values() if self._is_stuck(role)]
+        if waiting:
+            raise DeadlockError(self._explain(waiting))
+        roles = {rank: self._result(role) for rank, role in self._roles.items()}
+        return Played(roles, self._classes, self._device, self._cluster)
+
+    # Hosts
+
+    def _advance(self, role: _Role) -> None:
+        """Lets the host of a role go on until it waits or has come to its end."""
+        operations = role.program.operations
+        is_synchronous = self._device.is_synchronous
+        while role.at < len(operations):
+            operation = operations[role.at]
+            if len(role.hosts) == role.at:
+                role.hosts.append(role.host)
+            if type(operation) is HostAwait:
+                if not self._host_waits_for(role, operation):
+                    role.is_waiting = True
+                    return
+            elif type(operation) is Post:
+                role.host += self._device.launch_seconds
+                self._post(role, operation)
+            else:
+                line = role.stream(operation.stream)  # type: ignore[union-attr]
+                self._issue(role, line, _Task(operation, role.host, role.at))  # type: ignore[arg-type]
+                if type(operation) is Run and not is_synchronous:
+                    role.host += operation.host
+            if is_synchronous:
+                line = role.stream(operation.stream if operation.stream >= 0 else DEFAULT_STREAM)
+                if line.backlog is not None:
+                    role.is_waiting = True
+                    role.at += 1
+                    return
+                role.host = max(role.host, line.time)
+            role.at += 1
+
+    def _host_waits_for(self, role: _Role, wait: HostAwait) -> bool:
+        """Sets the host to the end of an event or of streams. Returns False if that has no time yet."""
+        if wait.event >= 0:
+            time = role.times.get(("event", wait.event))
+            if time is None:
+                return False
+            role.host = max(role.host, time)
+            return True
+        lines = [*role.streams.values(), *role.queues.values()] if wait.stream < 0 else [role.stream(wait.stream)]
+        if any(line.backlog is not None for line in lines):
+            return False
+        role.host = max([role.host, *(line.time for line in lines)])
+        return True
+
+    def _post(self, role: _Role, post: Post) -> None:
+        """Puts communication on its queue. It starts after the work that its stream has so far."""
+        number = role.at
+        stream = role.stream(post.stream)
+        self._issue(role, stream, _Task(_Ready(number), role.host, number))
+        self._issue(role, role.queue(post.queue), _Task(post, role.host, number))
+        if post.blocking:
+            for each, entry in zip(post.numbers, post.entries, strict=True):
+                self._issue(role, stream, _Task(Await(post.stream, -1, each, entry), role.host, number))
+
+    def _issue(self, role: _Role, line: _Line, task: _Task) -> None:
+        if line.backlog is not None:
+            line.backlog.append(task)
+        elif not self._do(role, line, task):
+            line.backlog = deque([task])
+
+    # Streams and queues
+
+    def _do(self, role: _Role, line: _Line, task: _Task) -> bool:
+        """Does a task. Returns False if it waits for an event without time: the line is then woken by that event."""
+        operation = task.operation
+        if type(operation) is Run:
+            self._kernels(role, line, task, operation)
+            return True
+        if type(operation) is Await:
+            key = ("event", operation.event) if operation.number < 0 else ("end", operation.number)
+            time = role.times.get(key)
+            if time is None:
+                role.waiters.setdefault(key, []).append(line)
+                return False
+            line.time = max(line.time, time)
+            return True
+        if type(operation) is Post:
+            return self._communicate(role, line, task, operation)
+        key = ("event", operation.event) if isinstance(operation, Mark) else ("ready", task.number)
+        self._set(role, key, max(line.time, task.issued))
+        return True
+
+    def _set(self, role: _Role, key: _Key, time: float) -> None:
+        role.times[key] = time
+        for line in role.waiters.pop(key, ()):
+            self._woken.append((role, line))
+
+    def _wake_all(self) -> None:
+        """Lets every line go on whose event has got its time, and the hosts that wait for lines."""
+        while self._woken:
+            role, line = self._woken.popleft()
+            while line.backlog:
+                if not self._do(role, line, line.backlog[0]):
+                    break
+                line.backlog.popleft()
+            if not line.backlog:
+                line.backlog = None
+            if role.is_waiting:
+                role.is_waiting = False
+                if self._device.is_synchronous and not self._catch_up(role):
+                    role.is_waiting = True
+                else:
+                    self._advance(role)
+
+    def _catch_up(self, role: _Role) -> bool:
+        """Sets a host that computes itself to the time of its stream. Returns False if that still waits."""
+        lines = role.streams.values()
+        if any(line.backlog is not None for line in lines):
+            return False
+        role.host = max([role.host, *(line.time for line in lines)])
+        return True
+
+    def _kernels(self, role: _Role, line: _Line, task: _Task, run: Run) -> None:
+        start = max(line.time, task.issued)
+        seconds = run.seconds
+        if run.stream == DEFAULT_STREAM:
+            seconds += _lost(role.taken, start, seconds)
+        end = max(line.time + seconds, task.issued + run.least)
+        line.time = max(end, start + seconds)
+        if run.stream != DEFAULT_STREAM and not self._device.is_synchronous:
+            _insert(role.taken, (line.time - run.seconds, line.time, 1.0))
+        role.runs.append(RunSpan(run.entries, run.stream, start, line.time))
+
+    def _communicate(self, role: _Role, line: _Line, task: _Task, post: Post) -> bool:
+        ready = role.times.get(("ready", task.number))
+        if ready is None:
+            role.waiters.setdefault(("ready", task.number), []).append(line)
+            return False
+        begin = max(line.time, ready)
+        gatherings = [self._join(role, line, task.number, part, begin) for part in range(len(post.entries))]
+        if any(each is not None and each.end < 0 for each in gatherings):
+            return False
+        for entry, gathering in zip(post.entries, gatherings, strict=True):
+            self._end(role, line, entry, begin, gathering)
+        for number in post.numbers:
+            self._set(role, ("end", number), line.time)
+        return True
+
+    def _join(self, role: _Role, line: _Line, number: int, part: int, begin: float) -> _Gathering | None:
+        """Returns the gathering of an operation's part, which the role joins once. None if the role meets nobody."""
+        known = role.joined.get((number, part))
+        if known is not None:
+            return known
+        operation = role.program.operations[number]
+        assert isinstance(operation, Post)
+        entry = role.trace.entries[operation.entries[part]]
+        where: Meeting | Channel | None
+        if isinstance(entry, Collective):
+            where = self._matches.meeting(role.rank, entry.group)
+            members = {each for each, _ in where.composition} if where is not None else set()
+            side: object = where
+        else:
+            assert isinstance(entry, Message)
+            where = self._matches.channel(role.rank, entry)
+            # A class's role sends to itself where ranks of one class send to each other: its two sides are two members.
+            members = {0, 1}
+            side = where, entry.is_send
+        if where is None:
+            return None
+        count = role.calls.get(side, 0)
+        role.calls[side] = count + 1
+        gathering = self._gatherings.get((where, count))
+        if gathering is None:
+            gathering = self._gatherings[where, count] = _Gathering(members)
+        role.joined[number, part] = gathering
+        member = role.rank if isinstance(entry, Collective) else int(entry.is_send)
+        gathering.missing.discard(member)
+        gathering.arrived[member] = begin
+        gathering.lines.append((role, line))
+        if not gathering.missing:
+            gathering.start = max(gathering.arrived.values())
+            gathering.cost = self._cost(role, entry)
+            gathering.end = gathering.start + gathering.cost.seconds
+            self._woken.extend(gathering.lines)
+            del self._gatherings[where, count]
+        return gathering
+
+    def _end(self, role: _Role, line: _Line, index: int, begin: float, gathering: _Gathering | None) -> None:
+        entry = role.trace.entries[index]
+        assert isinstance(entry, Collective | Message)
+        if gathering is None:
+            cost = self._cost(role, entry)
+            start = begin
+            end = start + cost.seconds
+        else:
+            assert gathering.cost is not None
+            cost, start, end = gathering.cost, gathering.start, gathering.end
+        line.time = max(line.time, end)
+        span = CommunicationSpan(index, begin, start, end, cost.algorithm, cost.protocol)
+        role.communication.append(span)
+        if end > start and self._communication_share:
+            _insert(role.taken, (start, end, self._communication_share))
+
+    def _cost(self, role: _Role, entry: Collective | Message) -> Cost:
+        if isinstance(entry, Message):
+            src, dst = (role.rank, entry.peer) if entry.is_send else (entry.peer, role.rank)
+            return Cost(message_seconds(self._cluster, src, dst, entry.num_bytes), "message", "")
+        ranks = role.trace.groups[entry.group].ranks
+        key = ranks, entry.kind, entry.num_bytes
+        cost = self._costs.get(key)
+        if cost is None:
+            placement = self._cluster.placement(ranks)
+            cost = self._costs[key] = collective_cost(self._cluster, entry.kind, placement, entry.num_bytes)
+        return cost
+
+    # Results
+
+    def _is_stuck(self, role: _Role) -> bool:
+        lines = [*role.streams.values(), *role.queues.values()]
+        return role.at < len(role.program.operations) or any(line.backlog is not None for line in lines)
+
+    def _explain(self, waiting: Sequence[_Role]) -> str:
+        """Returns one sentence for each communication that waits for members."""
+        parts = []
+        for role in waiting:
+            for line in role.queues.values():
+                head = line.backlog[0] if line.backlog else None
+                if head is None or not isinstance(head.operation, Post):
+                    continue
+                for part, index in enumerate(head.operation.entries):
+                    gathering = role.joined.get((head.number, part))
+                    if gathering is not None and gathering.end < 0:
+                        parts.append(_waits(role, index, gathering))
+        return "these wait for each other for ever: " + "; ".join(sorted(set(parts)))
+
+    def _result(self, role: _Role) -> PlayedRole:
+        lines = [*role.streams.values(), *role.queues.values()]
+        role.hosts.append(role.host)
+        return PlayedRole(
+            program=role.program,
+            seconds=max([role.host, *(line.time for line in lines)]),
+            runs=tuple(role.runs),
+            communication=tuple(sorted(role.communication, key=lambda span: span.start)),
+            hosts=tuple(role.hosts),
+        )
+
+
+def _waits(role: _Role, index: int, gathering: _Gathering) -> str:
+    entry = role.trace.entries[index]
+    assert isinstance(entry, Collective | Message)
+    place = role.trace.places[entry.place] if entry.place >= 0 else "an unknown line"
+    if isinstance(entry, Message):
+        way = "send to" if entry.is_send else "receive from"
+        return f"rank {role.rank} at {place} in {way} rank {entry.peer}"
+    group = role.trace.groups[entry.group]
+    name = f" of group {group.name}" if group.name else ""
+    others = ", ".join(f"rank {rank}" for rank in sorted(gathering.missing))
+    return f"rank {role.rank} at {place} in {entry.kind}{name} for {others}"
+
+
+def _lost(taken: list[tuple[float, float, float]], start: float, seconds: float) -> float:
+    """Returns the time that kernels from `start` on lose to others that take a share of the device."""
+    end = start + seconds
+    lost = 0.0
+    # Kernels of a stream start later and later: intervals that ended before this one are never needed again.
+    while taken and taken[0][1] <= start:
+        taken.pop(0)
+    for begin, until, share in taken:
+        if begin >= end:
+            break
+        begin = max(begin, start)
+        if until <= begin:
+            continue
+        # The interval delays the kernels by its share, at most until they have done their work beside it.
+        delay = (until - begin) * share
+        if share < 1:
+            delay = min(delay, (end - begin) * share / (1 - share))
+        end += delay
+        lost += delay
+    return lost
+
+
+def _insert(taken: list[tuple[float, float, float]], interval: tuple[float, float, float]) -> None:
+    taken.insert(bisect_left(taken, interval), interval)

@@ -1,0 +1,181 @@
+"""A trace lowered for the player: kernels of one stream in a row become one operation. Pure.
+
+Kernels that follow each other on a stream act on two clocks, that of the host and that of the stream, in a way that has
+a closed form. Kernel i takes d_i on the device and h_i on the host. If the host comes at time a and the stream is free
+at time s, the host leaves at a + sum h, and the last kernel ends at max(s + sum d, a + c). Here c is the largest
+h_1 + ... + h_i + d_i + ... + d_n. So a step of 5,000 entries is played as some hundred operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from echelon.foresight.play.device import Device
+from echelon.foresight.trace import (
+    Allocate,
+    Collective,
+    Free,
+    HostWait,
+    Kernel,
+    Message,
+    RecordEvent,
+    Trace,
+    Wait,
+    WaitEvent,
+)
+
+
+class Run(NamedTuple):
+    """Kernels of one stream in a row."""
+
+    stream: int
+    seconds: float
+    """Time of all kernels, one after another."""
+    least: float
+    """Time from the arrival of the host to the end of the last kernel, on a stream that is free."""
+    host: float
+    """Time of the host."""
+    entries: tuple[int, ...]
+    """Indices of the kernels in the trace."""
+
+
+class Post(NamedTuple):
+    """A collective, or messages that begin together, put on a queue of communication."""
+
+    stream: int
+    queue: tuple[str, int]
+    """Communication that starts in the order of its calls: ("group", index), or ("peer", rank) of a lone message."""
+    entries: tuple[int, ...]
+    numbers: tuple[int, ...]
+    blocking: bool
+
+
+class Mark(NamedTuple):
+    """An event recorded on a stream."""
+
+    stream: int
+    event: int
+
+
+class Await(NamedTuple):
+    """A stream that waits: for an event, or for the end of communication."""
+
+    stream: int
+    event: int
+    """-1: for `number`."""
+    number: int
+    entry: int
+
+
+class HostAwait(NamedTuple):
+    """The host waits for a stream (-1: for all), or for an event."""
+
+    stream: int
+    event: int
+    entry: int
+
+
+Operation: TypeAlias = Run | Post | Mark | Await | HostAwait
+
+
+@dataclass(frozen=True)
+class Program:
+    """Operations of one trace on one device."""
+
+    trace: Trace
+    operations: tuple[Operation, ...]
+    kernel_seconds: dict[int, float]
+    """Time of each kernel, by its index in the trace."""
+
+
+def lower(trace: Trace, device: Device) -> Program:
+    """Returns the operations of a trace on a device."""
+    lowering = _Lowering(trace, device)
+    for index, entry in enumerate(trace.entries):
+        kind = type(entry)
+        if kind is Kernel:
+            lowering.kernel(index, entry)  # type: ignore[arg-type]
+        elif kind is not Allocate and kind is not Free:
+            lowering.other(index, entry)
+    return lowering.program()
+
+
+class _Lowering:
+    def __init__(self, trace: Trace, device: Device) -> None:
+        self._trace = trace
+        self._device = device
+        self._operations: list[Operation] = []
+        self._seconds: dict[int, float] = {}
+        self._stream = -1
+        self._run: list[int] = []
+        self._total = 0.0
+        self._least = 0.0
+        self._host = 0.0
+        self._recorded: set[int] = set()
+        self._posted: set[int] = set()
+        self._batch: list[int] = []
+
+    def kernel(self, index: int, kernel: Kernel) -> None:
+        if kernel.stream != self._stream or self._batch:
+            self._flush()
+            self._stream = kernel.stream
+        seconds = self._seconds[index] = self._device.seconds(kernel)
+        self._host += kernel.launches * self._device.launch_seconds
+        self._total += seconds
+        # Kernels before this one end at `least`, or this one starts when the host comes.
+        self._least = max(self._least, self._host) + seconds
+        self._run.append(index)
+
+    def other(self, index: int, entry: object) -> None:
+        if isinstance(entry, Message) and entry.batch >= 0:
+            if self._run or (self._batch and self._batch_of(self._batch[0]) != entry.batch):
+                self._flush()
+            self._batch.append(index)
+            return
+        self._flush()
+        if isinstance(entry, Collective):
+            self._posted.add(entry.number)
+            queue = ("group", entry.group)
+            self._operations.append(Post(entry.stream, queue, (index,), (entry.number,), entry.blocking))
+        elif isinstance(entry, Message):
+            self._posted.add(entry.number)
+            queue = ("peer", entry.peer)
+            self._operations.append(Post(entry.stream, queue, (index,), (entry.number,), entry.blocking))
+        elif isinstance(entry, Wait):
+            # Communication of an earlier step has long ended.
+            if entry.number in self._posted:
+                self._operations.append(Await(entry.stream, -1, entry.number, index))
+        elif isinstance(entry, RecordEvent):
+            self._recorded.add(entry.event)
+            self._operations.append(Mark(entry.stream, entry.event))
+        elif isinstance(entry, WaitEvent):
+            if entry.event in self._recorded:
+                self._operations.append(Await(entry.stream, entry.event, -1, index))
+        elif isinstance(entry, HostWait) and (entry.event < 0 or entry.event in self._recorded):
+            self._operations.append(HostAwait(entry.stream, entry.event, index))
+
+    def _batch_of(self, index: int) -> int:
+        entry = self._trace.entries[index]
+        assert isinstance(entry, Message)
+        return entry.batch
+
+    def _flush(self) -> None:
+        if self._run:
+            run = Run(self._stream, self._total, self._least, self._host, tuple(self._run))
+            self._operations.append(run)
+            self._run, self._total, self._least, self._host = [], 0.0, 0.0, 0.0
+        if self._batch:
+            messages: Sequence[Message] = [self._trace.entries[i] for i in self._batch]  # type: ignore[misc]
+            numbers = tuple(message.number for message in messages)
+            self._posted.update(numbers)
+            first = messages[0]
+            blocking = any(message.blocking for message in messages)
+            post = Post(first.stream, ("group", first.group), tuple(self._batch), numbers, blocking)
+            self._operations.append(post)
+            self._batch = []
+
+    def program(self) -> Program:
+        self._flush()
+        return Program(self._trace, tuple(self._operations), self._seconds)

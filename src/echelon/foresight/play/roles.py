@@ -1,0 +1,97 @@
+"""Groups and messages of roles: which recorded ranks meet in a collective, and who answers a message. Pure.
+
+A role stands for all ranks of its class. Two roles of one group meet if the group has members of both classes. The group
+that a role was recorded with need not have the other role's own rank: then the other role has a group of the same
+composition, and these two count as one. A message to a rank that is not recorded is answered by the role of its class.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from echelon.foresight.trace import Message, Trace
+
+Composition = tuple[tuple[int, int], ...]
+
+
+class Meeting(NamedTuple):
+    """Group in which several roles meet."""
+
+    composition: Composition
+    name: str
+    occurrence: int
+    """Number among the role's groups of this composition and name."""
+
+
+class Channel(NamedTuple):
+    """Way of messages from one rank to another, or from one class to another."""
+
+    src: int
+    dst: int
+    is_class: bool
+    tag: int
+
+
+class Roles:
+    """Counterparts of each role."""
+
+    def __init__(self, traces: Mapping[int, Trace], classes: Mapping[int, int] | Sequence[int]) -> None:
+        self._classes = classes
+        self._traces = traces
+        self._compositions: dict[tuple[int, ...], Composition] = {}
+        found: dict[int, dict[int, Meeting]] = {}
+        holders: dict[Meeting, set[int]] = defaultdict(set)
+        for role, trace in traces.items():
+            counts: Counter[tuple[Composition, str]] = Counter()
+            found[role] = {}
+            for index, group in enumerate(trace.groups):
+                composition = self._composition(group.ranks)
+                if len(composition) > 1:
+                    key = composition, group.name
+                    found[role][index] = meeting = Meeting(*key, counts[key])
+                    counts[key] += 1
+                    holders[meeting].add(role)
+        # A group that some class's role was not recorded with is played by its formula alone.
+        self._meetings = {
+            role: {
+                index: meeting
+                for index, meeting in meetings.items()
+                if holders[meeting] == {each for each, _ in meeting.composition}
+            }
+            for role, meetings in found.items()
+        }
+        self._answered = self._matching_channels()
+
+    def _composition(self, ranks: tuple[int, ...]) -> Composition:
+        known = self._compositions.get(ranks)
+        if known is None:
+            known = tuple(sorted(Counter([self._classes[rank] for rank in ranks]).items()))
+            self._compositions[ranks] = known
+        return known
+
+    def meeting(self, role: int, group: int) -> Meeting | None:
+        """Returns the meeting of a role's group. None if the role alone stands for all members."""
+        return self._meetings[role].get(group)
+
+    def channel(self, role: int, message: Message) -> Channel | None:
+        """Returns the channel of a role's message. None if no recorded role answers it."""
+        channel = self._channel(role, message)
+        return channel if channel in self._answered else None
+
+    def _channel(self, role: int, message: Message) -> Channel:
+        is_class = message.peer not in self._traces
+        peer = self._classes[message.peer] if is_class else message.peer
+        src, dst = (role, peer) if message.is_send else (peer, role)
+        return Channel(src, dst, is_class, message.tag)
+
+    def _matching_channels(self) -> set[Channel]:
+        """Returns channels between recorded ranks, and those between classes with as many receives as sends."""
+        sends: Counter[Channel] = Counter()
+        receives: Counter[Channel] = Counter()
+        for role, trace in self._traces.items():
+            for entry in trace.entries:
+                if type(entry) is Message:
+                    (sends if entry.is_send else receives)[self._channel(role, entry)] += 1
+        return {each for each in sends.keys() | receives.keys() if not each.is_class or sends[each] == receives[each]}

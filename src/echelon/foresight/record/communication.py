@@ -1,0 +1,265 @@
+"""Communication of fake tensors, recorded: calls of a process group, and functional collectives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon._torch_private import FakeTensor, real_tensors, resolve_process_group
+from echelon.foresight.record.here import Recording, recording_here
+from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.works import RecordedWork
+from echelon.foresight.trace import Collective, Message, Wait
+from echelon.group.group import ProcessGroup
+from echelon.interop.process_group import EchelonProcessGroup
+from echelon.interop.works import Done, Options, Runner, seconds
+
+_OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+    dist.ReduceOp.PREMUL_SUM: "sum",
+}
+_KEPT = 4096
+"""Works that are kept: torch's C++ may hold a Work whose Python half nobody holds, and asks that half later."""
+
+
+class _Form(NamedTuple):
+    """Form of a method of torch's process group."""
+
+    kind: str
+    is_in_place: bool = False
+    """Whether there is one argument of tensors. Else outputs come before inputs."""
+
+
+_FORMS: Mapping[str, _Form] = {
+    "allreduce": _Form("all_reduce", is_in_place=True),
+    "allreduce_coalesced": _Form("all_reduce", is_in_place=True),
+    "reduce": _Form("reduce", is_in_place=True),
+    "broadcast": _Form("broadcast", is_in_place=True),
+    "barrier": _Form("barrier", is_in_place=True),
+    "reduce_scatter": _Form("reduce_scatter"),
+    "reduce_scatter_single": _Form("reduce_scatter"),
+    "reduce_scatter_single_coalesced": _Form("reduce_scatter"),
+    "reduce_scatter_tensor_coalesced": _Form("reduce_scatter"),
+    "_reduce_scatter_base": _Form("reduce_scatter"),
+    "allgather": _Form("all_gather"),
+    "allgather_coalesced": _Form("all_gather"),
+    "all_gather_single": _Form("all_gather"),
+    "all_gather_single_coalesced": _Form("all_gather"),
+    "allgather_into_tensor_coalesced": _Form("all_gather"),
+    "_allgather_base": _Form("all_gather"),
+    "gather": _Form("gather"),
+    "gather_single": _Form("gather"),
+    "scatter": _Form("scatter"),
+    "alltoall": _Form("all_to_all"),
+    "all_to_all_single": _Form("all_to_all"),
+    "alltoall_base": _Form("all_to_all"),
+}
+"""Collectives of torch's process group, by the name of the method."""
+
+
+class _AtOnce(Runner):
+    """Runner whose collectives of real tensors have ended when they return. None of them takes long."""
+
+    def run(
+        self, call: Callable[..., Any], settle: Callable[[Any], Sequence[Tensor]], options: Options | None
+    ) -> dist.Work:
+        return Done(settle(call(async_op=False, timeout=None if options is None else seconds(options.timeout))))
+
+
+class RecordedGroup(EchelonProcessGroup):
+    """Process group whose communication of fake tensors is recorded. That of real tensors takes place."""
+
+    def __init__(self, group: ProcessGroup, store: Any) -> None:
+        super().__init__(group, store)
+        self.runner = _AtOnce(group)
+        self._kept: deque[RecordedWork] = deque(maxlen=_KEPT)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the world."""
+        return self.group.ranks
+
+    @property
+    def label(self) -> str:
+        """Name of its mesh dimension, or its description. Empty if it has none."""
+        description = self.getGroupDesc()
+        return "" if description in ("undefined", "default_pg") else description.removeprefix("mesh_")
+
+    def record_collective(
+        self, recording: Recording, form: _Form, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> RecordedWork:
+        """Records a collective of fake tensors and returns its Work."""
+        *values, opts = (*args, *options.values())
+        if isinstance(opts, Tensor | list | tuple):  # called without options
+            values, opts = [*values, opts], None
+        outputs = list(_tensors(values[:1]))
+        inputs = outputs if form.is_in_place else list(_tensors(values[1:2]))
+        num_bytes = max(_num_bytes(outputs), _num_bytes(inputs))
+        if form.kind in ("gather", "scatter"):
+            # Only the root has the whole array.
+            num_bytes = len(self.ranks) * min(map(_num_bytes, filter(None, (outputs, inputs))))
+        root = getattr(opts, "rootRank", -1) if form.kind in ("broadcast", "reduce", "gather", "scatter") else -1
+        op = getattr(opts, "reduceOp", dist.ReduceOp(dist.ReduceOp.SUM))
+        is_async = getattr(opts, "asyncOp", True)
+        log, number = recording.log, recording.memory.number
+        phase, place, module = log.where(inputs)
+        entry = Collective(
+            stream=log.stream,
+            number=log.new_number(),
+            kind=form.kind,
+            group=log.group(self.ranks, self.label),
+            num_bytes=num_bytes,
+            dtype=_dtype(inputs or outputs),
+            op=_OPS.get(op.op, "sum") if form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
+            root=self.ranks[root] if root >= 0 else -1,
+            blocking=not is_async,
+            reads=tuple((number(each), each.numel() * each.element_size()) for each in inputs),
+            writes=tuple((number(each), each.numel() * each.element_size()) for each in outputs),
+            phase=phase,
+            place=place,
+            module=module,
+        )
+        log.entries.append(entry)
+        return self._keep(RecordedWork(log, entry.number, outputs, entry.blocking))
+
+    def record_message(self, recording: Recording, is_send: bool, tensor: Tensor, peer: int, tag: int) -> RecordedWork:
+        """Records a send or a receive of a fake tensor and returns its Work."""
+        log = recording.log
+        recording.memory.number(tensor)
+        phase, place, module = log.where([tensor])
+        entry = Message(
+            stream=log.stream,
+            number=log.new_number(),
+            is_send=is_send,
+            peer=self.ranks[peer] if peer >= 0 else -1,
+            group=log.group(self.ranks, self.label),
+            tag=tag,
+            num_bytes=tensor.numel() * tensor.element_size(),
+            dtype=_dtype([tensor]),
+            blocking=False,
+            batch=-1,
+            phase=phase,
+            place=place,
+            module=module,
+        )
+        log.entries.append(entry)
+        return self._keep(RecordedWork(log, entry.number, [tensor], False))
+
+    def _keep(self, work: RecordedWork) -> RecordedWork:
+        self._kept.append(work)
+        return work
+
+
+def _collective(name: str, form: _Form) -> Callable[..., Any]:
+    def call(self: RecordedGroup, /, *args: Any, **options: Any) -> Any:
+        recording = recording_here()
+        if recording is not None and any(isinstance(each, FakeTensor) for each in _tensors(args)):
+            return self.record_collective(recording, form, args, options)
+        with real_tensors():
+            return getattr(super(RecordedGroup, self), name)(*args, **options)
+
+    call.__name__, call.__doc__ = name, f"Records or runs {form.kind}."
+    return call
+
+
+def _message(name: str) -> Callable[..., Any]:
+    def call(self: RecordedGroup, /, tensors: Sequence[Tensor], *args: int) -> Any:
+        recording = recording_here()
+        if recording is not None and isinstance(tensors[0], FakeTensor):
+            peer, tag = args if name != "recv_anysource" else (-1, *args)
+            return self.record_message(recording, name == "send", tensors[0], peer, tag)
+        with real_tensors():
+            return getattr(super(RecordedGroup, self), name)(tensors, *args)
+
+    call.__name__, call.__doc__ = name, "Records or runs a message."
+    return call
+
+
+for _name, _form in _FORMS.items():
+    setattr(RecordedGroup, _name, _collective(_name, _form))
+for _name in ("send", "recv", "recv_anysource"):
+    setattr(RecordedGroup, _name, _message(_name))
+
+
+# Functional collectives, as of DTensor
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+_FUNCTIONAL_OPS = {"avg": "mean"}
+
+
+def functional_collective(
+    log: Log,
+    memory: Memory,
+    func: Any,
+    name: str,
+    inputs: Sequence[Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Records a functional collective of fake tensors. Returns its result."""
+    if name == "wait_tensor":
+        number = log.pending.pop(memory.number(args[0]), None)
+        if number is not None:
+            log.entries.append(Wait(log.stream, number, log.place()))
+        return func(*args, **kwargs)
+    out = func(*args, **kwargs)
+    outputs = list(_tensors((out,)))
+    words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
+    group = resolve_process_group(words[-1])
+    assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"
+    base = name.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
+    phase, place, module = log.where(inputs)
+    entry = Collective(
+        stream=log.stream,
+        number=log.new_number(),
+        kind=_KINDS.get(base, base),
+        group=log.group(group.ranks, group.label),
+        num_bytes=max(_num_bytes(inputs), _num_bytes(outputs)),
+        dtype=_dtype(inputs),
+        op=_FUNCTIONAL_OPS.get(str(words[0]), str(words[0])) if len(words) > 1 else "",
+        root=group.ranks[args[1]] if base == "broadcast" else -1,
+        blocking=base == "shard_dim_alltoall",
+        reads=tuple((memory.number(each), _num_bytes([each])) for each in inputs),
+        writes=tuple((memory.number(each), _num_bytes([each])) for each in outputs),
+        phase=phase,
+        place=place,
+        module=module,
+    )
+    log.entries.append(entry)
+    log.pending.update((memory.number(each), entry.number) for each in outputs)
+    return out
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def _dtype(tensors: Sequence[Tensor]) -> str:
+    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""

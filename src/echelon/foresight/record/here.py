@@ -1,0 +1,38 @@
+"""Recording of the calling thread: each recorded rank has one, in the thread that runs its program."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
+
+
+class Recording(NamedTuple):
+    """Log and memory of one rank."""
+
+    rank: int
+    log: Log
+    memory: Memory
+
+
+_thread = threading.local()
+
+
+def recording_here() -> Recording | None:
+    """Returns the recording of the calling thread. None in a thread that is no recorded rank's."""
+    found: Recording | None = getattr(_thread, "recording", None)
+    return found
+
+
+@contextmanager
+def recorded(recording: Recording) -> Iterator[None]:
+    """Inside, the calling thread has this recording."""
+    _thread.recording = recording
+    try:
+        yield
+    finally:
+        del _thread.recording

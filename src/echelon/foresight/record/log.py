@@ -1,0 +1,139 @@
+"""Log of one rank's step: entries in the order of the host, and the tables of lines, modules and groups they refer to."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import count
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+
+from echelon._torch_private import is_in_backward, next_node_number, node_number
+from echelon.call_site import calling_place, line_of
+from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
+
+class Index(dict[str, int]):
+    """Numbers of texts, in the order of their first use."""
+
+    def of(self, text: str) -> int:
+        """Returns the number of a text."""
+        return self.setdefault(text, len(self))
+
+
+class Where(NamedTuple):
+    """Phase, line and module of an entry."""
+
+    phase: Phase
+    place: int
+    module: int
+
+
+class Log:
+    """Entries of one rank, and its present stream, module and phase."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.stream = 0
+        """Number of the stream that is current."""
+        self.device = 0
+        """Index of the GPU that is current."""
+        self.optimizer_depth = 0
+        """Number of nested calls of `step` of optimizers."""
+        self.groups: dict[Group, int] = {}
+        self.places, self.modules = Index(), Index()
+        self.kinds: dict[int, MemoryKind] = {}
+        """Kind of storages whose holder is known by now. It replaces the kind in `Allocate`."""
+        self.assumptions, self.skipped = Index(), Index()
+        self.pending: dict[int, int] = {}
+        """Functional collectives that nothing waits for yet: their numbers, by the storage of the result."""
+        self.new_storage = count(1).__next__
+        self.new_stream = count(1).__next__
+        self.new_event = count(1).__next__
+        self.new_number = count(1).__next__
+        self._place_of: dict[tuple[CodeType, int], int] = {}
+        self._marks: list[tuple[int, int]] = [(0, -1)]
+        """(number of the next node of the graph, module) whenever a module is entered or left."""
+        self._folder = os.path.join(os.getcwd(), "")
+
+    # Places
+
+    def place(self) -> int:
+        """Returns the number of the line of the program that is running. -1 if there is none."""
+        found = calling_place(2)
+        if found is None:
+            return -1
+        number = self._place_of.get(found)
+        if number is None:
+            number = self._place_of[found] = self.places.of(line_of(found).removeprefix(self._folder))
+        return number
+
+    def line(self) -> str:
+        """Returns the line of the program that is running, as "train.py:42"."""
+        number = self.place()
+        return "an unknown line" if number < 0 else list(self.places)[number]
+
+    # Modules
+
+    def enter(self, module: int) -> None:
+        """Notes that nodes of the graph belong to a module from now on. -1: to none."""
+        number = next_node_number()
+        if self._marks[-1][0] == number:
+            self._marks.pop()
+        self._marks.append((number, module))
+
+    def module(self) -> int:
+        """Returns the number of the module whose forward runs, or whose node of the graph runs backward."""
+        if is_in_backward() and not torch.is_grad_enabled():
+            number = node_number()
+            if number < 0:
+                return -1
+            return self._marks[max(0, bisect_right(self._marks, (number, 1 << 60)) - 1)][1]
+        return self._marks[-1][1]
+
+    def forget_graph(self) -> None:
+        """Drops the modules of nodes, at the end of a step."""
+        del self._marks[:-1]
+
+    # Where
+
+    def phase(self, inputs: Iterable[torch.Tensor] = ()) -> Phase:
+        """Returns the phase of an operation with these inputs."""
+        if self.optimizer_depth:
+            return "optimizer"
+        if is_in_backward():
+            return "recompute" if torch.is_grad_enabled() else "backward"
+        if self._marks[-1][1] >= 0:
+            return "forward"
+        is_in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        return "forward" if is_in_graph else "other"
+
+    def where(self, inputs: Iterable[torch.Tensor] = ()) -> Where:
+        """Returns phase, line and module of an operation."""
+        return Where(self.phase(inputs), self.place(), self.module())
+
+    # Tables
+
+    def group(self, ranks: tuple[int, ...], name: str) -> int:
+        """Returns the number of a group."""
+        return self.groups.setdefault(Group(ranks, name), len(self.groups))
+
+    def assume(self, what: str) -> None:
+        """Notes an assumption or an approximation, at the line of the program that is running."""
+        self.assumptions.of(f"{what} at {self.line()}")
+
+    def skip(self, what: str) -> None:
+        """Notes a write that was skipped, at the line of the program that is running."""
+        self.skipped.of(f"{what} at {self.line()}")
+
+    def with_kinds(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Returns entries, with the kinds of storages that are known by now."""
+        kinds = self.kinds
+        return [
+            entry._replace(kind=kinds[entry.storage]) if isinstance(entry, Allocate) and entry.storage in kinds else entry
+            for entry in entries
+        ]
+
+

@@ -1,0 +1,94 @@
+"""Memory of one rank: its storages, by weak reference, in the units of PyTorch's caching allocator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from echelon._torch_private import FakeTensor, is_in_backward, local_part, storage_address
+from echelon.foresight.record.log import Log
+from echelon.foresight.trace import Allocate, Free, MemoryKind
+
+_BLOCK = 512
+"""Bytes to which the allocator rounds."""
+
+
+class Memory:
+    """Storages of one rank that are alive."""
+
+    def __init__(self, log: Log) -> None:
+        self.live: dict[int, Allocate] = {}
+        """Storages with memory, by number."""
+        self.num_bytes = 0
+        """Bytes of all of them."""
+        self.peak = 0
+        """Most bytes so far, as `torch.cuda.max_memory_allocated`."""
+        self._log = log
+        # By address, with a reference that keeps the callback alive.
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Returns the number of a tensor's storage, which counts from now on."""
+        storage = tensor.untyped_storage()
+        address = storage_address(storage)
+        known = self._known.get(address)
+        if known is not None:
+            return known[0]
+        number = self._log.new_storage()
+        # The object lives as long as the storage, since torch keeps it for the next caller.
+        self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
+        self._allocate(number, storage.nbytes())
+        return number
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Notes that a storage may have got another size."""
+        known = self._known.get(storage_address(storage))
+        if known is None:
+            return
+        number, num_bytes = known[0], storage.nbytes()
+        before = self.live.get(number)
+        if (0 if before is None else before.num_bytes) != _rounded(num_bytes):
+            self._free(number)
+            self._allocate(number, num_bytes)
+
+    def mark(self, tensors: Iterable[object], kind: MemoryKind) -> None:
+        """Sets the kind of tensors whose holder is known by now."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                local = local_part(tensor)
+                if isinstance(local, FakeTensor):
+                    self._log.kinds[self.number(local)] = kind
+
+    def _allocate(self, number: int, num_bytes: int) -> None:
+        if num_bytes:
+            log = self._log
+            entry = Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module())
+            self.live[number] = entry
+            log.entries.append(entry)
+            self.num_bytes += entry.num_bytes
+            self.peak = max(self.peak, self.num_bytes)
+
+    def _free(self, number: int) -> None:
+        if (entry := self.live.pop(number, None)) is not None:
+            self._log.entries.append(Free(number))
+            self.num_bytes -= entry.num_bytes
+
+    def _died(self, address: int, number: int, _: object) -> None:
+        known = self._known.get(address)
+        if known is not None and known[0] == number:
+            del self._known[address]
+        self._free(number)
+
+    def _kind(self) -> MemoryKind:
+        if self._log.optimizer_depth:
+            return "other"
+        if is_in_backward() or self._log.module() >= 0:
+            return "activations"
+        return "other"
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK) * _BLOCK

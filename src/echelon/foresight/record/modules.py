@@ -1,0 +1,55 @@
+"""Names of the modules whose forward runs, by hooks of all modules."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from echelon.foresight.record.log import Log
+
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+"""Names under which wrappers hold their module."""
+_REPLICAS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DDP"})
+"""Wrappers that hold it as "module"."""
+
+
+class Modules:
+    """Stack of the modules whose forward runs in one rank."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._stack: list[int] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def watch(self) -> None:
+        """Registers the hooks, which the calling rank has for itself."""
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        name = self._names.get(module)
+        if name is None:
+            self._name_all(module)
+            name = self._names[module]
+        self._stack.append(self._log.modules.of(name))
+        self._log.enter(self._stack[-1])
+
+    def _leave(self, *_: Any) -> None:
+        # A forward that recomputes may be stopped early: torch then calls the hooks of the modules that it was in.
+        self._stack.pop()
+        # Nodes that a backward makes outside of modules belong to none.
+        self._log.enter(self._stack[-1] if self._stack else -1)
+
+    def _name_all(self, root: nn.Module) -> None:
+        if self._stack:  # made after its parent was first called
+            self._names[root] = f"{list(self._log.modules)[self._stack[-1]]}.{type(root).__name__}"
+            return
+        prefix = "module." if type(root).__name__ in _REPLICAS else ""
+        for path, module in root.named_modules():
+            parts = [part for part in path.removeprefix(prefix).split(".") if part not in _WRAPPERS]
+            self._names[module] = ".".join(parts) or type(root).__name__
+
+

@@ -1,0 +1,167 @@
+"""Operators as kernels: which launch one, of which kind and shape, with how many floating-point operations."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from echelon._torch_private import facts_of
+from echelon.foresight.trace import Kind
+
+Role: TypeAlias = Literal["kernel", "view", "read", "collective"]
+"""Meaning of an operator for the recorder. A view launches nothing, a read brings a value to the host."""
+
+Shape: TypeAlias = tuple[int, ...]
+
+_NO_KERNEL = frozenset(
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach detach_ alias lift lift_fresh "
+    "resize_ set_ record_stream is_pinned is_same_size sym_size sym_stride sym_numel _has_same_storage_numel "
+    "_reshape_alias_copy _nested_tensor_from_mask_left_aligned is_nonzero _assert_tensor_metadata "
+    "_resize_output_ resize_storage_bytes_ unsafe_split unsafe_chunk device layout".split()
+)
+"""Operators that launch nothing on a GPU, or that only allocate."""
+_READS = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero"})
+_BY_OUTPUT = frozenset(
+    "embedding index_select gather index nll_loss_forward nll_loss_backward embedding_dense_backward take "
+    "masked_select slice_backward select_backward".split()
+)
+"""Operators that read about as many bytes as they write, though an input is larger."""
+_OVERWRITES = frozenset(
+    "copy_ zero_ fill_ _foreach_zero_ _foreach_copy_ normal_ uniform_ random_ bernoulli_ exponential_ zero fill".split()
+)
+"""Operators that write their first argument without having read it."""
+_FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+_CHUNK = 32
+"""Tensors that one kernel of a multi-tensor operator takes, about."""
+
+
+class Operator(NamedTuple):
+    """Facts of an operator, looked up once."""
+
+    name: str
+    role: Role
+    kind: Kind
+    writes: tuple[int | str, ...]
+    """Arguments that it changes, by position or name."""
+    may_return_view: bool
+    is_sparse: bool
+    """Whether it reads about as many bytes as it writes."""
+    overwrites: bool
+    is_foreach: bool
+    finds_overflow: bool
+    """Whether its last output says if values are infinite or not a number."""
+    flops: Callable[..., int] | None
+    shape: Callable[..., Shape] | None
+
+
+@functools.cache
+def operator(func: Any) -> Operator:
+    """Returns the facts of an operator of torch."""
+    facts = facts_of(func)
+    name = facts.name
+    shape = _SHAPES.get(name)
+    return Operator(
+        name=name,
+        role=_role(facts.namespace, name, facts.may_return_view and not facts.writes),
+        kind="attention" if name in _ATTENTION else "matmul" if shape or func.overloadpacket in flop_registry else "other",
+        writes=facts.writes,
+        may_return_view=facts.may_return_view,
+        is_sparse=name in _BY_OUTPUT,
+        overwrites=name in _OVERWRITES,
+        finds_overflow=name in _FINDS_OVERFLOW,
+        is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
+        flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
+        shape=shape,
+    )
+
+
+def _role(namespace: str, name: str, is_view: bool) -> Role:
+    if namespace in ("c10d", "_c10d_functional", "c10d_functional", "_dtensor"):
+        return "collective"
+    if namespace == "prim" or is_view or name in _NO_KERNEL:
+        return "view"
+    return "read" if name in _READS else "kernel"
+
+
+def launches_of(facts: Operator, args: Sequence[Any]) -> int:
+    """Returns the number of kernels of an operator."""
+    if facts.is_foreach and args and isinstance(args[0], list | tuple):
+        return math.ceil(len(args[0]) / _CHUNK)
+    return 1
+
+
+def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> tuple[int, Shape]:
+    """Returns floating-point operations, and the shape that a device model needs, of a kernel of matrix products."""
+    if facts.kind == "attention":
+        assert facts.flops is not None
+        return facts.flops(args, kwargs), _attention_shape(facts.name, args)
+    flops = int(facts.flops(*args, **kwargs, out_val=out)) if facts.flops else 0
+    return flops, facts.shape(args) if facts.shape else ()
+
+
+# Matrix products
+
+
+def _mm(a: Tensor, b: Tensor) -> Shape:
+    return (1, a.shape[0], b.shape[1], a.shape[1])
+
+
+def _bmm(a: Tensor, b: Tensor) -> Shape:
+    return (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
+
+
+_SHAPES: Mapping[str, Callable[..., Shape]] = {
+    "mm": lambda args: _mm(args[0], args[1]),
+    "addmm": lambda args: _mm(args[1], args[2]),
+    "_addmm_activation": lambda args: _mm(args[1], args[2]),
+    "_scaled_mm": lambda args: _mm(args[0], args[1]),
+    "bmm": lambda args: _bmm(args[0], args[1]),
+    "baddbmm": lambda args: _bmm(args[1], args[2]),
+}
+
+
+# Attention. torch's formulas refuse grouped queries, and know nothing of causal masks.
+
+
+def _first_of(name: str) -> int:
+    """Returns the position of the queries: the gradient of the output comes before them."""
+    return 1 if "backward" in name else 0
+
+
+def _attention_shape(name: str, args: Sequence[Any]) -> Shape:
+    first = _first_of(name)
+    query, key = args[first], args[first + 1]
+    batch, heads, queries, width = query.shape
+    return batch, heads, queries, key.shape[2], width
+
+
+def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    first = _first_of(name)
+    query, key, value = args[first : first + 3]
+    batch, heads, queries, width = query.shape
+    products = 2 * batch * heads * queries * key.shape[2] * (width + value.shape[3])
+    # Two products forward. Five backward, one of which computes the scores again.
+    flops = products * 5 // 2 if first else products
+    is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
+    return flops // 2 if is_causal and queries == key.shape[2] else flops
+
+
+_CAUSAL = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+}
+"""Position of the argument `is_causal`."""
+_ATTENTION: Mapping[str, Callable[..., int]] = {
+    name: functools.partial(_attention_flops, name, causal) for name, causal in _CAUSAL.items()
+}

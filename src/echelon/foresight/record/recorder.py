@@ -1,0 +1,169 @@
+"""Dispatch mode that writes each operation of a rank on fake tensors into its log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon._torch_private import DispatchMode, FakeTensor, real_tensors, tree_leaves
+from echelon.call_site import is_own
+from echelon.foresight.record.communication import functional_collective
+from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.operators import Operator, flops_and_shape, launches_of, operator
+from echelon.foresight.trace import UNKNOWN_STORAGE, HostWait, Kernel
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+"""Classes of tensors that have no other tensors inside."""
+_ON_HOST = ("device_mesh.py", "_mesh_layout.py", "distributed_c10d.py")
+"""Files of torch whose own tensors are numbers on the host, such as the ranks of a mesh and the bytes of objects."""
+_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
+"""Folder of torch's optimizers, which count their steps on the host."""
+_REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
+"""File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
+_INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
+_BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
+"""Files of torch between an operation and its caller."""
+_SMALL = 1 << 16
+"""Elements up to which real tensors stay real in an operation that takes no fake one."""
+
+
+class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations of the thread in which it is active. A mode of fake tensors must be active below it."""
+
+    def __init__(self, log: Log, memory: Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log
+        self.memory = memory
+        self._of_overflow: set[int] = set()
+        """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for kind in types:
+            if kind not in _PLAIN:
+                return NotImplemented  # such as DTensor: the operations on its tensors come here
+        kwargs = kwargs or {}
+        facts = operator(func)
+        inputs = list(_tensors(args))
+        inputs += _tensors(kwargs.values()) if kwargs else ()
+        if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(facts, inputs, kwargs):
+            with real_tensors():
+                return func(*args, **kwargs)
+        if facts.role == "view":
+            return func(*args, **kwargs)
+        if facts.role == "kernel":
+            return self._kernel(func, facts, inputs, args, kwargs)
+        if facts.role == "collective":
+            return functional_collective(self.log, self.memory, func, facts.name, inputs, args, kwargs)
+        return self._read(facts, args)
+
+    def _read(self, facts: Operator, args: Sequence[Any]) -> object:
+        """Returns an assumed value of a tensor: finite, 1, or true."""
+        log = self.log
+        log.entries.append(HostWait(log.stream, -1, log.place()))
+        if facts.name != "_local_scalar_dense":
+            log.assume("two tensors are equal")
+            return True
+        number = self.memory.number(args[0])
+        if number in self._of_overflow:
+            log.assume("no value is infinite or not a number")
+        else:
+            log.assume(f"a value of a tensor is {'true' if args[0].dtype == torch.bool else 1}")
+        return self._assumed(args[0].dtype, number)
+
+    def _assumed(self, dtype: torch.dtype, number: int) -> object:
+        kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+        return kind(number not in self._of_overflow)
+
+    def _kernel(
+        self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        log, number = self.log, self.memory.number
+        # Before the operation: an input that is new counts from before its outputs on.
+        before = [number(each) for each in inputs]
+        out = func(*args, **kwargs)
+        outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
+        writes = {number(each): _num_bytes(each) for each in outputs}
+        if facts.may_return_view and not facts.writes and all(key in before for key in writes):
+            return out  # as `contiguous` of a contiguous tensor
+        written = _written(facts, args, kwargs) if facts.writes else ()
+        for each in written:
+            self.memory.resized(each.untyped_storage())
+            writes[number(each)] = _num_bytes(each)
+        if not inputs and not outputs:
+            return out
+        if facts.finds_overflow or (self._of_overflow and before and self._of_overflow.issuperset(before)):
+            self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
+        if facts.is_sparse:
+            reads = ((UNKNOWN_STORAGE, sum(writes.values())),)
+        else:
+            overwritten = {number(each) for each in _tensors(args[:1])} if facts.overwrites else ()
+            known = {key: _num_bytes(each) for key, each in zip(before, inputs, strict=True) if key not in overwritten}
+            reads = tuple(known.items())
+        flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
+        phase, place, module = log.where(inputs)
+        dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)
+        if dtype is None:
+            dtype = next((each.dtype for each in (*inputs, *outputs)), torch.float32)
+        log.entries.append(
+            Kernel(
+                stream=log.stream,
+                name=facts.name,
+                kind=facts.kind,
+                flops=flops,
+                dtype=str(dtype).removeprefix("torch."),
+                shape=shape,
+                reads=reads,
+                writes=tuple(writes.items()),
+                launches=launches_of(facts, args),
+                phase=phase,
+                place=place,
+                module=module,
+            )
+        )
+        return out
+
+
+def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation without fake tensors computes with values of the host."""
+    if inputs and facts.name != "lift_fresh":
+        return all(each.numel() <= (1 if each.is_floating_point() else _SMALL) for each in inputs)
+    # Of an operator without inputs only the caller says whether its tensor has to have values.
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        is_own(frame.f_code.co_filename) or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
+        frame = frame.f_back
+    path = frame.f_code.co_filename
+    if path.endswith(_REPLICAS):
+        return kwargs.get("dtype") in _INTEGERS
+    return path.endswith(_ON_HOST) or _OPTIMIZERS in path
+
+
+def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:
+    """Yields the tensors of arguments, and those in their lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _written(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    values = [
+        args[each] if isinstance(each, int) and each < len(args) else kwargs.get(str(each)) for each in facts.writes
+    ]
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of memory that a kernel moves for a tensor: those of its storage if it is expanded."""
+    size = tensor.numel() * tensor.element_size()
+    return size if size <= 4096 else min(size, tensor.untyped_storage().nbytes())

@@ -1,0 +1,274 @@
+"""Run of a program on some ranks of a world that is not there, which records a step of each of them.
+
+Strategy. Ranks are simulated ranks: threads that take turns, each with its own state of the process. One runs to its
+end before the next begins, because communication of fake tensors needs no other rank. A rank waits for another only for
+real values that it alone has, such as those of a broadcast.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from echelon._torch_private import DistributedBackendOptions, real_tensors, recorded_tensors
+from echelon.backends.work import DEFAULT_TIMEOUT
+from echelon.errors import EchelonError, PeerFailed
+from echelon.foresight.record.communication import RecordedGroup
+from echelon.foresight.record.cuda_names import Gpu, cuda_names
+from echelon.foresight.record.device import OnDevice
+from echelon.foresight.record.exchange import Exchange, RecordingBackend
+from echelon.foresight.record.here import Recording, recorded
+from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
+from echelon.foresight.record.modules import Modules
+from echelon.foresight.record.recorder import Recorder
+from echelon.foresight.record.steps import Steps, StepsDone, steps_noted
+from echelon.foresight.trace import Trace
+from echelon.group.group import ProcessGroup
+from echelon.interop.torch_distributed import make_group
+from echelon.launch.call import RankCall, rank_call
+from echelon.launch.init import provide
+from echelon.launch.report import RankFailure, describe, first_cause
+from echelon.simulation.deadlock import explain
+from echelon.simulation.faults import FaultPlan
+from echelon.simulation.network import link_function
+from echelon.simulation.process.cached_property import without_locks
+from echelon.simulation.process.random_state import on_one_core
+from echelon.simulation.process.state import ProgramWithStates, RankStates
+from echelon.simulation.process.torch_distributed import TorchDistributed
+from echelon.simulation.run import only_simulation, process_states, rarer_collections
+from echelon.simulation.scheduler import Ended, Task
+from echelon.simulation.world import World
+
+_BACKEND = "echelon-recorded"
+"""Name under which torch.distributed makes groups of recorded ranks."""
+
+
+Choose: TypeAlias = Callable[[Mapping[int, Trace]], Sequence[int]]
+"""Function that returns the ranks to record next, of the traces by rank so far."""
+
+
+class Request(NamedTuple):
+    """Program to record."""
+
+    fn: object
+    """Function of the ranks."""
+    call: RankCall
+    """Call that each rank makes of it."""
+    hosts: tuple[int, ...]
+    """Number of each rank's host."""
+    steps: int = 2
+    """Steps to run. The last one is recorded."""
+    gpu: Gpu = Gpu()
+    """Facts that the program may ask for."""
+
+
+def record(
+    fn: Callable[..., Any],
+    world_size: int,
+    ranks: Sequence[int] = (0,),
+    *,
+    args: Sequence[object] = (),
+    steps: int = 2,
+    hosts: Sequence[int] | None = None,
+) -> dict[int, Trace]:
+    """Records the last of some steps of a program, on some ranks of a world. Blocks until they have ended.
+
+    The program runs unchanged, with tensors that have shapes but no values. Nothing is computed.
+
+    Args:
+        fn: function of the ranks, called as by `echelon.simulate`.
+        world_size: number of ranks of the world.
+        ranks: ranks to record. Further ranks are run if one of them needs their values, and are recorded too.
+        args: arguments of `fn` without the group.
+        steps: steps to run; the first ones warm up.
+        hosts: number of each rank's host. None: all are on one.
+
+    Returns:
+        The trace of each recorded rank.
+
+    Raises:
+        LaunchError: an argument is invalid, or a simulation runs in this process.
+        DeadlockError: recorded ranks wait for real values of each other for ever.
+        CollectiveMismatch: recorded ranks disagree on a collective of real values.
+        Exception: the exception of the first failing rank, with a note that names the rank.
+    """
+    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps)
+    return record_in_turn(request, lambda traces: [] if traces else ranks)
+
+
+def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
+    """Records ranks of a program; see `record`.
+
+    Args:
+        request: the program.
+        choose: returns the ranks to record next, of those recorded so far. No ranks end the recording.
+    """
+    fn, world_size = request.fn, len(request.hosts)
+    recorded_tensors()  # imports torch's compiler, which has to see the names of torch.cuda as they are
+    with only_simulation():
+        world = World(
+            world_size, 0, link_function(None, world_size), FaultPlan((), world_size, has_costs=False), None, None, False,
+            request.hosts, False, True, False,
+        )  # fmt: skip
+        world.clock.draw = _first_come
+        run = _Run(world, request, choose)
+        states = process_states(run.torch, 0, request.hosts)
+        if isinstance(fn, ProgramWithStates):
+            states += fn.states()
+        world.rank_states = rank_states = RankStates(states, world_size)
+        num_threads = torch.get_num_threads()
+        try:
+            with (
+                rarer_collections(),
+                _collected_by_hand(),
+                on_one_core(),
+                without_locks(),
+                run.torch.installed(),
+                cuda_names(request.hosts.count(0), request.gpu),
+                steps_noted(run.steps_here),
+            ):
+                return run.run()
+        finally:
+            rank_states.restore()
+            torch.set_num_threads(num_threads)
+
+
+def _first_come() -> float:
+    return 0.0
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """Inside, the garbage collector runs only when it is called: memory is freed at the same place in every run."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+class _Run:
+    """Recording of some ranks."""
+
+    def __init__(self, world: World, request: Request, choose: Choose) -> None:
+        self.traces: dict[int, Trace] = {}
+        self._world = world
+        self._request = request
+        self._choose = choose
+        self._started: set[int] = set()
+        self._steps: dict[int, Steps] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._failures: list[RankFailure] = []
+        self._backends: list[RecordingBackend] = []
+        self._exchange = Exchange(self._start)
+        self._num_left = 0
+        self.torch = TorchDistributed(world, _BACKEND)
+        world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
+
+    def run(self) -> dict[int, Trace]:
+        self._start_chosen()
+        try:
+            self._world.scheduler.run()
+            if error := self._error():
+                raise error
+        finally:
+            for backend in self._backends:
+                backend.forget()
+            self._world.forget()
+            self._world.scheduler.forget()
+            self._errors.clear()
+        return dict(sorted(self.traces.items()))
+
+    def steps_here(self) -> Steps | None:
+        """Returns the steps of the calling thread's rank. None in other threads."""
+        scheduler = self._world.scheduler
+        return self._steps.get(scheduler.current().rank) if scheduler.is_running_here() else None
+
+    def _start_chosen(self) -> None:
+        while self._num_left == 0 and (chosen := self._choose(self.traces)):
+            for rank in chosen:
+                self._start(rank)
+
+    def _start(self, rank: int) -> Task | None:
+        """Starts a rank, unless it was started before."""
+        if rank in self._started:
+            return None
+        self._started.add(rank)
+        self._num_left += 1
+        return self._world.scheduler.add(rank, functools.partial(self._run_rank, rank))
+
+    def _run_rank(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        world_size = len(self._request.hosts)
+        backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
+        self._backends.append(backend)
+        group = ProcessGroup(backend)
+        try:
+            backend.begin()
+            log = Log()
+            memory = Memory(log)
+            steps = self._steps[rank] = Steps(log, memory, self._request.steps)
+            with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
+                Modules(log).watch()
+                stack.enter_context(recorded_tensors())
+                stack.enter_context(OnDevice())
+                stack.enter_context(Recorder(log, memory))
+                try:
+                    self._request.call.run(group)
+                except StepsDone:
+                    pass
+                except SystemExit as error:
+                    if error.code:
+                        raise
+            self.traces[rank] = steps.trace(rank, world_size)
+            self._world.returned.add(rank)
+        except Ended:
+            raise
+        except BaseException as error:
+            if not self._world.scheduler.is_ending:
+                self._errors[rank] = error
+                self._failures.append(describe(rank, error))
+                self._world.scheduler.is_ending = True
+                self._world.scheduler.cancel()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._num_left -= 1
+        if self._num_left == 0 and not self._failures:
+            self._start_chosen()
+        if self._num_left == 0:
+            self._world.scheduler.is_ending = True
+            self._world.scheduler.cancel()
+
+    def _error(self) -> BaseException | None:
+        if self._failures:
+            cause = first_cause(self._failures)
+            error = self._errors[cause.rank]
+            if isinstance(error, SystemExit):
+                error = PeerFailed(cause.rank, f"it {cause.summary}")
+                error.__cause__ = self._errors[cause.rank]
+            if not isinstance(error, EchelonError):
+                error.add_note(f"raised on rank {cause.rank}{cause.where and f', at {cause.where}'}")
+            return error
+        return self._world.scheduler.error
+
+
+def _make(options: DistributedBackendOptions, _: object) -> RecordedGroup:
+    with real_tensors():
+        return RecordedGroup(*make_group(options))
+
+
+dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu"])

@@ -1,0 +1,136 @@
+"""Steps of one rank: a step ends when the program's optimizers have stepped."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from echelon.foresight.record.log import Log
+from echelon.foresight.record.memory import Memory
+from echelon.foresight.trace import Allocate, Entry, Trace
+
+
+class StepsDone(BaseException):
+    """Raised in a program once all steps are recorded. A BaseException: `except Exception` does not catch it."""
+
+
+class Steps:
+    """Steps of one rank so far."""
+
+    def __init__(self, log: Log, memory: Memory, num_steps: int) -> None:
+        self.entries: Sequence[Entry] | None = None
+        """Entries of the last step that has ended. None before the first end."""
+        self.live: Sequence[Allocate] = ()
+        """Storages that were alive when it began."""
+        self.num_done = 0
+        self._log = log
+        self._memory = memory
+        self._num_steps = num_steps
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._has_dropped = False
+        self._live_at_begin: list[Allocate] = []
+        self._end: tuple[int, list[Allocate]] = (0, [])
+        """Number of entries, and the live storages, when an optimizer had stepped last."""
+
+    def made(self, optimizer: Optimizer) -> None:
+        """Notes a new optimizer."""
+        self._made.add(optimizer)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Notes the call of an optimizer's `step`."""
+        log = self._log
+        if not log.optimizer_depth:
+            if optimizer in self._stepped:
+                # Another one has not stepped, and perhaps never will. The step was over with the last one that did.
+                self._made = weakref.WeakSet(self._stepped)
+                self._finish(*self._end)
+            gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
+            for group in optimizer.param_groups:
+                self._memory.mark(group["params"], "parameters")
+                self._memory.mark((each.grad for each in group["params"]), "gradients")
+        log.optimizer_depth += 1
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Notes that an optimizer has stepped. Raises StepsDone after the last step."""
+        log = self._log
+        log.optimizer_depth -= 1
+        if log.optimizer_depth:
+            return
+        for state in optimizer.state.values():
+            self._memory.mark(state.values(), "optimizer")
+        self._stepped.add(optimizer)
+        self._end = len(log.entries), list(self._memory.live.values())
+        if all(each in self._stepped or not _has_parameters(each) for each in self._made):
+            gc.collect()
+            self._finish(len(log.entries), list(self._memory.live.values()))
+
+    def _finish(self, position: int, live: list[Allocate]) -> None:
+        """Ends a step after `position` entries."""
+        self.entries, self.live = self._log.entries[:position], self._live_at_begin
+        del self._log.entries[:position]
+        self._live_at_begin = live
+        self._stepped.clear()
+        self._log.forget_graph()
+        self.num_done += 1
+        if self.num_done == self._num_steps:
+            raise StepsDone
+
+    def trace(self, rank: int, world_size: int) -> Trace:
+        """Returns the last step, or the whole program if it has no optimizer."""
+        log = self._log
+        entries = log.entries if self.entries is None else self.entries
+        kept = {entry.storage for entry in self.live}
+        live = [entry for entry in log.with_kinds(self.live) if isinstance(entry, Allocate)]
+        assert len(kept) == len(live)
+        return Trace(
+            rank=rank,
+            world_size=world_size,
+            entries=tuple(log.with_kinds(entries)),
+            live=tuple(live),
+            groups=tuple(log.groups),
+            places=tuple(log.places),
+            modules=tuple(log.modules),
+            is_step=self.entries is not None,
+            assumptions=tuple(log.assumptions),
+            skipped=tuple(log.skipped),
+        )
+
+
+def _has_parameters(optimizer: Optimizer) -> bool:
+    return any(each.requires_grad for group in optimizer.param_groups for each in group["params"])
+
+
+@contextmanager
+def steps_noted(steps_here: Callable[[], Steps | None]) -> Iterator[None]:
+    """Inside, optimizers note their steps in the `Steps` of the calling thread, if it has some."""
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if (steps := steps_here()) is not None:
+            steps.begin(optimizer)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        if (steps := steps_here()) is not None:
+            steps.end(optimizer)
+
+    original = Optimizer.__init__
+
+    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if (steps := steps_here()) is not None:
+            steps.made(self)
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        with patch.object(Optimizer, "__init__", made):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
