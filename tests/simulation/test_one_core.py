@@ -1,6 +1,7 @@
 """All threads of a simulation are on one core, and the caller is afterwards as before."""
 
 import os
+import threading
 
 import pytest
 
@@ -11,7 +12,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="on
 
 def where_it_runs(group):
     group.backend.lanes.start(group.backend.messages.barrier, "beside").wait()
-    return os.sched_getaffinity(0), os.sched_getscheduler(0)
+    # By its number: for 0 a rank is told the cores of the process.
+    return os.sched_getaffinity(threading.get_native_id()), os.sched_getscheduler(0)
 
 
 def test_all_ranks_share_one_core_and_hand_over_in_good_order():

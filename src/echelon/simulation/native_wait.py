@@ -16,6 +16,10 @@ from typing import NamedTuple
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 """Number of the system call."""
 
+_LOCK = "PyThread_acquire_lock_timed"
+"""Function of Python that waits for a lock."""
+_WORDS_OF_LOCK = 32
+"""Number of words on the stack among which its return address is if it waits: 17 with glibc 2.36."""
 _WORDS = 1024
 """Words of a thread's stack that are searched for the function which waits."""
 
@@ -100,21 +104,40 @@ def waiting_code(wait: NativeWait) -> str:
     """
     if not wait.stack:
         return ""
+    code, first = _code(), ""
     try:
         # By a file, so that a wrong address is an error, not the end of the process.
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             found = os.pread(memory.fileno(), 8 * _WORDS, wait.stack)
+            words = [word for (word,) in struct.iter_unpack("<Q", found[: len(found) // 8 * 8])]
+            # Between the frames of the C library lie addresses of functions that have returned, such as torch's.
+            if any(_function_at(word) == _LOCK for word in words[:_WORDS_OF_LOCK]):
+                return ""
+            for word in words:
+                library = next((name for start, end, name in code if start <= word < end), "")
+                if library.startswith(_PYTHON):  # further up are its callers
+                    return first
+                if not library or not _follows_call(os.pread(memory.fileno(), 7, word - 7)):
+                    continue
+                first = first or library
+                if function := _function_at(word):
+                    return f"{function} in {library}"
     except (OSError, OverflowError):
         return ""
-    code, first = _code(), ""
-    for (address,) in struct.iter_unpack("<Q", found[: len(found) // 8 * 8]):
-        library = next((name for start, end, name in code if start <= address < end), "")
-        if library.startswith(_PYTHON):  # further up are its callers
-            return first
-        first = first or library
-        if library and (function := _function_at(address)):
-            return f"{function} in {library}"
     return first
+
+
+def _follows_call(before: bytes) -> bool:
+    """Whether the 7 bytes before an address end with a call, so that the address can be one to return to.
+
+    Tells addresses to return to from pointers to functions. True for any bytes on other processors than x86-64.
+    """
+    if platform.machine() != "x86_64" or len(before) < 7:
+        return True
+    # Call of a fixed address; by a register; by memory at a register, and with an offset of 8 or 32 bits.
+    return before[-5] == 0xE8 or any(
+        before[-size] == 0xFF and before[1 - size] & 0x38 == 0x10 for size in (2, 3, 4, 6, 7)
+    )
 
 
 def _code() -> list[tuple[int, int, str]]:
