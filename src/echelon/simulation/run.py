@@ -203,9 +203,7 @@ def _only_simulation() -> Iterator[None]:
 
 def _states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
     """Returns the states of the process that each rank has for itself."""
-    names = [(sys, "argv"), (sys, "excepthook")]
-    attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
-    attributes += shared_collections()
+    attributes = [Attribute(sys, "excepthook"), *torch_distributed.attributes(), *shared_collections()]
     variables = functools.partial(torchrun_variables, hosts=hosts)
     return [RandomState(seed), Environment(variables), Attributes(attributes), TorchSettings(), LibraryState()]
 
