@@ -403,8 +403,7 @@ class VirtualMessages(Messages):
             raise self._control.closed_error()
         self._num_messages += 1
         # Counted at the start of the call: the rank dies before its n-th message leaves.
-        if self._num_messages >= self._dies_at:
-            self._world.kill(self.rank)
+        if self._num_messages >= self._dies_at and self._world.kill(self.rank):
             raise Ended
         if operation:
             task.operation = operation
