@@ -31,6 +31,7 @@ Pure.
 
 from __future__ import annotations
 
+import os
 from typing import TypeAlias
 
 
@@ -204,6 +205,17 @@ class Timeout(EchelonError, TimeoutError):
 
 Failure: TypeAlias = PeerFailed | CollectiveMismatch
 """Errors that revoke a group: its collectives fail on all ranks."""
+
+
+def inherited_error(what: str, owner: int) -> Closed:
+    """Makes the error for the use of a group or backend of process `owner` in its forked child.
+
+    The child has neither the threads nor the connections of its parent.
+    """
+    return Closed(
+        f"{what} belongs to process {owner}, and this is its forked child {os.getpid()}: communicate in the parent, "
+        "start the child by 'spawn', or make a group of the child's own with echelon.init()"
+    )
 
 
 def without_frames(error: BaseException) -> BaseException:

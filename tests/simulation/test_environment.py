@@ -25,6 +25,19 @@ def test_each_rank_starts_processes_with_its_own_environment():
     assert echelon.simulate(program, 2).results == [(["0", "0"], ["given", "0"]), (["1", "1"], ["given", "1"])]
 
 
+def test_a_rank_may_change_its_arguments_in_place(monkeypatch):
+    """Launchers of trainers do. The change reached the other ranks, and the process after the simulation."""
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+
+    def program(group):
+        sys.argv.append(f"--rank={group.rank}")
+        group.barrier()
+        return sys.argv
+
+    assert echelon.simulate(program, 2).results == [["program.py", "--rank=0"], ["program.py", "--rank=1"]]
+    assert sys.argv == ["program.py"]
+
+
 def test_a_rank_keeps_its_state_over_a_call_that_fails():
     """A call on a closed backend lets time pass, and so other ranks. It used to return with the state of one."""
 

@@ -210,3 +210,14 @@ def test_a_killed_rank_says_nothing_more():
 def test_faults_that_make_no_sense_are_refused(make, words):
     with pytest.raises((echelon.LaunchError, echelon.InvalidRank), match=words):
         echelon.simulate(sums, 3, faults=make())
+
+
+def start_and_return(group):
+    group.all_reduce(torch.ones(8), async_op=True)
+
+
+@pytest.mark.parametrize("at_op", range(1, 5))
+def test_a_rank_that_has_returned_finishes_its_operations(at_op):
+    """The death came in the middle of them. It ended the operation, and the rank waited for that operation for ever."""
+    faults = [echelon.Kill(1, at_op=at_op)]
+    assert echelon.simulate(start_and_return, 3, network="10GbE", faults=faults).results == [None] * 3

@@ -19,6 +19,8 @@ def change_too_early(group):
         work.wait()
     elif group.rank == 1:
         group.recv(0)
+    else:  # until it is killed
+        group.recv(1)
 
 
 def test_a_tensor_that_is_changed_before_its_send_is_done_is_told_of():

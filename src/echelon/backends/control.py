@@ -7,9 +7,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from echelon.backends.inherited import inherited_error
 from echelon.backends.status import Question, Status
-from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, fails, reason_of
+from echelon.errors import Closed, CollectiveMismatch, Failure, PeerFailed, fails, inherited_error, reason_of
 from echelon.operation_records import FlightRecorder
 
 

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 
-from echelon.backends.inherited import inherited_error
 from echelon.backends.work import Work
-from echelon.errors import Closed
+from echelon.errors import Closed, inherited_error
 
 CHECK_SECONDS = 0.02
 """Seconds between two looks for a reason to stop waiting, where a wait itself cannot tell."""

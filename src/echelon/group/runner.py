@@ -27,7 +27,6 @@ from echelon.arguments import check_seconds
 from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend
 from echelon.backends.collective import REDUCTIONS, Collective, Run
-from echelon.backends.inherited import inherited_error
 from echelon.backends.memory import describe, is_ordinary, is_plain
 from echelon.backends.modes import announce_changes, overwrite
 from echelon.backends.operators import check_op
@@ -36,7 +35,16 @@ from echelon.collectives.calls.coalesced import Packed
 from echelon.collectives.calls.hang_diagnosis import ANSWER_SECONDS, HangDiagnosis
 from echelon.collectives.calls.plan_executor import PlanExecutor, PlannedExecutor
 from echelon.collectives.plans.select import Selector
-from echelon.errors import Closed, CollectiveMismatch, PeerFailed, SizeMismatch, Timeout, failure_of, without_frames
+from echelon.errors import (
+    Closed,
+    CollectiveMismatch,
+    PeerFailed,
+    SizeMismatch,
+    Timeout,
+    failure_of,
+    inherited_error,
+    without_frames,
+)
 from echelon.group.staging import Around, admit, nothing
 from echelon.operation_records import OperationRecord
 

@@ -22,14 +22,13 @@ from echelon.backends.base import Backend, check_rank
 from echelon.backends.control import ControlPlane
 from echelon.backends.delivery import ANY, Receive
 from echelon.backends.formats.wire import Tag, readable
-from echelon.backends.inherited import inherited_error
 from echelon.backends.lanes import Lanes
 from echelon.backends.messages import Messages
 from echelon.backends.operators import Combine
 from echelon.backends.status import Question, Status
 from echelon.backends.work import Received, Work
 from echelon.call_site import Place, calling_place
-from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout
+from echelon.errors import DeadlockError, Failure, PeerFailed, Timeout, inherited_error
 from echelon.operation_records import FlightRecorder
 from echelon.simulation.scheduler import Ended, Task
 from echelon.simulation.world import World, is_plain
@@ -404,8 +403,7 @@ class VirtualMessages(Messages):
             raise self._control.closed_error()
         self._num_messages += 1
         # Counted at the start of the call: the rank dies before its n-th message leaves.
-        if self._num_messages >= self._dies_at:
-            self._world.kill(self.rank)
+        if self._num_messages >= self._dies_at and self._world.kill(self.rank):
             raise Ended
         if operation:
             task.operation = operation

@@ -206,7 +206,7 @@ def only_simulation() -> Iterator[None]:
 
 def process_states(torch_distributed: TorchDistributed, seed: int, hosts: Sequence[int]) -> list[State]:
     """Returns the states of the process that each rank has for itself."""
-    names = [(sys, "argv"), (sys, "excepthook"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl")]
+    names = [(sys, "excepthook"), (warnings, "showwarning"), (warnings, "_showwarnmsg_impl")]
     attributes = [*(Attribute(owner, name) for owner, name in names), *torch_distributed.attributes()]
     attributes += shared_collections()
     variables = functools.partial(torchrun_variables, hosts=hosts)

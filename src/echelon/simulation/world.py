@@ -278,10 +278,10 @@ class World:
             if rank in self.flight_recorders and rank not in self.killed
         }
 
-    def kill(self, rank: int) -> None:
-        """Ends a rank, and sends PeerFailed to all others. No effect if it was killed or has returned."""
+    def kill(self, rank: int) -> bool:
+        """Ends a rank, and sends PeerFailed to all others. False, without effect, if it was killed or has returned."""
         if rank in self.killed or rank in self.returned:
-            return
+            return False
         self.killed.add(rank)
         self.note(rank, "is killed")
         self.scheduler.cancel(rank)
@@ -289,6 +289,7 @@ class World:
         for peer in range(len(self.mailboxes)):
             if peer != rank:
                 self.tell(rank, peer, partial(_fail_peer, rank, failure))
+        return True
 
     def tell_of_returned(self) -> bool:
         """Sends PeerFailed for each rank that has returned since the last call. True if there was one."""

@@ -70,7 +70,7 @@ def shared_collections() -> list[Attribute]:
         return Attribute(owner, name, lambda _: copy.copy(outside))
 
     hooks = hooks_of_all_modules()
-    return [of(warnings, "filters"), *(of(torch.nn.modules.module, name) for name in hooks)]
+    return [of(sys, "argv"), of(warnings, "filters"), *(of(torch.nn.modules.module, name) for name in hooks)]
 
 
 class LibraryAttribute(NamedTuple):
