@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+
 import pytest
 import torch
 from torch import nn

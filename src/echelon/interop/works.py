@@ -87,7 +87,7 @@ class _Failure:
     def __reduce__(self) -> NoReturn:
         raise self._error
 
-    # DDP takes the result of a hook's future for a tensor. Its RuntimeError about the value's type would hide the error.
+    # DDP takes the result of a hook's future for a tensor. Its complaint about the value's type would hide the error.
     def __str__(self) -> NoReturn:
         raise self._error
 
