@@ -23,6 +23,14 @@ def test_the_text_of_a_plan_parses_back(operation, name):
             assert Plan.from_text(str(plan)) == plan
 
 
+def test_plans_differ_if_one_sends_what_the_other_receives():
+    sends, receives = (Plan("any", 1, (((step,),),)) for step in (Send(1, (0,)), Recv(1, (0,))))
+    assert sends != receives
+    assert not sends == receives  # noqa: SIM201 # the two operators are two functions
+    assert sends == Plan.from_text(str(sends))
+    assert len({sends, receives, Plan.from_text(str(sends))}) == 2
+
+
 def test_one_of_a_thing_is_said_so():
     assert str(build("all_reduce", "recursive_doubling", 1)).startswith(
         "recursive doubling all-reduce: 1 rank, 1 chunk\n"

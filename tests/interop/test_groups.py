@@ -254,6 +254,23 @@ def test_a_hook_of_torchs_ddp_waits_in_callbacks(in_world):
         torch.testing.assert_close(gradient, expected)
 
 
+def fail_in_hook(rank):
+    def hook(state, bucket):
+        def scale(future):
+            raise ArithmeticError("no scale")
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(scale)
+
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model.register_comm_hook(None, hook)
+    with pytest.raises(ArithmeticError, match="no scale"):  # not that torch cannot cast its future's value
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_hook_that_fails_raises_its_own_error_in_backward(in_world):
+    in_world(N, fail_in_hook)
+
+
 def train_until_killed(rank, path):
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     for step in range(1000):

@@ -38,6 +38,34 @@ def test_each_rank_has_its_settings_of_torch():
     assert settings() == before
 
 
+def test_a_rank_that_leaves_autocast_drops_no_casts_of_another_one():
+    def twice(weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.ones(2, 64) @ weight
+            if dist.get_rank() == 0:
+                dist.barrier()  # rank 1 leaves autocast meanwhile, changes its weight and enters again
+            y = y @ weight
+        y.float().square().sum().backward()  # through one cast of the weight, or two, which rounds differently
+        return weight.grad
+
+    def program():
+        dist.init_process_group("gloo")
+        weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+        gradient = twice(weight)
+        if dist.get_rank() == 0:
+            return gradient, torch.is_autocast_cache_enabled()
+        weight.data.mul_(2.0)
+        weight.grad = None
+        second = twice(weight)
+        dist.barrier()
+        return gradient, second, torch.is_autocast_cache_enabled()
+
+    (first, _), (same, second, is_enabled) = echelon.simulate(program, 2).results
+    assert torch.equal(first, same)
+    assert is_enabled
+    torch.testing.assert_close(second, 8 * same, rtol=0.1, atol=100.0)
+
+
 def test_filters_of_warnings_belong_to_the_rank_that_sets_them():
     def program(group):
         with warnings.catch_warnings():

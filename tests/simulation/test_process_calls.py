@@ -20,7 +20,7 @@ def start_process():
 
 def talk_in_thread():
     dist.init_process_group("gloo")
-    thread = threading.Thread(target=dist.barrier, name="mine")
+    thread = threading.Thread(target=lambda: dist.barrier(), name="mine")
     thread.start()
     thread.join()
 

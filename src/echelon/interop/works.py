@@ -79,12 +79,16 @@ class Outcome(Future[T], Generic[T]):
 
 
 class _Failure:
-    """Value of a failed future, which raises the error when torch's C++ pickles it."""
+    """Value of a failed future, which raises the error when torch's C++ pickles it, or tells that it is no tensor."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __reduce__(self) -> NoReturn:
+        raise self._error
+
+    # DDP takes the result of a hook's future for a tensor. Its complaint about the value's type would hide the error.
+    def __str__(self) -> NoReturn:
         raise self._error
 
 

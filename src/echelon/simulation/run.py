@@ -100,8 +100,9 @@ def simulate(
 
     Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
     seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs
-    unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU), its own environment and
-    settings of torch, and computes with one thread. All ranks share the modules and other state of the process.
+    unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU), environment, `sys.argv`,
+    groups of torch.distributed and settings of torch, and computes with one thread. Ranks share the modules and the other
+    state of the process. Calls that concern the whole process, such as `os._exit`, act for the rank or are refused.
 
     Args:
         fn: function that each rank runs.
@@ -133,7 +134,8 @@ def simulate(
         DeadlockError: no rank can go on. It lists which rank waits for which, and where.
         CollectiveMismatch: a rank took no part in a collective, though no other rank had to wait for it.
         UnsupportedOp: a rank changed a tensor before its send was done. It names the line of the send. Checked with
-            `late_sends`, and if messages take time, but not with `memory`.
+            `late_sends`, and if messages take time, but not with `memory`. Also for a program that needs CUDA, and
+            calls that cannot be made for one rank, such as `os.fork`.
         PeerFailed: a rank called `sys.exit` with an error status. It names the rank.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """

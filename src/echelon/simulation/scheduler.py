@@ -257,10 +257,10 @@ class Scheduler:
         """
         task = self.running
         if task is None or task.ident != get_ident():
-            place = source_of(calling_place()) or "an unknown line"
+            place = source_of(calling_place())
             raise UnsupportedOp(
-                f"thread {threading.current_thread().name!r} communicates at {place}, and is not one of the "
-                "simulation's: communicate in the thread that runs the rank; for threads of your own use "
+                f"thread {threading.current_thread().name!r} communicates{place and f' at {place}'}, and is not one of "
+                "the simulation's: communicate in the thread that runs the rank; for threads of your own use "
                 "SimulatedBackend.create_group"
             )
         return task

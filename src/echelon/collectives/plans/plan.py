@@ -17,15 +17,32 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from echelon.errors import PlanError
 from echelon.wording import counted
+
+T = TypeVar("T", bound=tuple[object, ...])
 
 Numbers: TypeAlias = tuple[int, ...]
 """Numbers of chunks."""
 
 
+def _by_kind(step: type[T]) -> type[T]:
+    """Decorator of a kind of step: steps of two kinds differ."""
+
+    # A tuple equals any other of the same numbers: a send would equal the receive of its chunks.
+    def is_same(one: T, other: object) -> bool:
+        return type(one) is type(other) and tuple.__eq__(one, other)
+
+    def differs(one: T, other: object) -> bool:
+        return not is_same(one, other)
+
+    step.__eq__, step.__ne__ = is_same, differs  # type: ignore[assignment] # the hash stays that of the numbers
+    return step
+
+
+@_by_kind
 class Send(NamedTuple):
     """Sends the chunks as they were at the start of the round, as one message."""
 
@@ -36,6 +53,7 @@ class Send(NamedTuple):
         return f"{_text(self.chunks)}>{self.peer}"
 
 
+@_by_kind
 class Recv(NamedTuple):
     """Receives the chunks in place of the rank's own."""
 
@@ -46,6 +64,7 @@ class Recv(NamedTuple):
         return f"{_text(self.chunks)}<{self.peer}"
 
 
+@_by_kind
 class Reduce(NamedTuple):
     """Receives the chunks and combines them with the rank's own: own op received."""
 
@@ -59,6 +78,7 @@ class Reduce(NamedTuple):
         return f"{text}+" if self.received_first else f"+{text}"
 
 
+@_by_kind
 class Copy(NamedTuple):
     """Copies the rank's own chunk `source` to its chunk `chunk`."""
 

@@ -25,6 +25,7 @@ import torch.multiprocessing
 
 from echelon.call_site import calling_place, is_foreign, source_of
 from echelon.errors import LaunchError, UnsupportedOp
+from echelon.simulation.process.autocast import AutocastCache
 from echelon.simulation.process.operators import Operators, Rank
 from echelon.simulation.process.random_state import cores_here, cores_of_thread
 
@@ -114,6 +115,7 @@ class ProcessCalls:
             (atexit, "register", lambda original: functools.partial(self._register, original)),
             (atexit, "unregister", lambda original: functools.partial(self._unregister, original)),
             *self._operators.replacements(),
+            *AutocastCache(self._rank_here).replacements(),
             (torch.cuda, "is_available", lambda _: lambda: False),
             (torch.cuda, "device_count", lambda _: lambda: 0),
             (multiprocessing.process.BaseProcess, "start", lambda original: functools.partial(self._start, original)),
