@@ -144,6 +144,27 @@ def test_a_checkpoint_by_processes_is_refused():
         echelon.simulate(save("PROCESS"), 2)
 
 
+# torch keeps plans of saves in dicts of a class, under the name of the planner's class.
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own names
+def test_each_rank_keeps_its_own_plans_of_checkpoints(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    def program(group):
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        for step in range(2):
+            state = {"a": distribute_tensor(torch.arange(4.0) + step, mesh, [Shard(0)])}
+            dcp.save(
+                state, checkpoint_id=tmp_path / str(step), planner=dcp.DefaultSavePlanner(enable_plan_caching=True)
+            )
+        read = {"a": torch.zeros(4)}
+        dcp.load(read, checkpoint_id=tmp_path / "1")
+        dist.destroy_process_group()
+        return read["a"].tolist()
+
+    assert echelon.simulate(program, 2).results == [[1, 2, 3, 4]] * 2
+
+
 def communicate(group):
     return group.all_reduce(torch.ones(1)).item()
 
