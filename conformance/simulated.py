@@ -116,7 +116,7 @@ def compare(file: File, tests: Sequence[str], keeps: bool) -> Compared:
     """Runs the tests of a file both ways."""
     gloo = run("gloo", file, tests, keeps)
     passing = frozenset(name for name, problem in gloo.items() if problem == "")
-    ours = run("simulated", file, tests, False) if passing else {}
+    ours = run("simulated", file, sorted(passing), False) if passing else {}
     problems = {name: ours.get(name, "it did not run") for name in passing}
     failing = {
         name: "it was skipped" if problem is None else problem for name, problem in problems.items() if problem != ""
