@@ -41,6 +41,7 @@ PRIVATE_NAMES = (
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.forward_ad._current_level",
+    "torch.autograd.profiler.profile._prepare_trace",
     "torch.distributed.ProcessGroup._allgather_base",
     "torch.distributed.ProcessGroup._register_backend",
     "torch.distributed.ProcessGroup._set_default_backend",

@@ -165,6 +165,27 @@ def test_each_rank_keeps_its_own_plans_of_checkpoints(tmp_path):
     assert echelon.simulate(program, 2).results == [[1, 2, 3, 4]] * 2
 
 
+# A second session began, and its end was a segmentation fault.
+@pytest.mark.parametrize("at_once", [True, False])
+def test_two_ranks_cannot_use_the_profiler_at_once(at_once):
+    def program(group):
+        if group.rank and not at_once:
+            group.barrier()
+        with torch.autograd.profiler.profile() as profiler:
+            torch.ones(1)
+            if at_once:
+                group.barrier()
+        if not group.rank and not at_once:
+            group.barrier()
+        return any(event.name == "aten::ones" for event in profiler.function_events)
+
+    if at_once:
+        with pytest.raises(UnsupportedOp, match=r"profiler on rank \d, while rank \d uses it.*profile a single rank"):
+            echelon.simulate(program, 2)
+    else:
+        assert echelon.simulate(program, 2).results == [True, True]
+
+
 def communicate(group):
     return group.all_reduce(torch.ones(1)).item()
 
