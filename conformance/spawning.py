@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import unittest
@@ -46,7 +45,7 @@ def simulate() -> None:
     _PROCESSES.run_test = _run_test
     distributed_test.Barrier.sync = lambda *_, **__: echelon.init().barrier()  # torch's polls files, in real time
     # A process has one profiler, and these tests use it on all ranks to count events beside their results.
-    torch.autograd.profiler.profile = lambda *_, **__: contextlib.nullcontext()
+    torch.autograd.profiler.profile = _NoProfiler
     distributed_test.PROFILING_SUPPORTED_BACKENDS = distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
     _THREADS._spawn_threads = _nothing
     _THREADS._join_threads = None  # replaced for each test by `_join_threads`
@@ -73,6 +72,15 @@ def on_cpu() -> None:
 
 
 def _nothing(*_: object, **__: object) -> None: ...
+
+
+class _NoProfiler(torch.autograd.profiler.profile):
+    """Profiler that records nothing."""
+
+    _prepare_trace = _start_trace = __exit__ = _nothing
+
+    def __enter__(self) -> _NoProfiler:
+        return self
 
 
 def _run_ranks(body: Callable[[int], object], world_size: int) -> None:
