@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 INTEROP := $(VENV)/.interop
 
 # For make compat: a version of torch, and more arguments for pytest, as ARGS="tests/interop -x". For make mutations: words
-# that choose some of them, as ARGS=reducer.
+# that choose some of them, as ARGS=reducer. For make conformance-simulated: as ARGS="test_dtensor.py --source ../pytorch".
 TORCH :=
 ARGS :=
 
@@ -18,7 +18,7 @@ QUICK := -m "not slow" -n logical --maxprocesses 4 --dist worksteal
 # The tests start some hundred processes, which would all compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test slow mutations conformance compat gpu lint format clean
+.PHONY: help demo test slow mutations conformance conformance-simulated compat gpu lint format clean
 
 help:
 	@echo "make demo    train a small language model on four ranks (dp=2, pp=2)"
@@ -26,6 +26,7 @@ help:
 	@echo "make slow    run the tests that make test leaves out"
 	@echo "make mutations  break the code in small ways, one at a time, and see the nearest tests fail (half an hour)"
 	@echo "make conformance  run PyTorch's own tests of torch.distributed over Gloo and over Echelon, and compare"
+	@echo "make conformance-simulated  download PyTorch's own tests and run them over Gloo and on simulated ranks (an hour)"
 	@echo "make compat TORCH=2.15.0  run the quick tests with another version of torch (gigabytes, some minutes)"
 	@echo "make gpu     run the tests that need a GPU with CUDA"
 	@echo "make lint    check formatting, style, types and prose"
@@ -47,6 +48,9 @@ mutations: $(STAMP)
 
 conformance: $(INTEROP)
 	$(BIN)/python conformance/run.py
+
+conformance-simulated: $(INTEROP)
+	$(BIN)/python conformance/simulated.py $(ARGS)
 
 ifeq ($(TORCH),)
 compat:

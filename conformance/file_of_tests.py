@@ -48,7 +48,7 @@ ON_CPU = {
 
 
 class Outcome(unittest.TestResult):
-    """Outcome of one test: its problem, or None if it was skipped."""
+    """Outcome of one test: its problem, or None if it was skipped or is expected to fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Outcome(unittest.TestResult):
     addError = addFailure  # noqa: N815
 
     def addExpectedFailure(self, test: unittest.TestCase, error: tuple) -> None:  # noqa: ARG002, D102, N802
-        self.problem = ""
+        self.problem = None
 
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:  # noqa: ARG002, D102, N802
         self.problem = "it passed, though it is expected to fail"

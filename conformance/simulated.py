@@ -112,11 +112,11 @@ def run(how: str, file: File, tests: Sequence[str], keeps: bool) -> dict[str, st
     return {each["test"]: each["problem"] for each in told}
 
 
-def compare(file: File, tests: Sequence[str], keeps: bool) -> Compared:
-    """Runs the tests of a file both ways."""
-    gloo = run("gloo", file, tests, keeps)
+def compare(file: File, tests: Sequence[str], kept: Sequence[str]) -> Compared:
+    """Runs the tests of a file both ways. Results of an earlier run are taken for the ways in `kept`."""
+    gloo = run("gloo", file, tests, "gloo" in kept)
     passing = frozenset(name for name, problem in gloo.items() if problem == "")
-    ours = run("simulated", file, tests, False) if passing else {}
+    ours = run("simulated", file, sorted(passing), "simulated" in kept) if passing else {}
     problems = {name: ours.get(name, "it did not run") for name in passing}
     failing = {
         name: "it was skipped" if problem is None else problem for name, problem in problems.items() if problem != ""
@@ -192,7 +192,9 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="names of files to run; none: all")
     parser.add_argument("--source", type=Path, help="source tree of PyTorch, instead of a download")
     parser.add_argument("--tests", nargs="+", default=[], help="run tests whose names contain one of these words only")
-    parser.add_argument("--keep-gloo", action="store_true", help="take results over Gloo from an earlier run")
+    parser.add_argument(
+        "--keep", nargs="+", default=[], choices=["gloo", "simulated"], help="take results of an earlier run for these"
+    )
     arguments = parser.parse_args()
     try:
         tree = arguments.source or torch_source.fetched(OUT / "torch")
@@ -207,7 +209,7 @@ def main() -> None:
     found = []
     for file in files:
         print(file.name, flush=True)
-        found.append(compare(file, arguments.tests, arguments.keep_gloo))
+        found.append(compare(file, arguments.tests, arguments.keep))
     version = tree / "version.txt"
     sys.exit(0 if report(found, version.read_text().strip() if version.exists() else tree.name) else 1)
 

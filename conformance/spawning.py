@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import unittest
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal import common_distributed, common_fsdp
 from torch.testing._internal.common_utils import set_rng_seed
-from torch.testing._internal.distributed._tensor import common_dtensor  # noqa: F401 # before its bases are changed
 
 import echelon
+
+os.environ.setdefault("BACKEND", "gloo")  # which torch reads as it imports the second of these
+from torch.testing._internal.distributed import distributed_test
+from torch.testing._internal.distributed._tensor import common_dtensor  # noqa: F401 # before its bases are changed
 
 MANY_GPUS = 4
 """Number of GPUs that tests written for GPUs find when they run on the CPU."""
@@ -39,6 +43,10 @@ def simulate() -> None:
     _PROCESSES._start_processes = _nothing
     _PROCESSES._join_processes = _join_processes
     _PROCESSES.run_test = _run_test
+    distributed_test.Barrier.sync = lambda *_, **__: echelon.init().barrier()  # torch's polls files, in real time
+    # A process has one profiler, and these tests use it on all ranks to count events beside their results.
+    torch.autograd.profiler.profile = _NoProfiler
+    distributed_test.PROFILING_SUPPORTED_BACKENDS = distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
     _THREADS._spawn_threads = _nothing
     _THREADS._join_threads = None  # replaced for each test by `_join_threads`
     _THREADS.join_or_run = _join_or_run_threads
@@ -66,6 +74,15 @@ def on_cpu() -> None:
 def _nothing(*_: object, **__: object) -> None: ...
 
 
+class _NoProfiler(torch.autograd.profiler.profile):
+    """Profiler that records nothing."""
+
+    _prepare_trace = _start_trace = __exit__ = _nothing
+
+    def __enter__(self) -> _NoProfiler:
+        return self
+
+
 def _run_ranks(body: Callable[[int], object], world_size: int) -> None:
     """Runs a test as each rank.
 
@@ -76,7 +93,7 @@ def _run_ranks(body: Callable[[int], object], world_size: int) -> None:
 
     def main() -> int:
         try:
-            body(int(torch.distributed.distributed_c10d.os.environ["RANK"]))
+            body(int(os.environ["RANK"]))
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 0
         except unittest.SkipTest:

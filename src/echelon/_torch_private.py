@@ -454,6 +454,33 @@ def futures_that_wait_by(wait_first: Callable[[torch.futures.Future[Any]], None]
 
 
 @contextmanager
+def profilers_that_ask(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Inside, every profiler of torch calls `begin` before its session starts, and `end` after it has ended.
+
+    `torch.profiler` starts the sessions of `torch.autograd.profiler` by a private method, for which there is no hook.
+    """
+    profiler: Any = torch.autograd.profiler.profile
+    prepare, leave = profiler._prepare_trace, profiler.__exit__
+
+    def prepare_trace(self: Any) -> Any:
+        begin()
+        return prepare(self)
+
+    def exit_session(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            if self.enabled:
+                end()
+
+    profiler._prepare_trace, profiler.__exit__ = prepare_trace, exit_session
+    try:
+        yield
+    finally:
+        profiler._prepare_trace, profiler.__exit__ = prepare, leave
+
+
+@contextmanager
 def groups_of_each_thread() -> Iterator[None]:
     """Inside, functional collectives find by its name only a group that the calling thread has made.
 

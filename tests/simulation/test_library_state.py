@@ -172,6 +172,48 @@ def test_a_checkpoint_by_processes_is_refused():
         echelon.simulate(save("PROCESS"), 2)
 
 
+# torch keeps plans of saves in dicts of a class, under the name of the planner's class.
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own names
+def test_each_rank_keeps_its_own_plans_of_checkpoints(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    def program(group):
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        for step in range(2):
+            state = {"a": distribute_tensor(torch.arange(4.0) + step, mesh, [Shard(0)])}
+            dcp.save(
+                state, checkpoint_id=tmp_path / str(step), planner=dcp.DefaultSavePlanner(enable_plan_caching=True)
+            )
+        read = {"a": torch.zeros(4)}
+        dcp.load(read, checkpoint_id=tmp_path / "1")
+        dist.destroy_process_group()
+        return read["a"].tolist()
+
+    assert echelon.simulate(program, 2).results == [[1, 2, 3, 4]] * 2
+
+
+# A second session began, and its end was a segmentation fault.
+@pytest.mark.parametrize("at_once", [True, False])
+def test_two_ranks_cannot_use_the_profiler_at_once(at_once):
+    def program(group):
+        if group.rank and not at_once:
+            group.barrier()
+        with torch.autograd.profiler.profile() as profiler:
+            torch.ones(1)
+            if at_once:
+                group.barrier()
+        if not group.rank and not at_once:
+            group.barrier()
+        return any(event.name == "aten::ones" for event in profiler.function_events)
+
+    if at_once:
+        with pytest.raises(UnsupportedOp, match=r"profiler on rank \d, while rank \d uses it.*profile a single rank"):
+            echelon.simulate(program, 2)
+    else:
+        assert echelon.simulate(program, 2).results == [True, True]
+
+
 def communicate(group):
     return group.all_reduce(torch.ones(1)).item()
 

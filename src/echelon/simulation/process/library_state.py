@@ -112,6 +112,14 @@ def _make_plans() -> Callable[..., Any]:
     return torch.distributed.tensor._redistribute._gen_transform_infos.__wrapped__
 
 
+_CACHES_OF_PLANNERS = (
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+)
+
 LIBRARY_ATTRIBUTES = (
     LibraryAttribute("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _NOTHING),
     LibraryAttribute("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", set),
@@ -119,6 +127,10 @@ LIBRARY_ATTRIBUTES = (
     LibraryAttribute("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", _handlers_of_dtensor),
     LibraryAttribute("torch.distributed.tensor._redistribute", "_gen_transform_infos", _plans_of_redistribution),
     LibraryAttribute("torch.distributed.tensor._redistribute", "_planner_cache", dict),
+    *(
+        LibraryAttribute("torch.distributed.checkpoint.planner", f"SavePlanner.{name}", dict)
+        for name in _CACHES_OF_PLANNERS
+    ),
     LibraryAttribute("torch.utils._device", "CURRENT_DEVICE", _NOTHING),
     LibraryAttribute("lightning_utilities.core.rank_zero", "rank_zero_only.rank", _rank),
     LibraryAttribute("accelerate.state", "PartialState._shared_state", dict),
@@ -132,36 +144,42 @@ class LibraryState(State):
     """Attributes of libraries, as far as they are imported."""
 
     def __init__(self, attributes: Sequence[LibraryAttribute] = LIBRARY_ATTRIBUTES) -> None:
-        self._attributes = attributes
+        self._attributes = [
+            (attribute, sys.intern(attribute.module), *_parts(attribute.path)) for attribute in attributes
+        ]
 
-    def first(self, rank: int) -> Mapping[LibraryAttribute, Any]:  # noqa: ARG002, D102
-        return {}
+    def first(self, rank: int) -> list[Any]:  # noqa: ARG002, D102
+        return [_MISSING] * len(self._attributes)
 
-    def take(self) -> Mapping[LibraryAttribute, Any]:  # noqa: D102
-        found = {}
-        for attribute in self._attributes:
-            owner, name = _owner(attribute)
-            if owner is not None and hasattr(owner, name):
-                found[attribute] = getattr(owner, name)
-        return found
+    def take(self) -> list[Any]:  # noqa: D102
+        return [getattr(_owner(module, owners), name, _MISSING) for _, module, owners, name in self._attributes]
 
-    def put(self, state: Mapping[LibraryAttribute, Any]) -> None:  # noqa: D102
-        for attribute in self._attributes:
-            owner, name = _owner(attribute)
-            if owner is not None and hasattr(owner, name):
-                setattr(owner, name, state[attribute] if attribute in state else attribute.first())
+    def put(self, state: Sequence[Any]) -> None:  # noqa: D102
+        for (attribute, module, owners, name), value in zip(self._attributes, state, strict=True):
+            owner = _owner(module, owners)
+            present = getattr(owner, name, _MISSING)
+            # Only where it differs: an attribute of a class is slow to set.
+            if present is not value and present is not _MISSING:
+                setattr(owner, name, attribute.first() if value is _MISSING else value)
+
+
+_MISSING: Any = object()
+"""Value of an attribute whose module was not imported."""
 
 
 @functools.cache
-def _parts(path: str) -> tuple[str, ...]:
-    """Returns the names of a dotted name. Always the same texts: Python keeps each text that names an attribute."""
-    return tuple(sys.intern(part) for part in path.split("."))
+def _parts(path: str) -> tuple[tuple[str, ...], str]:
+    """Returns the names in a dotted name: all but the last, and the last.
+
+    Always the same texts: Python keeps each text that names an attribute.
+    """
+    *owners, name = (sys.intern(part) for part in path.split("."))
+    return tuple(owners), name
 
 
-def _owner(attribute: LibraryAttribute) -> tuple[object | None, str]:
-    """Returns the object that has the attribute, and the attribute's name. None if its module is not imported."""
-    *parts, name = _parts(attribute.path)
-    owner: object | None = sys.modules.get(attribute.module)
-    for part in parts:
-        owner = getattr(owner, part, None)
-    return owner, name
+def _owner(module: str, owners: tuple[str, ...]) -> object | None:
+    """Returns the object that has an attribute. None if its module is not imported."""
+    owner: object | None = sys.modules.get(module)
+    for name in owners:
+        owner = getattr(owner, name, None)
+    return owner

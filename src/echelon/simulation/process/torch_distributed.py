@@ -36,6 +36,7 @@ from echelon.simulation.backend import StoreWait, VirtualBackend, VirtualLanes
 from echelon.simulation.process.calls import NEEDS_CUDA
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
+from echelon.simulation.process.profiler import one_session_at_a_time
 from echelon.simulation.process.store import FOREVER, Contents, SimulatedStore
 from echelon.wording import listed
 
@@ -109,6 +110,7 @@ class TorchDistributed:
                 groups_made_by(self._with_simulated_backend, self._store_barrier),
                 futures_that_wait_by(self._wait_for),
                 pools_in_lanes(self._lanes_here),
+                one_session_at_a_time(self._rank_here),
             ):
                 for module in (dist, distributed_c10d, _RENDEZVOUS):
                     for name, opener in (("TCPStore", self._tcp_store), ("FileStore", self._file_store)):
@@ -280,6 +282,9 @@ class TorchDistributed:
 
     def _lanes_here(self) -> VirtualLanes | None:
         return self._backend_here().lanes if self._world.scheduler.is_running_here() else None
+
+    def _rank_here(self) -> int | None:
+        return self._world.scheduler.current().rank if self._world.scheduler.is_running_here() else None
 
     def _backend_here(self) -> VirtualBackend:
         backend = self._here().backend
