@@ -151,7 +151,7 @@ class Boundary:
             raise Ended
         self._num_looks = 0
         if self._meter is not None:
-            self._spend(self._meter.stop((self._rank, task.number)))
+            self._spend(self._meter.stop((self._rank, task.number)), True)
         return task
 
     def leave(self, task: Task) -> None:
@@ -270,13 +270,13 @@ class Boundary:
         finally:
             self._is_computing = False
         if self._world.cost is not None:
-            self._spend(self._world.cost(self._rank, step))
+            self._spend(self._world.cost(self._rank, step), False)
         self._world.recorder.span(self._rank, step, began, self.now())
 
-    def _spend(self, seconds: float) -> None:
+    def _spend(self, seconds: float, on_one_core: bool) -> None:
         if self._world.faults.faults:
             seconds = self._world.faults.duration(self._rank, self._clock.now, seconds)
-        self._world.traffic.compute(self._rank, seconds)
+        self._world.traffic.compute(self._rank, seconds, on_one_core)
 
 
 class VirtualControl(ControlPlane):
