@@ -150,7 +150,7 @@ class Boundary:
         if task.is_cancelled:
             raise Ended
         self._num_looks = 0
-        if self._meter is not None:
+        if self._meter is not None and not task.is_moving:
             self._spend(self._meter.stop((self._rank, task.number)), True)
         return task
 
@@ -160,8 +160,22 @@ class Boundary:
         # rank may stay installed.
         if task.depth == 0:
             self._world.rank_states.install(self._rank)
-        if self._meter is not None:
+        if self._meter is not None and not task.is_moving:
             self._meter.start((self._rank, task.number))
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside, the calling task executes a collective. Its computing there takes no virtual time.
+
+        The network has the cost of the collective. The computing here is that of the simulation.
+        """
+        task = self.enter()
+        task.is_moving = True
+        try:
+            yield
+        finally:
+            task.is_moving = False
+            self.leave(task)
 
     @never_compiled
     def drive(self, work: Work[object], timeout: float | None) -> bool:
