@@ -90,7 +90,7 @@ def test_negative_costs_are_refused():
 def test_the_work_of_the_simulation_in_a_collective_takes_no_time(monkeypatch, collectives):
     clock = [0.0]
     monkeypatch.setattr(costs, "time", SimpleNamespace(thread_time=lambda: clock[0]))
-    for owner, name in ((meeting, "result_of"), (values.Inputs, "total")):
+    for owner, name in ((meeting.Meeting, "take"), (values.Inputs, "total")):
         original = getattr(owner, name)
 
         def slow(*args, original=original):
