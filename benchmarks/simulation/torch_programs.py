@@ -184,7 +184,7 @@ def times(quick: bool) -> None:
 
 
 def measured_here(name: str) -> None:
-    """Prints the bytes that a simulation takes beyond one of two ranks, or that are left after many, if named "left"."""
+    """Prints the bytes that a simulation takes beyond one of two ranks. With the name "left": bytes left after many."""
     if name == "left":
         for _ in range(2):
             before = memory("VmRSS")
