@@ -6,10 +6,12 @@ Each private name is also in `_torch_versions.PRIVATE_NAMES`: a version of torch
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -497,6 +499,63 @@ def groups_of_each_thread() -> Iterator[None]:
 def forget_groups_of_thread() -> None:
     """Empties the registry of the calling thread, inside of `groups_of_each_thread`."""
     _unregister_all_process_groups()
+
+
+class Shardings:
+    """Sharding decisions of DTensor, which torch makes for each operator, thread and mesh.
+
+    All of it is private, and looked up by its name: without it, simulated ranks only take longer. A check at the start
+    would import DTensor.
+    """
+
+    def __init__(self, propagator: Any) -> None:
+        module = import_module("torch.distributed.tensor")
+        of_specs, of_operators, of_placements = (
+            import_module(f"torch.distributed.tensor.{name}")
+            for name in ("_dtensor_spec", "_op_schema", "placement_types")
+        )
+        self._propagator = propagator
+        self._cache = propagator.propagate_op_sharding
+        self.spec = of_specs.DTensorSpec
+        self.schema, self.output = of_operators.OpSchema, of_operators.OutputSharding
+        strided = getattr(of_placements, "_StridedShard", module.Shard)
+        self.placements = frozenset({module.Partial, module.Replicate, module.Shard, strided})
+        """Placements without state of their own."""
+
+    def decide_by(self, wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
+        """Makes DTensor decide by a wrapper of its own function, until `restore`."""
+        decide = wrap(self._propagator.propagate_op_sharding_non_cached)
+        self._propagator.propagate_op_sharding_non_cached = decide
+        self._propagator.propagate_op_sharding = type(self._cache)(decide)  # the cache of each thread
+
+    def restore(self) -> None:
+        """Makes DTensor decide by its own functions."""
+        del self._propagator.propagate_op_sharding_non_cached  # of the instance, which hid the method
+        self._propagator.propagate_op_sharding = self._cache
+
+    def comparison_key(self, schema: Any) -> Any:
+        """Returns the arguments of an operator on which its decision depends. None if this torch has no such key."""
+        return getattr(schema, "_comparison_key", None)
+
+    def without_mesh(self, spec: Any) -> tuple[Any, ...]:
+        """Returns the attributes of a spec but its mesh."""
+        return tuple(value for name, value in vars(spec).items() if name not in ("mesh", "_hash"))
+
+    def with_mesh(self, spec: Any, mesh: Any) -> Any:
+        """Returns a copy of a spec with another mesh."""
+        # By its attributes: its own `__init__` checks them all again.
+        copy = object.__new__(type(spec))
+        vars(copy).update(vars(spec), mesh=mesh, _hash=None)
+        return copy
+
+
+def shardings() -> Shardings | None:
+    """Returns DTensor's decisions. None if it is not imported, or this torch decides in another way."""
+    module = sys.modules.get("torch.distributed.tensor")
+    dispatcher = getattr(getattr(module, "DTensor", None), "_op_dispatcher", None)
+    propagator = getattr(dispatcher, "sharding_propagator", None)
+    known = hasattr(propagator, "propagate_op_sharding") and hasattr(propagator, "propagate_op_sharding_non_cached")
+    return Shardings(propagator) if known else None
 
 
 def operators_of(namespace: str) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Computing costs nothing, a fixed time, or what it took here; what was measured can be replayed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import echelon
-from echelon.simulation import Measured
+from echelon.simulation import Measured, costs, meeting, values
 
 
 def rounds(group):
@@ -82,3 +84,25 @@ def test_costs_that_are_none_are_refused(costs):
 def test_negative_costs_are_refused():
     with pytest.raises(echelon.LaunchError, match="at least 0"):
         echelon.simulate(spin, 2, costs={"forward": -1.0})
+
+
+@pytest.mark.parametrize("collectives", ["whole", "messages"])
+def test_the_work_of_the_simulation_in_a_collective_takes_no_time(monkeypatch, collectives):
+    clock = [0.0]
+    monkeypatch.setattr(costs, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    for owner, name in ((meeting.Meeting, "take"), (values.Inputs, "total")):
+        original = getattr(owner, name)
+
+        def slow(*args, original=original):
+            clock[0] += 100.0
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    def program(group):
+        clock[0] += 1.0
+        assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+        return group.backend.now()
+
+    assert echelon.simulate(program, 2, costs="measured", collectives=collectives).results == [1.0, 1.0]
+    assert clock[0] >= 102.0

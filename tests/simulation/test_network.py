@@ -1,6 +1,7 @@
 """Messages cost latency + bytes / bandwidth; collectives take exactly the time of their formulas."""
 
 import math
+import random
 import time
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import echelon
 from echelon.collectives.plans.algorithms.registry import OPERATIONS, algorithms_of
 from echelon.simulation import PRESETS
+from echelon.simulation.faults import FaultPlan
+from echelon.simulation.network import Traffic
+from echelon.simulation.scheduler import Scheduler
 
 ALPHA, BETA = 2.0**-10, 2.0**-20
 """Powers of two, so that no sum is rounded."""
@@ -315,3 +319,27 @@ def test_a_collective_alone_takes_no_longer_for_its_overhead():
     for operation in ("all_reduce", "barrier"):
         runs = [echelon.simulate(call, 4, (operation, 4096), network=network) for network in (NETWORK, slow)]
         assert runs[0].elapsed == runs[1].elapsed
+
+
+@pytest.mark.parametrize(
+    ("on_one_core", "first", "second", "ends"),
+    [
+        (False, 4.0, 2.0, [4.0, 3.0]),
+        (True, 4.0, 2.0, [6.0, 3.0]),  # the shorter one goes first
+        (True, 2.0, 4.0, [2.0, 6.0]),  # and the longer one after it
+    ],
+)
+def test_threads_of_a_rank_share_its_core(on_one_core, first, second, ends):
+    scheduler = Scheduler(random.Random(0).random)
+    traffic = Traffic(scheduler, 1, lambda *_: NETWORK, FaultPlan((), 1, has_costs=True))
+    ended = [0.0, 0.0]
+
+    def thread(number, begin, seconds):
+        scheduler.sleep(begin)
+        traffic.compute(0, seconds, on_one_core)
+        ended[number] = scheduler.clock.now
+
+    scheduler.add(0, lambda: thread(0, 0.0, first))
+    scheduler.add(0, lambda: thread(1, 1.0, second), 1)
+    scheduler.run()
+    assert ended == ends

@@ -149,8 +149,8 @@ class Boundary:
         if task.is_cancelled:
             raise Ended
         self._num_looks = 0
-        if self._meter is not None:
-            self._spend(self._meter.stop((self._rank, task.number)))
+        if self._meter is not None and not task.is_moving:
+            self._spend(self._meter.stop((self._rank, task.number)), True)
         return task
 
     def leave(self, task: Task) -> None:
@@ -159,8 +159,22 @@ class Boundary:
         # rank may stay installed.
         if task.depth == 0:
             self._world.rank_states.install(self._rank)
-        if self._meter is not None:
+        if self._meter is not None and not task.is_moving:
             self._meter.start((self._rank, task.number))
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside, the calling task executes a collective. Its computing there takes no virtual time.
+
+        The network has the cost of the collective. The computing here is that of the simulation.
+        """
+        task = self.enter()
+        task.is_moving = True
+        try:
+            yield
+        finally:
+            task.is_moving = False
+            self.leave(task)
 
     @never_compiled
     def drive(self, work: Work[object], timeout: float | None) -> bool:
@@ -269,13 +283,13 @@ class Boundary:
         finally:
             self._is_computing = False
         if self._world.cost is not None:
-            self._spend(self._world.cost(self._rank, step))
+            self._spend(self._world.cost(self._rank, step), False)
         self._world.recorder.span(self._rank, step, began, self.now())
 
-    def _spend(self, seconds: float) -> None:
+    def _spend(self, seconds: float, on_one_core: bool) -> None:
         if self._world.faults.faults:
             seconds = self._world.faults.duration(self._rank, self._clock.now, seconds)
-        self._world.traffic.compute(self._rank, seconds)
+        self._world.traffic.compute(self._rank, seconds, on_one_core)
 
 
 class VirtualControl(ControlPlane):

@@ -23,7 +23,8 @@ StepCost: TypeAlias = Callable[[int, object], float]
 class Measured:
     """Measured costs: the CPU time of the rank's thread here, times `factor`.
 
-    A rank computes with one thread. `Simulation.measurements` has the figures; a simulation with them as costs repeats
+    A rank has one core: its main thread and those of its asynchronous operations compute one at a time.
+    `Simulation.measurements` has the figures; a simulation with them as costs repeats
     exactly.
     """
 

@@ -26,6 +26,16 @@ class Passage(NamedTuple):
     """Order among events at the time of arrival."""
 
 
+@dataclass(slots=True, eq=False)
+class _Computation:
+    """Computation of a task that is under way."""
+
+    until: float = 0.0
+    """Time of its end, without the delays below."""
+    owed: float = 0.0
+    """Seconds by which it is delayed since the last end that was set."""
+
+
 class Traffic:
     """State of the links between all ranks, and the overhead that messages add to computing.
 
@@ -44,10 +54,8 @@ class Traffic:
         """Time at which all messages sent so far have left, per rank."""
         self._last: dict[tuple[int, int], tuple[float, float]] = {}
         """Arrival and draw of the last message of each pair."""
-        self._num_computing = [0] * world_size
-        """Number of computing tasks, per rank."""
-        self._owed = [0.0] * world_size
-        """Seconds by which messages have delayed the present computing, per rank."""
+        self._computing: list[list[_Computation]] = [[] for _ in range(world_size)]
+        """Computations under way, per rank."""
 
     def send(self, src: int, dst: int, num_bytes: int) -> Passage:
         """Sends a message: reserves its sender's link and returns its times. Never blocks."""
@@ -90,16 +98,35 @@ class Traffic:
             raise Ended from error
         return link
 
-    def compute(self, rank: int, seconds: float) -> None:
-        """Lets the running task of a rank compute for `seconds`, plus the overhead of messages meanwhile. Blocks."""
-        self._num_computing[rank] += 1
+    def compute(self, rank: int, seconds: float, on_one_core: bool) -> None:
+        """Lets the running task of a rank compute for `seconds`, plus the delays meanwhile. Blocks.
+
+        Args:
+            rank: The rank.
+            seconds: Its computing time.
+            on_one_core: Whether other computations of the rank need the same core, so that they delay each other.
+        """
+        under_way = self._computing[rank]
+        mine = _Computation()
+        if on_one_core:
+            # The shorter one goes first, as a thread does that wakes up beside one that computes for long. The longer
+            # one ends when both are done, as it would if they took turns.
+            alone = seconds
+            for other in under_way:
+                left = other.until - self._clock.now + other.owed
+                if alone <= left:
+                    other.owed += alone
+                else:
+                    seconds += left
+        under_way.append(mine)
         try:
-            # Overhead takes time, in which further messages may add more.
+            # A delay takes time, in which others may add more.
             while seconds > 0:
+                mine.until = self._clock.now + seconds
                 self._scheduler.sleep(seconds)
-                seconds, self._owed[rank] = self._owed[rank], 0.0
+                seconds, mine.owed = mine.owed, 0.0
         finally:
-            self._num_computing[rank] -= 1
+            under_way.remove(mine)
 
     def hold_up_at(self, time: float, rank: int, seconds: float) -> None:
         """Delays a rank's computing at `time` by a message's overhead."""
@@ -110,8 +137,8 @@ class Traffic:
 
     def _hold_up(self, rank: int, seconds: float) -> None:
         """Delays a rank's computing by a message's overhead. No effect on a rank that only waits."""
-        if self._num_computing[rank]:
-            self._owed[rank] += seconds
+        for computation in self._computing[rank]:
+            computation.owed += seconds
 
     def _pass(self, src: int, dst: int, left: float, arrives: float) -> Passage:
         done, draw = arrives, self._clock.draw()

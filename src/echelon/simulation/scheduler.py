@@ -58,6 +58,8 @@ class Task:
     """Virtual time at which it entered the outermost of these calls."""
     operation: str = ""
     """Collective that it is in. Empty if none."""
+    is_moving: bool = False
+    """Whether it executes a collective, whose cost is that of the network alone."""
     ident: int = 0
     """Identifier of the thread, once it runs."""
     gate: threading.Lock = field(default_factory=threading.Lock)

@@ -73,7 +73,7 @@ class WholeExecutor(PlannedExecutor):
         num_bytes = collective.num_bytes if collective.kind in SIZED else 0
         algorithm, plan = choose(self.selector, kind, num_bytes, max(collective.root, 0))
         note = f"{signed(record.operation, record.sequence, record.signature)} by {algorithm}"
-        with self._backend.messages.will_wait(), torch.no_grad():
+        with self._backend.messages.will_wait(), self._boundary.moving(), torch.no_grad():
             task = self._boundary.enter()
             if self._backend.control.is_closed:
                 raise self._backend.control.closed_error()
@@ -135,6 +135,7 @@ class RankOrderExecutor(PlannedExecutor):
 
     def __init__(self, backend: VirtualBackend, ranks: Sequence[int], context: int) -> None:
         self._messages = PlanExecutor(backend, ranks, context)
+        self._boundary = backend.boundary
         self._key = context, tuple(ranks)
         self._rank = ranks.index(backend.rank)
         self._world = backend.world
@@ -146,6 +147,12 @@ class RankOrderExecutor(PlannedExecutor):
         return run if collective.kind not in REDUCTIONS else partial(self._run, run, collective)
 
     def _run(
+        self, run: Run, collective: Collective, record: OperationRecord, tensor: Tensor, out: Tensor | None
+    ) -> Tensor:
+        with self._boundary.moving():
+            return self._reduce(run, collective, record, tensor, out)
+
+    def _reduce(
         self, run: Run, collective: Collective, record: OperationRecord, tensor: Tensor, out: Tensor | None
     ) -> Tensor:
         inputs = self._world.inputs.setdefault((*self._key, record.sequence), Inputs(len(self._key[1])))

@@ -37,6 +37,7 @@ from echelon.simulation.process.calls import NEEDS_CUDA
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.pools import pools_in_lanes
 from echelon.simulation.process.profiler import one_session_at_a_time
+from echelon.simulation.process.sharding import SharedShardings
 from echelon.simulation.process.store import FOREVER, Contents, SimulatedStore
 from echelon.wording import listed
 
@@ -77,6 +78,7 @@ class TorchDistributed:
         """Calls of `new_group` that every rank makes, as the first rank made them."""
         self._num_divisions: defaultdict[int, int] = defaultdict(int)
         """Number of such calls, by rank."""
+        self._shardings = SharedShardings()
 
     def attributes(self) -> list[Attribute]:
         """Returns torch's globals that each rank has for itself."""
@@ -122,6 +124,7 @@ class TorchDistributed:
         finally:
             for owner, name, original in reversed(replaced):
                 setattr(owner, name, original)
+            self._shardings.remove()
             self._groups.clear()
             self._contents.clear()
             self._stores.clear()
@@ -140,6 +143,8 @@ class TorchDistributed:
             # Registers the backend. Late, since most simulations have no use for torch.distributed.
             from echelon.interop import torch_distributed as interop
 
+            # Here, since a program may import DTensor only now.
+            self._shardings.install()
             group, ranks = self._here(), call["global_ranks_in_group"]
             if ranks:
                 self._check_division(tuple(ranks), call["group_name"])
