@@ -67,6 +67,8 @@ class Request(NamedTuple):
     """Steps to run. The last one is recorded."""
     gpu: Gpu = Gpu()
     """Facts that the program may ask for."""
+    allow_writes: bool = False
+    """Whether the program may write files."""
 
 
 def record(
