@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from echelon.foresight.record.here import recording_here
+from echelon._torch_private import FakeTensor, real_tensors
 
 _CUDA = "cuda"
 
@@ -73,13 +74,32 @@ def _true(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # 
 def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the assumed values of a tensor as nested lists."""
     tensor = args[0]
-    if recording_here() is None or not isinstance(tensor, Tensor):
+    if not isinstance(tensor, FakeTensor):
         return func(*args, **kwargs)
 
     def nested(shape: Sequence[int], value: object) -> object:
         return [nested(shape[1:], value) for _ in range(shape[0])] if shape else value
 
     return nested(tensor.shape, tensor.reshape(-1)[0].item() if tensor.numel() else 0)
+
+
+def _array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the assumed values of a tensor as an array, which takes no memory."""
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return func(*args, **kwargs)
+    with real_tensors():
+        dtype = torch.empty((), dtype=tensor.dtype).numpy().dtype
+    value = tensor.reshape(-1)[0].item() if tensor.numel() else 0
+    return np.broadcast_to(np.array(value, dtype), tuple(tensor.shape))
+
+
+def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Formats the assumed value of a number, as a tensor of a GPU formats its value."""
+    tensor, *spec = args
+    if isinstance(tensor, FakeTensor) and not tensor.dim():
+        return format(tensor.item(), *spec)
+    return str(func(*args, **kwargs))
 
 
 # Attention
@@ -148,6 +168,9 @@ _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     "pin_memory": _first,
     "is_pinned": _true,
     "tolist": _values,
+    "numpy": _array,
+    "__array__": _array,
+    "__format__": _formatted,
     "scaled_dot_product_attention": _attention,
 }
 """Functions of torch that a GPU treats otherwise, by name."""

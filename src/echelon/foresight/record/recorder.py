@@ -22,8 +22,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 """Classes of tensors that have no other tensors inside."""
 _ON_HOST = ("device_mesh.py", "_mesh_layout.py", "distributed_c10d.py")
 """Files of torch whose own tensors are numbers on the host, such as the ranks of a mesh and the bytes of objects."""
-_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
-"""Folder of torch's optimizers, which count their steps on the host."""
+_FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in (("optim",), ("utils", "data")))
+"""Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
 _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 """File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
@@ -144,7 +144,7 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
     path = frame.f_code.co_filename
     if path.endswith(_REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
-    return path.endswith(_ON_HOST) or _OPTIMIZERS in path
+    return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
 
 
 def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:

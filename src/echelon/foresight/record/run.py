@@ -24,11 +24,13 @@ from echelon.foresight.record.cuda_names import Gpu, cuda_names
 from echelon.foresight.record.device import OnDevice
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
 from echelon.foresight.record.here import Recording, recorded
+from echelon.foresight.record.loading import loading_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.steps import Steps, StepsDone, steps_noted
+from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Trace
 from echelon.group.group import ProcessGroup
 from echelon.interop.torch_distributed import make_group
@@ -135,6 +137,8 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
                 run.torch.installed(),
                 cuda_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
+                no_writes(allow_files=request.allow_writes),
+                loading_here(),
             ):
                 return run.run()
         finally:
