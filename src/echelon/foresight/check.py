@@ -84,7 +84,7 @@ def _by_group(trace: Trace) -> dict[Group, list[Collective]]:
 
 
 def _counterpart(calls: Mapping[Group, list[Collective]], group: Group, shift: int) -> list[Collective] | None:
-    return calls.get(Group(tuple(rank + shift for rank in group.ranks), group.name))
+    return calls.get(Group(tuple(rank + shift for rank in group.ranks), group.name, group.number))
 
 
 class _Side(NamedTuple):
@@ -99,12 +99,22 @@ def _compare(one: _Side, other: _Side, group: Group) -> None:
             continue
         name = f"group {group.name!r} of {counted(len(group.ranks), 'rank')}" if group.name else _shown(group.ranks)
         left, right = _described(one, mine), _described(other, theirs)
+        parted = _parted(one, other, number - 1)
         raise CollectiveMismatch(
-            f"call {number} of a step in {name} is {left}, but {right}: every rank of a group must call the same "
+            f"call {number} of a step in {name} is {left}, but {right}{parted}: every rank of a group must call the same "
             "collectives in the same order, with tensors of equal size",
             rank=other.rank,
             theirs=right,
         )
+
+
+def _parted(one: _Side, other: _Side, end: int) -> str:
+    """Returns where two ranks parted before their calls differed, as by a call more of the same kind. Empty if nowhere."""
+    for number, (mine, theirs) in enumerate(zip(one.calls[:end], other.calls[:end], strict=True), 1):
+        places = [side.trace.places[call.place] for side, call in ((one, mine), (other, theirs)) if call.place >= 0]
+        if len(set(places)) == 2:
+            return f"; their lines differ from call {number} on, {places[0]} on rank {one.rank} and {places[1]} on {other.rank}"
+    return ""
 
 
 def _signature(side: _Side, call: Collective | None) -> object:

@@ -54,6 +54,8 @@ def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
         replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event})
         for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
             replace(torch.cuda.nvtx, name, _nothing)
+        replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
+        replace(dist, "is_nccl_available", _returning(True))
         stack.enter_context(optimizers_as_on_gpu())
         stack.enter_context(devices_as_on_gpu())
         stack.enter_context(backward_with(lambda: OnDevice() if recording_here() is not None else nullcontext()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -217,6 +218,7 @@ class _Run:
 
     def _run_rank(self, rank: int) -> None:
         torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # of a build without it
         world_size = len(self._request.hosts)
         backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
         self._backends.append(backend)
