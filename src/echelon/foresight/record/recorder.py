@@ -102,7 +102,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if facts.finds_overflow or (self._of_overflow and before and self._of_overflow.issuperset(before)):
             self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
         if facts.is_sparse:
-            reads = ((UNKNOWN_STORAGE, sum(writes.values())),)
+            reads: tuple[tuple[int, int], ...] = ((UNKNOWN_STORAGE, sum(writes.values())),)
         else:
             overwritten = {number(each) for each in _tensors(args[:1])} if facts.overwrites else ()
             known = {key: _num_bytes(each) for key, each in zip(before, inputs, strict=True) if key not in overwritten}
@@ -148,7 +148,7 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
 
 
 def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:
-    """Yields the tensors of arguments, and those in their lists."""
+    """Yields the tensors of arguments and of lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -164,6 +164,6 @@ def _written(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of memory that a kernel moves for a tensor: those of its storage if it is expanded."""
+    """Returns the bytes that a kernel moves for a tensor: at most the size of its storage, as of an expanded one."""
     size = tensor.numel() * tensor.element_size()
     return size if size <= 4096 else min(size, tensor.untyped_storage().nbytes())
