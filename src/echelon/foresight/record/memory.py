@@ -61,7 +61,7 @@ class Memory:
     def _allocate(self, number: int, num_bytes: int) -> None:
         if num_bytes:
             log = self._log
-            entry = Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module())
+            entry = Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module(), log.stream)
             self.live[number] = entry
             log.entries.append(entry)
 
