@@ -221,6 +221,50 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def move_fake(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Gives a fake tensor the memory, the dtype and the device of another one, as `tensor.data = moved` does."""
+    if moved is not tensor:
+        tensor.data = moved
+        tensor.fake_device = moved.fake_device  # type: ignore[attr-defined] # of FakeTensor
+
+
+@contextmanager
+def devices_as_on_gpu() -> Iterator[None]:
+    """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU, as what stands for it.
+
+    Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors.
+    """
+    init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+    find, find_accelerator = init._get_compute_device, torch._C._get_accelerator
+
+    def compute_device(*args: Any, **kwargs: Any) -> torch.device:
+        device: torch.device = find(*args, **kwargs)
+        return torch.device("cpu") if device.type == "cuda" else device
+
+    init._get_compute_device = compute_device
+    torch._C._get_accelerator = lambda *_: torch.device("cuda")  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
+
+
+@contextmanager
+def backward_with(mode: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, each backward runs in a context. torch leaves modes of functions for the time of a backward."""
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return original(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+
 @contextmanager
 def optimizers_as_on_gpu() -> Iterator[None]:
     """Inside, optimizers and gradient clipping handle many parameters at once by default, as for tensors of a GPU.

@@ -1,99 +1,238 @@
-"""Names of CUDA on a machine without a GPU: devices are mapped to fake tensors of the CPU, streams to stand-ins.
-
-torch's autograd on fake tensors of CUDA needs a build for CUDA, and a GPU. So what a program asks to be on "cuda" is on
-the CPU for torch, and on the device for the recorder.
-"""
+"""Names of `torch.cuda` on a machine without a GPU: streams are stand-ins, facts are those of the foreseen device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.overrides import TorchFunctionMode
+from torch.nn.parallel import DistributedDataParallel
 
-from echelon._torch_private import optimizers_as_on_gpu, real_tensors
+from echelon._torch_private import FakeTensor, backward_with, devices_as_on_gpu, move_fake, optimizers_as_on_gpu, real_tensors
 from echelon.foresight.record import streams
-from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.device import OnDevice, mapped
+from echelon.foresight.record.here import Recording, recording_here
 
 
-def mapped(value: Any) -> Any:
-    """Returns the CPU for a device of CUDA. Other values are returned as they are."""
-    if isinstance(value, str):
-        return "cpu" if value == "cuda" or value.startswith("cuda:") else value
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    return value
+class Gpu(NamedTuple):
+    """Facts of a GPU that a program may ask for."""
 
-
-class CudaNames(TorchFunctionMode):  # type: ignore[no-untyped-call]
-    """Maps devices of CUDA in calls of torch."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if args:
-            args = tuple(mapped(each) if isinstance(each, str | torch.device) else each for each in args)
-        if kwargs:
-            kwargs = {
-                name: mapped(each) if isinstance(each, str | torch.device) else each for name, each in kwargs.items()
-            }
-            return func(*args, **kwargs)
-        return func(*args)
-
-
-_HANDLES: dict[str, Any] = {
-    "Stream": streams.Stream,
-    "Event": streams.Event,
-    "current_stream": streams.current_stream,
-    "stream": streams.InStream,
-    "synchronize": streams.synchronize,
-}
-"""Names that `torch.cuda` and `torch.cpu` share. FSDP2 asks the module of its mesh's device for them."""
+    name: str = "NVIDIA H100 80GB HBM3"
+    memory_bytes: int = 85_000_000_000
+    capability: tuple[int, int] = (9, 0)
+    num_multiprocessors: int = 132
 
 
 @contextmanager
-def cuda_names(num_devices: Callable[[], int]) -> Iterator[None]:
+def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
     """Inside, names of CUDA work in threads of recorded ranks.
 
     Args:
-        num_devices: Returns the number of GPUs of a host.
+        num_devices: number of GPUs of a host.
+        gpu: facts of each.
     """
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(owner, name, value, create=True))
 
-        modules: tuple[ModuleType, ...] = (torch.cuda, torch.cpu)
-        for module in modules:
-            for name, value in _HANDLES.items():
-                replace(module, name, value)
-        for name, value in {
-            "is_available": lambda: True,
-            "device_count": num_devices,
-            "current_device": lambda: 0,
-            "set_device": lambda _: None,
-            "default_stream": streams.default_stream,
-            "set_stream": streams.set_stream,
-        }.items():
-            replace(torch.cuda, name, value)
+        def replace_all(owner: Any, names: dict[str, Any]) -> None:
+            for name, value in names.items():
+                replace(owner, name, value)
+
+        devices: tuple[ModuleType, ...] = (torch.cuda, torch.cpu)
+        for module in devices:  # torch asks the module of a mesh's device
+            replace_all(module, _STREAMS)
+        replace_all(torch.cuda, {**_memory_names(gpu), **_device_names(num_devices, gpu), **_RANDOM})
+        replace_all(torch.accelerator, {**_memory_names(gpu), **_accelerator_names(num_devices, gpu)})
+        replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event})
+        for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+            replace(torch.cuda.nvtx, name, _nothing)
+        replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
+        replace(dist, "is_nccl_available", _returning(True))
         stack.enter_context(optimizers_as_on_gpu())
-        replace(DeviceMesh, "__init__", _really(DeviceMesh.__init__))
-        for name in ("__getitem__", "_flatten"):
-            replace(DeviceMesh, name, _really(getattr(DeviceMesh, name)))
+        stack.enter_context(devices_as_on_gpu())
+        stack.enter_context(backward_with(lambda: OnDevice() if recording_here() is not None else nullcontext()))
+        for name in ("__init__", "__getitem__", "_flatten"):
+            replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
+        replace(dist, "_verify_params_across_processes", _with_values(dist._verify_params_across_processes))
+        replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__))
+        replace(torch.nn.Module, "_apply", _applying(torch.nn.Module._apply))
+        replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
         replace(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_))
         yield
 
 
-def _really(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of a mesh, whose tensors are ranks: they have to have values."""
+# Names with a stand-in
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Does nothing."""
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+_STREAMS: dict[str, Any] = {
+    "Stream": streams.Stream,
+    "Event": streams.Event,
+    "current_stream": streams.current_stream,
+    "default_stream": streams.default_stream,
+    "set_stream": streams.set_stream,
+    "stream": streams.InStream,
+    "StreamContext": streams.InStream,
+    "synchronize": streams.synchronize,
+}
+
+
+def _random_state(*_: object) -> torch.Tensor:
+    with real_tensors():
+        return torch.zeros(16, dtype=torch.uint8)
+
+
+_RANDOM: dict[str, Any] = {
+    "manual_seed": _nothing,
+    "manual_seed_all": _nothing,
+    "seed": _nothing,
+    "seed_all": _nothing,
+    "initial_seed": _returning(0),
+    "get_rng_state": _random_state,
+    "get_rng_state_all": lambda: [_random_state()],
+    "set_rng_state": _nothing,
+    "set_rng_state_all": _nothing,
+}
+
+
+def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=gpu.capability[0],
+        minor=gpu.capability[1],
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.num_multiprocessors,
+        warp_size=32,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=232448 if gpu.capability >= (9, 0) else 166912,
+        L2_cache_size=50 << 20,
+    )
+    return {
+        "is_available": _returning(True),
+        "is_initialized": _returning(True),
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "device_count": _returning(num_devices),
+        "current_device": _current_device,
+        "set_device": _set_device,
+        "device": _Device,
+        "get_device_name": _returning(gpu.name),
+        "get_device_capability": _returning(gpu.capability),
+        "get_device_properties": _returning(properties),
+        "get_arch_list": _returning([f"sm_{gpu.capability[0]}{gpu.capability[1]}"]),
+        "can_device_access_peer": _returning(True),
+        "is_bf16_supported": _returning(True),
+        "is_tf32_supported": _returning(True),
+        "is_current_stream_capturing": _returning(False),
+        "ipc_collect": _nothing,
+        "current_blas_handle": _returning(0),
+        "utilization": _returning(0),
+    }
+
+
+def _accelerator_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
+    return {
+        "is_available": _returning(True),
+        "device_count": _returning(num_devices),
+        "current_accelerator": _returning(torch.device("cuda")),
+        "current_device_index": _current_device,
+        "current_device_idx": _current_device,
+        "set_device_index": _set_device,
+        "set_device_idx": _set_device,
+        "device_index": _Device,
+        "get_device_capability": _returning({"capability": gpu.capability}),
+        "current_stream": streams.current_stream,
+        "set_stream": streams.set_stream,
+        "synchronize": streams.synchronize,
+    }
+
+
+def _current_device() -> int:
+    recording = recording_here()
+    return 0 if recording is None else recording.log.device
+
+
+def _set_device(device: Any) -> None:
+    if (recording := recording_here()) is not None:
+        number = torch.device(device).index if isinstance(device, str) else getattr(device, "index", device)
+        recording.log.device = number or 0
+
+
+class _Device:
+    """Context in which another GPU is current, as `torch.cuda.device`."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._outer = 0
+
+    def __enter__(self) -> None:
+        self._outer = _current_device()
+        if self._device is not None:
+            _set_device(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        _set_device(self._outer)
+
+
+def _memory_names(gpu: Gpu) -> dict[str, Any]:
+    def of(read: Callable[[Recording], int]) -> Callable[..., int]:
+        return lambda *_, **__: 0 if (recording := recording_here()) is None else read(recording)
+
+    live, peak = of(lambda recording: recording.memory.num_bytes), of(lambda recording: recording.memory.peak)
+
+    def reset_peak(*_: object) -> None:
+        if (recording := recording_here()) is not None:
+            recording.memory.peak = recording.memory.num_bytes
+
+    def stats(*_: object) -> dict[str, int]:
+        names = {"allocated_bytes": (live(), peak()), "reserved_bytes": (peak(), peak()), "active_bytes": (live(), peak())}
+        found = {f"{name}.all.{kind}": value for name, (now, most) in names.items()
+                 for kind, value in (("current", now), ("peak", most))}  # fmt: skip
+        return {**found, "num_alloc_retries": 0, "num_ooms": 0}
+
+    def free(*_: object) -> tuple[int, int]:
+        return max(0, gpu.memory_bytes - peak()), gpu.memory_bytes
+
+    return {
+        "memory_allocated": live,
+        "max_memory_allocated": peak,
+        "memory_reserved": peak,
+        "max_memory_reserved": peak,
+        "memory_stats": stats,
+        "memory_summary": _returning(""),
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        "reset_accumulated_memory_stats": _nothing,
+        "empty_cache": _nothing,
+        "mem_get_info": free,
+        "get_memory_info": free,
+        "set_per_process_memory_fraction": _nothing,
+    }
+
+
+# Methods of torch that treat fake tensors on the CPU otherwise than tensors of a GPU
+
+
+def _with_values(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function whose tensors are numbers of ranks or sizes: they have to have values."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +242,53 @@ def _really(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*map(mapped, args), **{name: mapped(each) for name, each in kwargs.items()})
 
     return call
+
+
+def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the constructor of autocast, which acts on operators of one device."""
+
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if recording_here() is not None and device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    return init
+
+
+def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the method by which modules move. torch swaps fake parameters by another way than those of a GPU."""
+
+    @functools.wraps(original)
+    def apply(module: torch.nn.Module, function: Callable[..., Any], recurse: bool = True) -> Any:
+        if recording_here() is None:
+            return original(module, function, recurse)
+        parameters = module._parameters
+        for each in parameters.values():
+            if isinstance(each, FakeTensor):
+                with torch.no_grad():
+                    move_fake(each, function(each))
+                    if each.grad is not None:
+                        move_fake(each.grad, function(each.grad))
+        module._parameters = {name: each for name, each in parameters.items() if not isinstance(each, FakeTensor)}
+        try:
+            return original(module, function, recurse)
+        finally:
+            module._parameters = {name: module._parameters.get(name, each) for name, each in parameters.items()}
+
+    return apply
+
+
+def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the constructor of DDP, which takes no device for modules on the CPU."""
+
+    @functools.wraps(original)
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+        if recording_here() is not None:
+            device_ids = output_device = None
+        original(self, module, device_ids, output_device, *args, **kwargs)
+
+    return init
 
 
 def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 from types import CodeType
@@ -38,6 +39,8 @@ class Log:
         self.entries: list[Entry] = []
         self.stream = 0
         """Number of the stream that is current."""
+        self.device = 0
+        """Index of the GPU that is current."""
         self.optimizer_depth = 0
         """Number of nested calls of `step` of optimizers."""
         self.groups: dict[Group, int] = {}
@@ -51,6 +54,7 @@ class Log:
         self.new_stream = count(1).__next__
         self.new_event = count(1).__next__
         self.new_number = count(1).__next__
+        self._num_groups: Counter[tuple[int, ...]] = Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}
         self._marks: list[tuple[int, int]] = [(0, -1)]
         """(number of the next node of the graph, module) whenever a module is entered or left."""
@@ -114,9 +118,14 @@ class Log:
 
     # Tables
 
-    def group(self, ranks: tuple[int, ...], name: str) -> int:
-        """Returns the number of a group."""
-        return self.groups.setdefault(Group(ranks, name), len(self.groups))
+    def new_group(self, ranks: tuple[int, ...]) -> int:
+        """Returns the number of a new group among those of the same ranks."""
+        self._num_groups[ranks] += 1
+        return self._num_groups[ranks] - 1
+
+    def group(self, group: Group) -> int:
+        """Returns the number of a group in the table of groups."""
+        return self.groups.setdefault(group, len(self.groups))
 
     def assume(self, what: str) -> None:
         """Notes an assumption or an approximation, at the line of the program that is running."""

@@ -22,6 +22,10 @@ class Memory:
     def __init__(self, log: Log) -> None:
         self.live: dict[int, Allocate] = {}
         """Storages with memory, by number."""
+        self.num_bytes = 0
+        """Bytes of all of them."""
+        self.peak = 0
+        """Most bytes so far, as `torch.cuda.max_memory_allocated`."""
         self._log = log
         # By address, with a reference that keeps the callback alive.
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -64,10 +68,13 @@ class Memory:
             entry = Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module(), log.stream)
             self.live[number] = entry
             log.entries.append(entry)
+            self.num_bytes += entry.num_bytes
+            self.peak = max(self.peak, self.num_bytes)
 
     def _free(self, number: int) -> None:
-        if self.live.pop(number, None) is not None:
+        if (entry := self.live.pop(number, None)) is not None:
             self._log.entries.append(Free(number))
+            self.num_bytes -= entry.num_bytes
 
     def _died(self, address: int, number: int, _: object) -> None:
         known = self._known.get(address)

@@ -35,6 +35,7 @@ _OVERWRITES = frozenset(
     "copy_ zero_ fill_ _foreach_zero_ _foreach_copy_ normal_ uniform_ random_ bernoulli_ exponential_ zero fill".split()
 )
 """Operators that write their first argument without having read it."""
+_FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
 _CHUNK = 32
 """Tensors that one kernel of a multi-tensor operator takes, about."""
 
@@ -52,6 +53,8 @@ class Operator(NamedTuple):
     """Whether it reads about as many bytes as it writes."""
     overwrites: bool
     is_foreach: bool
+    finds_overflow: bool
+    """Whether its last output says if values are infinite or not a number."""
     flops: Callable[..., int] | None
     shape: Callable[..., Shape] | None
 
@@ -70,6 +73,7 @@ def operator(func: Any) -> Operator:
         may_return_view=facts.may_return_view,
         is_sparse=name in _BY_OUTPUT,
         overwrites=name in _OVERWRITES,
+        finds_overflow=name in _FINDS_OVERFLOW,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
         shape=shape,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon._torch_private import DispatchMode, FakeTensor, real_tensors, tree_leaves
+from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
@@ -21,8 +22,13 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 """Classes of tensors that have no other tensors inside."""
 _ON_HOST = ("device_mesh.py", "_mesh_layout.py", "distributed_c10d.py")
 """Files of torch whose own tensors are numbers on the host, such as the ranks of a mesh and the bytes of objects."""
-_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
-"""Folder of torch's optimizers, which count their steps on the host."""
+_FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in (("optim",), ("utils", "data")))
+"""Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
+_REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
+"""File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
+_INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
+_BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
+"""Files of torch between an operation and its caller."""
 _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""
 
@@ -34,6 +40,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
         self.memory = memory
+        self._of_overflow: set[int] = set()
+        """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,7 +53,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         facts = operator(func)
         inputs = list(_tensors(args))
         inputs += _tensors(kwargs.values()) if kwargs else ()
-        if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(facts, inputs):
+        if not any(isinstance(each, FakeTensor) for each in inputs) and _is_on_host(facts, inputs, kwargs):
             with real_tensors():
                 return func(*args, **kwargs)
         if facts.role == "view":
@@ -57,16 +65,22 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return self._read(facts, args)
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
-        """Returns an assumed value of a tensor: 1, or true."""
+        """Returns an assumed value of a tensor: finite, 1, or true."""
         log = self.log
         log.entries.append(HostWait(log.stream, -1, log.place()))
         if facts.name != "_local_scalar_dense":
             log.assume("two tensors are equal")
             return True
-        dtype = args[0].dtype
-        value: object = True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        log.assume(f"a value of a tensor is {value}")
-        return value
+        number = self.memory.number(args[0])
+        if number in self._of_overflow:
+            log.assume("no value is infinite or not a number")
+        else:
+            log.assume(f"a value of a tensor is {'true' if args[0].dtype == torch.bool else 1}")
+        return self._assumed(args[0].dtype, number)
+
+    def _assumed(self, dtype: torch.dtype, number: int) -> object:
+        kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+        return kind(number not in self._of_overflow)
 
     def _kernel(
         self, func: Any, facts: Operator, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -85,6 +99,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             writes[number(each)] = _num_bytes(each)
         if not inputs and not outputs:
             return out
+        if facts.finds_overflow or (self._of_overflow and before and self._of_overflow.issuperset(before)):
+            self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
         if facts.is_sparse:
             reads = ((UNKNOWN_STORAGE, sum(writes.values())),)
         else:
@@ -115,16 +131,20 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _is_on_host(facts: Operator, inputs: Sequence[Tensor]) -> bool:
+def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation without fake tensors computes with values of the host."""
     if inputs and facts.name != "lift_fresh":
         return all(each.numel() <= (1 if each.is_floating_point() else _SMALL) for each in inputs)
     # Of an operator without inputs only the caller says whether its tensor has to have values.
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(("cuda_names.py", "_ops.py", "_device.py")):
+    while frame.f_back is not None and (
+        is_own(frame.f_code.co_filename) or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
         frame = frame.f_back
     path = frame.f_code.co_filename
-    return path.endswith(_ON_HOST) or _OPTIMIZERS in path
+    if path.endswith(_REPLICAS):
+        return kwargs.get("dtype") in _INTEGERS
+    return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
 
 
 def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -20,14 +21,17 @@ from echelon._torch_private import DistributedBackendOptions, real_tensors, reco
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup
-from echelon.foresight.record.cuda_names import CudaNames, cuda_names
+from echelon.foresight.record.cuda_names import Gpu, cuda_names
+from echelon.foresight.record.device import OnDevice
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
 from echelon.foresight.record.here import Recording, recorded
+from echelon.foresight.record.loading import loading_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.steps import Steps, StepsDone, steps_noted
+from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Trace
 from echelon.group.group import ProcessGroup
 from echelon.interop.torch_distributed import make_group
@@ -64,6 +68,10 @@ class Request(NamedTuple):
     """Number of each rank's host."""
     steps: int = 2
     """Steps to run. The last one is recorded."""
+    gpu: Gpu = Gpu()
+    """Facts that the program may ask for."""
+    allow_writes: bool = False
+    """Whether the program may write files."""
 
 
 def record(
@@ -108,6 +116,7 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
         choose: returns the ranks to record next, of those recorded so far. No ranks end the recording.
     """
     fn, world_size = request.fn, len(request.hosts)
+    recorded_tensors()  # imports torch's compiler, which has to see the names of torch.cuda as they are
     with only_simulation():
         world = World(
             world_size, 0, link_function(None, world_size), FaultPlan((), world_size, has_costs=False), None, None, False,
@@ -127,8 +136,10 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
                 on_one_core(),
                 without_locks(),
                 run.torch.installed(),
-                cuda_names(lambda: request.hosts.count(0)),
+                cuda_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
+                no_writes(allow_files=request.allow_writes),
+                loading_here(),
             ):
                 return run.run()
         finally:
@@ -207,6 +218,7 @@ class _Run:
 
     def _run_rank(self, rank: int) -> None:
         torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # of a build without it
         world_size = len(self._request.hosts)
         backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
         self._backends.append(backend)
@@ -219,7 +231,7 @@ class _Run:
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 Modules(log).watch()
                 stack.enter_context(recorded_tensors())
-                stack.enter_context(CudaNames())
+                stack.enter_context(OnDevice())
                 stack.enter_context(Recorder(log, memory))
                 try:
                     self._request.call.run(group)

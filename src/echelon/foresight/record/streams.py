@@ -51,6 +51,10 @@ class Stream:
         """Whether the stream has nothing to do: always."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether the stream is captured into a graph: never."""
+        return False
+
     def __enter__(self) -> Stream:
         if (log := _log()) is not None:
             self._outer.append(log.stream)

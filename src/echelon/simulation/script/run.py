@@ -57,17 +57,21 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
     except Exception as error:
         if not script.has_begun:
             raise
-        return Outcome(None, _refusal(script) or _failure(error, script))
-    refusal = _refusal(script)
+        return Outcome(None, failure_of(script, error))
+    refusal = failure_of(script)
     return Outcome(None if refusal else simulation, refusal)
 
 
-def _refusal(script: Script) -> Failure | None:
-    """Returns the failure of a thread that is no rank. None without one. The ranks may have failed because of it."""
-    error = script.thread_error
-    if error is None:
-        return None
-    return Failure(1, None, shortened(f"{describe(0, error).where}: {type(error).__name__}: {error}"))
+def failure_of(script: Script, error: BaseException | None = None) -> Failure | None:
+    """Returns the failure of a script. None without one.
+
+    Args:
+        script: script that has ended.
+        error: exception of its simulation.
+    """
+    if (refused := script.thread_error) is not None:  # of a thread that is no rank; ranks may have failed because of it
+        return Failure(1, None, shortened(f"{describe(0, refused).where}: {type(refused).__name__}: {refused}"))
+    return None if error is None else _failure(error, script)
 
 
 def _failure(error: BaseException, script: Script) -> Failure:

@@ -1,0 +1,362 @@
+"""Checks of recorded roles before anything is played: mismatches, deadlocks, and reductions in a narrow type. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple, TypeAlias
+
+from echelon.errors import CollectiveMismatch, DeadlockError
+from echelon.foresight.trace import Collective, Entry, Group, HostWait, Message, RecordEvent, Trace, Wait, WaitEvent
+from echelon.wording import counted
+
+Communication: TypeAlias = Collective | Message
+
+_NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+
+
+class Problem(NamedTuple):
+    """Problem of a program that does not keep it from running."""
+
+    kind: str
+    """Such as "narrow reduction"."""
+    text: str
+    """What happens, where, and what to do."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def check(traces: Mapping[int, Trace], classes: Sequence[int]) -> list[Problem]:
+    """Checks the recorded steps of all roles. Returns the problems that let the program run.
+
+    Args:
+        traces: recorded ranks.
+        classes: rank of the role that stands for each rank.
+
+    Raises:
+        CollectiveMismatch: two ranks of a group call different collectives, or a message has no partner. It names both
+            lines.
+        DeadlockError: recorded ranks wait for each other for ever. It names a line for each.
+    """
+    check_collectives(traces, classes)
+    check_messages(traces)
+    check_order(traces)
+    return list(narrow_reductions(traces))
+
+
+# Collectives
+
+
+def check_collectives(traces: Mapping[int, Trace], classes: Sequence[int]) -> None:
+    """Compares the collectives of each group on its recorded members.
+
+    A member that is not recorded is represented by its role, in the role's group of the same form.
+
+    Raises:
+        CollectiveMismatch: they differ in kind, bytes, dtype, reduction, root or order.
+    """
+    calls = {rank: _by_group(trace) for rank, trace in traces.items()}
+    for rank in sorted(traces):
+        for group, own in calls[rank].items():
+            seen = {rank}
+            for member in group.ranks:
+                other = member if member in traces else classes[member]
+                if other in seen or (member in traces and member < rank and group in calls[member]):
+                    continue
+                seen.add(other)
+                theirs = _counterpart(calls[other], group, other - member)
+                if theirs is None:
+                    if member not in traces:
+                        continue  # the role has no group of this form
+                    theirs = []
+                _compare(_Side(rank, traces[rank], own), _Side(other, traces[other], theirs), group)
+
+
+def _by_group(trace: Trace) -> dict[Group, list[Collective]]:
+    found: dict[Group, list[Collective]] = {}
+    for entry in trace.entries:
+        if isinstance(entry, Collective) and len(trace.groups[entry.group].ranks) > 1:
+            found.setdefault(trace.groups[entry.group], []).append(entry)
+    return found
+
+
+def _counterpart(calls: Mapping[Group, list[Collective]], group: Group, shift: int) -> list[Collective] | None:
+    return calls.get(Group(tuple(rank + shift for rank in group.ranks), group.name, group.number))
+
+
+class _Side(NamedTuple):
+    rank: int
+    trace: Trace
+    calls: Sequence[Collective]
+
+
+def _compare(one: _Side, other: _Side, group: Group) -> None:
+    for number, (mine, theirs) in enumerate(zip_longest(one.calls, other.calls), 1):
+        if _signature(one, mine) == _signature(other, theirs):
+            continue
+        name = f"group {group.name!r} of {counted(len(group.ranks), 'rank')}" if group.name else _shown(group.ranks)
+        left, right = _described(one, mine), _described(other, theirs)
+        parted = _parted(one, other, number - 1)
+        raise CollectiveMismatch(
+            f"call {number} of a step in {name} is {left}, but {right}{parted}: every rank of a group must call the same "
+            "collectives in the same order, with tensors of equal size",
+            rank=other.rank,
+            theirs=right,
+        )
+
+
+def _parted(one: _Side, other: _Side, end: int) -> str:
+    """Returns where two ranks parted before their calls differed, as by a call more of the same kind. Empty if nowhere."""
+    for number, (mine, theirs) in enumerate(zip(one.calls[:end], other.calls[:end], strict=True), 1):
+        places = [side.trace.places[call.place] for side, call in ((one, mine), (other, theirs)) if call.place >= 0]
+        if len(set(places)) == 2:
+            return f"; their lines differ from call {number} on, {places[0]} on rank {one.rank} and {places[1]} on {other.rank}"
+    return ""
+
+
+def _signature(side: _Side, call: Collective | None) -> object:
+    """Returns facts that are equal on all ranks of a group."""
+    if call is None:
+        return None
+    root = side.trace.groups[call.group].ranks.index(call.root) if call.root >= 0 else -1
+    # The sizes of an all-to-all may differ between ranks.
+    return call.kind, 0 if call.kind == "all_to_all" else call.num_bytes, call.dtype, call.op, root
+
+
+def _described(side: _Side, call: Collective | None) -> str:
+    if call is None:
+        if not side.calls:
+            return f"none on rank {side.rank}"
+        last = side.trace.places[side.calls[-1].place] if side.calls[-1].place >= 0 else "an unknown line"
+        return f"none on rank {side.rank}, whose last one was at {last}"
+    return f"{text_of(side.trace, call)} on rank {side.rank}"
+
+
+def text_of(trace: Trace, entry: Communication) -> str:
+    """Returns an operation with its size, line and module."""
+    place = trace.places[entry.place] if entry.place >= 0 else "an unknown line"
+    module = f" in {trace.modules[entry.module]}" if entry.module >= 0 else ""
+    if isinstance(entry, Message):
+        verb = f"send to rank {entry.peer}" if entry.is_send else f"receive from rank {entry.peer}"
+        return f"{verb} of {entry.num_bytes:,} bytes of {entry.dtype}, tag {entry.tag}, at {place}{module}"
+    op = f"({entry.op})" if entry.op else ""
+    size = f" of {entry.num_bytes:,} bytes of {entry.dtype}" if entry.kind != "barrier" else ""
+    return f"{entry.kind}{op}{size} at {place}{module}"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    if len(ranks) > 8:
+        return f"the group of ranks {ranks[0]}, {ranks[1]} to {ranks[-1]}"
+    return f"the group of ranks {', '.join(map(str, ranks))}"
+
+
+# Messages
+
+
+def check_messages(traces: Mapping[int, Trace]) -> None:
+    """Pairs the messages between recorded ranks.
+
+    Raises:
+        CollectiveMismatch: a message has no partner, or partners differ in size or dtype.
+    """
+    sends, receives = _messages(traces, is_send=True), _messages(traces, is_send=False)
+    for key in sorted(sends.keys() | receives.keys()):
+        (src, dst, tag) = key
+        for send, receive in zip_longest(sends.get(key, ()), receives.get(key, ())):
+            if send is not None and receive is not None:
+                if (send.num_bytes, send.dtype) != (receive.num_bytes, receive.dtype):
+                    raise CollectiveMismatch(
+                        f"{text_of(traces[src], send)} on rank {src} meets {text_of(traces[dst], receive)} on rank "
+                        f"{dst}: make both sides agree on size and dtype"
+                    )
+                continue
+            rank, found = (src, send) if send is not None else (dst, receive)
+            assert found is not None
+            missing = "receives" if send is not None else "sends"
+            raise CollectiveMismatch(
+                f"{text_of(traces[rank], found)} on rank {rank} has no partner: rank {dst if send is not None else src} "
+                f"{missing} nothing that fits it, with tag {tag}, in the same step"
+            )
+
+
+def _messages(traces: Mapping[int, Trace], *, is_send: bool) -> dict[tuple[int, int, int], list[Message]]:
+    found: defaultdict[tuple[int, int, int], list[Message]] = defaultdict(list)
+    for rank, trace in traces.items():
+        for entry in trace.entries:
+            if isinstance(entry, Message) and entry.is_send == is_send and entry.peer in traces:
+                src, dst = (rank, entry.peer) if is_send else (entry.peer, rank)
+                found[src, dst, entry.tag].append(entry)
+    return found
+
+
+# Order across groups
+
+
+@dataclass
+class _Stream:
+    """Queue of one stream of one rank."""
+
+    entries: deque[Entry] = field(default_factory=deque)
+    waits_for: Communication | None = None
+
+
+class _Order:
+    """Run of all recorded ranks without time: each stream goes on as far as its partners let it."""
+
+    def __init__(self, traces: Mapping[int, Trace]) -> None:
+        self._traces = traces
+        self._streams: dict[tuple[int, int], _Stream] = defaultdict(_Stream)
+        self._events: set[tuple[int, int]] = set()
+        self._recorded = {
+            (rank, entry.event)
+            for rank, trace in traces.items()
+            for entry in trace.entries
+            if isinstance(entry, RecordEvent)
+        }
+        """Events that are recorded in this step. Others were in an earlier one."""
+        self._begun: set[tuple[int, int]] = set()
+        """Communication that its stream has reached, by rank and number."""
+        self._partners: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._of: dict[tuple[int, int], Communication] = {}
+        self._hosts = {rank: deque(trace.entries) for rank, trace in traces.items()}
+        self._pair_up()
+
+    def run(self) -> None:
+        """Runs all to the end.
+
+        Raises:
+            DeadlockError: some cannot go on.
+        """
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for rank in sorted(self._hosts):
+                is_moving |= self._issue(rank)
+            for (rank, _), stream in sorted(self._streams.items()):
+                while stream.entries and self._can_pass(rank, stream):
+                    stream.entries.popleft()
+                    is_moving = True
+        if stuck := [key for key, stream in sorted(self._streams.items()) if stream.entries]:
+            raise DeadlockError(self._explanation(stuck))
+
+    def _pair_up(self) -> None:
+        calls: defaultdict[tuple[Group, int], list[tuple[int, int]]] = defaultdict(list)
+        messages: defaultdict[tuple[int, int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+        for rank, trace in self._traces.items():
+            counts: defaultdict[Group, int] = defaultdict(int)
+            for entry in trace.entries:
+                if isinstance(entry, Collective):
+                    group = trace.groups[entry.group]
+                    calls[group, counts[group]].append((rank, entry.number))
+                    counts[group] += 1
+                elif isinstance(entry, Message):
+                    src, dst = (rank, entry.peer) if entry.is_send else (entry.peer, rank)
+                    messages[src, dst, entry.tag, entry.is_send].append((rank, entry.number))
+                else:
+                    continue
+                self._of[rank, entry.number] = entry
+        for members in calls.values():
+            self._partners.update((member, members) for member in members)
+        for (src, dst, tag, is_send), mine in messages.items():
+            theirs = messages.get((src, dst, tag, not is_send), [])
+            for one, other in zip(mine, theirs, strict=False):
+                self._partners[one] = [one, other]
+
+    def _issue(self, rank: int) -> bool:
+        """Lets the host go on until it waits. Whether it has moved."""
+        host, has_moved = self._hosts[rank], False
+        while host:
+            entry = host[0]
+            if isinstance(entry, HostWait):
+                if not self._host_can_pass(rank, entry):
+                    return has_moved
+            elif isinstance(entry, Collective | Message | Wait | RecordEvent | WaitEvent):
+                self._streams[rank, entry.stream].entries.append(entry)
+            host.popleft()
+            has_moved = True
+        return has_moved
+
+    def _host_can_pass(self, rank: int, entry: HostWait) -> bool:
+        if entry.event >= 0:
+            return (rank, entry.event) in self._events
+        streams = [key for key in self._streams if key[0] == rank and entry.stream in (-1, key[1])]
+        return not any(self._streams[key].entries for key in streams)
+
+    def _can_pass(self, rank: int, stream: _Stream) -> bool:
+        """Whether a stream can go past its next entry. Notes that it has reached it."""
+        entry = stream.entries[0]
+        stream.waits_for = None
+        if isinstance(entry, RecordEvent):
+            self._events.add((rank, entry.event))
+            return True
+        if isinstance(entry, WaitEvent):
+            return (rank, entry.event) in self._events or (rank, entry.event) not in self._recorded
+        if isinstance(entry, Wait):
+            return self._is_complete(rank, entry.number, stream)
+        assert isinstance(entry, Collective | Message)
+        self._begun.add((rank, entry.number))
+        return not entry.blocking or self._is_complete(rank, entry.number, stream)
+
+    def _is_complete(self, rank: int, number: int, stream: _Stream) -> bool:
+        if (rank, number) not in self._of:  # begun in an earlier step
+            return True
+        if (rank, number) in self._begun and all(each in self._begun for each in self._partners.get((rank, number), ())):
+            return True
+        stream.waits_for = self._of[rank, number]
+        return False
+
+    def _explanation(self, stuck: Sequence[tuple[int, int]]) -> str:
+        lines = []
+        for rank, number in stuck:
+            waited = self._streams[rank, number].waits_for
+            if waited is None:
+                continue
+            partners = self._partners.get((rank, waited.number), [])
+            late = sorted(other for other, each in partners if (other, each) not in self._begun)
+            lines.append(f"rank {rank} waits for {_listed(late)} in {text_of(self._traces[rank], waited)}")
+        return "ranks wait for each other for ever: " + "; ".join(lines or ["no rank can go on"]) + (
+            ": all ranks must start operations that depend on each other in the same order"
+        )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    texts = [f"rank {rank}" for rank in ranks]
+    return " and ".join(texts) if texts else "an operation before it"
+
+
+def check_order(traces: Mapping[int, Trace]) -> None:
+    """Runs the communication of all recorded ranks without time.
+
+    Raises:
+        DeadlockError: they wait for each other for ever, as when two ranks use two groups in different orders.
+    """
+    _Order(traces).run()
+
+
+# Reductions in a narrow type
+
+
+def narrow_reductions(traces: Mapping[int, Trace]) -> Iterator[Problem]:
+    """Yields large reductions in 16 bits or fewer, one for each line."""
+    seen = set()
+    for trace in traces.values():
+        # Groups of tensor parallelism reduce activations in their own type, forward and backward.
+        forward = {
+            entry.group for entry in trace.entries if isinstance(entry, Collective) and entry.op and entry.phase == "forward"
+        }
+        for entry in trace.entries:
+            if not (isinstance(entry, Collective) and entry.op in ("sum", "mean") and entry.dtype in _NARROW):
+                continue
+            size, where = len(trace.groups[entry.group].ranks), text_of(trace, entry)
+            place = entry.kind, entry.dtype, trace.places[entry.place] if entry.place >= 0 else ""
+            if entry.phase != "backward" or entry.group in forward or size < 2 or place in seen:
+                continue
+            seen.add(place)
+            yield Problem(
+                "narrow reduction",
+                f"{where} adds gradients of {counted(size, 'rank')} in {entry.dtype}: reduce in float32, as by "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32), unless this is meant",
+            )

@@ -1,0 +1,177 @@
+"""Function mode that puts on the CPU what a program asks to be on a GPU, and takes the operators of a GPU there.
+
+torch's autograd on fake tensors of CUDA needs a build for CUDA, and a GPU. So the tensors of a recorded rank are on the
+CPU for torch, and on the device for the recorder. Where torch chooses an operator by the device, as for attention and for
+autocast, this mode makes the choice of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from echelon._torch_private import FakeTensor, real_tensors
+
+_CUDA = "cuda"
+
+
+def mapped(value: Any) -> Any:
+    """Returns the CPU for a device of CUDA. Other values are returned as they are."""
+    if isinstance(value, str):
+        return "cpu" if value == _CUDA or value.startswith("cuda:") else value
+    if isinstance(value, torch.device) and value.type == _CUDA:
+        return torch.device("cpu")
+    return value
+
+
+class OnDevice(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Maps devices of CUDA, and chooses operators as on a GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if (special := _SPECIAL.get(name)) is not None:
+            return special(func, args, kwargs)
+        for each in args:
+            if isinstance(each, str | torch.device):
+                args = tuple(mapped(each) for each in args)
+                break
+        if kwargs:
+            kwargs = {
+                key: mapped(each) if isinstance(each, str | torch.device) else each
+                for key, each in kwargs.items()
+                if key != "pin_memory"
+            }
+        if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(_widened(each) for each in args)
+            kwargs = {key: _widened(each) for key, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the device that the program asked for. A number is one of a GPU."""
+    if len(args) == 1 and isinstance(args[0], int) and not kwargs:
+        return func(_CUDA, args[0])
+    return func(*args, **kwargs)
+
+
+def _first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
+    """Returns the tensor itself, for a function that only moves it."""
+    return args[0]
+
+
+def _true(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
+    return True
+
+
+def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the assumed values of a tensor as nested lists."""
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return func(*args, **kwargs)
+
+    def nested(shape: Sequence[int], value: object) -> object:
+        return [nested(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+    return nested(tensor.shape, tensor.reshape(-1)[0].item() if tensor.numel() else 0)
+
+
+def _array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the assumed values of a tensor as an array, which takes no memory."""
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return func(*args, **kwargs)
+    with real_tensors():
+        dtype = torch.empty((), dtype=tensor.dtype).numpy().dtype
+    value = tensor.reshape(-1)[0].item() if tensor.numel() else 0
+    return np.broadcast_to(np.array(value, dtype), tuple(tensor.shape))
+
+
+def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Formats the assumed value of a number, as a tensor of a GPU formats its value."""
+    tensor, *spec = args
+    if isinstance(tensor, FakeTensor) and not tensor.dim():
+        return format(tensor.item(), *spec)
+    return str(func(*args, **kwargs))
+
+
+# Attention
+
+
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Computes attention by the kernel that PyTorch chooses on a GPU: flash, memory-efficient, or matrix products."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value = (given[each] for each in names[:3])
+    mask, dropout = given.get("attn_mask"), given.get("dropout_p", 0.0)
+    is_causal, scale = given.get("is_causal", False), given.get("scale")
+    if query.dim() != 4:
+        return func(*args, **kwargs)
+    if torch.is_autocast_enabled("cpu"):
+        low = torch.get_autocast_dtype("cpu")
+        query, key, value = (each.to(low) for each in (query, key, value))
+    width = query.shape[-1]
+    if mask is None and query.dtype in (torch.float16, torch.bfloat16) and width <= _FLASH_WIDTH:
+        if torch.backends.cuda.flash_sdp_enabled():
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout, is_causal, False, scale=scale)[0]
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype != torch.float64:
+        if query.shape[1] != key.shape[1]:
+            copies = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        if mask is not None:
+            mask = _bias(mask, query).expand(*query.shape[:-1], key.shape[-2])
+        keeps_sums = any(each.requires_grad for each in (query, key, value))
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, mask, keeps_sums, dropout, is_causal, scale=scale)[0]
+    return func(*args, **kwargs)
+
+
+def _bias(mask: Tensor, query: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+_FLASH_WIDTH = 256
+"""Most elements of a head that the flash kernel takes."""
+
+
+# Autocast. The CPU computes in float32 fewer functions than a GPU does.
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
+
+
+_IN_FLOAT32 = frozenset(
+    "__pow__ __rpow__ __rdiv__ acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow "
+    "softplus layer_norm group_norm norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits "
+    "dist pdist cdist renorm logsumexp cross_entropy prod softmax log_softmax cumprod cumsum sum".split()
+)
+"""Functions that autocast computes in float32 on a GPU."""
+
+_SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    "device": _device,
+    "cuda": _first,
+    "pin_memory": _first,
+    "is_pinned": _true,
+    "tolist": _values,
+    "numpy": _array,
+    "__array__": _array,
+    "__format__": _formatted,
+    "scaled_dot_product_attention": _attention,
+}
+"""Functions of torch that a GPU treats otherwise, by name."""
+
