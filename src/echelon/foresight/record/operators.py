@@ -21,7 +21,7 @@ Shape: TypeAlias = tuple[int, ...]
 _NO_KERNEL = frozenset(
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach detach_ alias lift lift_fresh "
     "resize_ set_ record_stream is_pinned is_same_size sym_size sym_stride sym_numel _has_same_storage_numel "
-    "_reshape_alias_copy _nested_tensor_from_mask_left_aligned is_nonzero _assert_tensor_metadata "
+    "_reshape_alias_copy _unsafe_view _nested_tensor_from_mask_left_aligned is_nonzero _assert_tensor_metadata "
     "_resize_output_ resize_storage_bytes_ unsafe_split unsafe_chunk device layout".split()
 )
 """Operators that launch nothing on a GPU, or that only allocate."""
@@ -36,6 +36,8 @@ _OVERWRITES = frozenset(
 )
 """Operators that write their first argument without having read it."""
 _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+_INTO_A_PART = frozenset({"all_gather_copy_in"})
+"""Operators that write their first output, a part of their last input, and return that whole as well."""
 _CHUNK = 32
 """Tensors that one kernel of a multi-tensor operator takes, about."""
 
@@ -52,6 +54,8 @@ class Operator(NamedTuple):
     is_sparse: bool
     """Whether it reads about as many bytes as it writes."""
     overwrites: bool
+    into_a_part: bool
+    """Whether only the first output is written, a part of the last input."""
     is_foreach: bool
     finds_overflow: bool
     """Whether its last output says if values are infinite or not a number."""
@@ -73,6 +77,7 @@ def operator(func: Any) -> Operator:
         may_return_view=facts.may_return_view,
         is_sparse=name in _BY_OUTPUT,
         overwrites=name in _OVERWRITES,
+        into_a_part=name in _INTO_A_PART,
         finds_overflow=name in _FINDS_OVERFLOW,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
