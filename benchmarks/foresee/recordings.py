@@ -7,7 +7,9 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+from models import depth_of
 from programs import Recipe
+from rows import Row
 
 from echelon.foresight.trace import Kernel, Trace
 
@@ -42,10 +44,12 @@ class Recordings:
         return self._folder / f"{recipe.model}-{name}.pickle"
 
 
-def depths(recipe: Recipe) -> tuple[int, int]:
-    """Returns the two numbers of layers to record."""
+def depths(row: Row) -> tuple[int, ...]:
+    """Returns the numbers of layers to record: all where memory is compared, else two."""
+    if row.reserved_gib:
+        return (depth_of(row.recipe.model),)
     # With checkpointing of every other block, two more blocks are one of each.
-    return (4, 6) if recipe.checkpointing == "layer" else (3, 5)
+    return (4, 6) if row.recipe.checkpointing == "layer" else (3, 5)
 
 
 def with_another_microbatch(trace: Trace) -> Trace:

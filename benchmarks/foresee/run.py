@@ -9,7 +9,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from echelon.foresight.play.devices import DEVICES
 from echelon.foresight.play.fusion import fuse
 from echelon.foresight.play.played import Played
 from echelon.foresight.play.player import play
-from echelon.foresight.trace import Trace
+from echelon.foresight.trace import Allocate, Free, Kernel, Trace
 
 GIB = 1 << 30
 
@@ -50,29 +50,25 @@ class Study:
         self._traces: dict[tuple[object, ...], Trace] = {}
 
     def predict(self, row: Row, device: Device) -> Prediction:
-        """Plays two depths of a row's program, and extends their results to the full depth."""
-        small, large = depths(row.recipe)
-        seconds, live, reserved = [], [], []
-        for layers in (small, large):
+        """Plays a row's program, and extends results of two depths to the full depth."""
+        recorded = depths(row)
+        seconds, memory = [], []
+        for layers in recorded:
             played = self._play(row, device, layers, 0)
             time = played.seconds
             if row.accumulation > 2:
-                another = self._play(row, device, layers, 1).seconds - time
-                time += (row.accumulation - 2) * another
+                time += (row.accumulation - 2) * (self._play(row, device, layers, 1).seconds - time)
             seconds.append(time)
-            # Llama's authors ran with expandable segments.
-            memory = played.memory(expandable=not row.is_mpt)[0]
-            live.append(memory.live_peak)
-            reserved.append(memory.reserved_peak)
-        depth = depth_of(row.recipe.model)
-
-        def extended(values: list[float]) -> float:
-            return values[0] + (depth - small) * (values[1] - values[0]) / (large - small)
-
+            memory.append(live_by_phase(played.roles[0].program.trace))
         role = played.roles[0]
         parts = (*role.kernel_seconds.values(), sum(played.exposed.values()))
         shares = " / ".join(f"{100 * part / played.seconds:.0f}" for part in parts)
-        return Prediction(extended(seconds), extended(live), extended(reserved), shares)
+        depth = depth_of(row.recipe.model)
+        # The peak moves with the depth, from the loss to the backward of the blocks. So phases are extended one by one.
+        peaks = [extended([each.get(phase, 0) for each in memory], recorded, depth) for phase in memory[0]]
+        # Llama's authors ran with expandable segments.
+        reserved = played.memory(expandable=True)[0].reserved_peak if row.reserved_gib else 0
+        return Prediction(extended(seconds, recorded, depth), max(peaks), reserved, shares)
 
     def _play(self, row: Row, device: Device, layers: int, more: int) -> Played:
         key = (row.recipe, layers, more, row.is_compiled)
@@ -85,6 +81,32 @@ class Study:
         cluster = cluster_of(NETWORKS[row.gpu], device, world_size)
         # Memory is asked for without a limit: whether it fits is compared below.
         return play({0: self._traces[key]}, [0] * world_size, replace(device, memory_bytes=1 << 50), cluster)
+
+
+def extended(values: Sequence[float], recorded: Sequence[int], depth: int) -> float:
+    """Returns the value at the full depth, by the line through those at two depths."""
+    if len(values) == 1:
+        return values[0]
+    slope = (values[1] - values[0]) / (recorded[1] - recorded[0])
+    return values[0] + (depth - recorded[0]) * slope
+
+
+def live_by_phase(trace: Trace) -> dict[str, float]:
+    """Returns the most bytes of tensors in each part of a step."""
+    live = sum(entry.num_bytes for entry in trace.live)
+    sizes = {entry.storage: entry.num_bytes for entry in trace.live}
+    part, peaks = "forward", dict[str, float]()
+    for entry in trace.entries:
+        if isinstance(entry, Kernel):
+            name = trace.modules[entry.module] if entry.module >= 0 else ""
+            part = f"{entry.phase} {'block' if 'layers' in name else 'rest'}"
+        elif isinstance(entry, Allocate):
+            sizes[entry.storage] = entry.num_bytes
+            live += entry.num_bytes
+        elif isinstance(entry, Free):
+            live -= sizes.pop(entry.storage, 0)
+        peaks[part] = max(live, peaks.get(part, 0))
+    return peaks
 
 
 def device_of(row: Row) -> Device:
@@ -133,7 +155,7 @@ def table(study: Study, rows: list[Row], shows_all: bool) -> None:
         seen: set[str] = set()
         if shows_all:
             print_head(
-                "model | GPUs | batch | AC | measured tok/s | predicted | error | mm / attn / other / exposed % | GiB"
+                "model | GPUs | batch | AC | measured tok/s | predicted | error | mm / attn / other / exposed % | GiB live"
             )
         for row in (row for row in rows if row.gpu == gpu):
             found = study.predict(row, device_of(row))
@@ -146,11 +168,11 @@ def table(study: Study, rows: list[Row], shows_all: bool) -> None:
                 errors.append(abs(error))
             limit = DEVICES[gpu].memory_bytes
             alarms += found.live > limit
-            gib = f"{found.live / GIB:.1f} live, {found.reserved / GIB:.1f}"
+            gib = f"{found.live / GIB:.1f}"
             if row.reserved_gib:
                 off = found.reserved / GIB / row.reserved_gib - 1
                 memory.append(abs(off))
-                gib += f" of {row.reserved_gib} ({off:+.1%})"
+                gib += f", reserved {found.reserved / GIB:.1f} of {row.reserved_gib} ({off:+.1%})"
             if shows_all:
                 recipe = row.recipe
                 batch = f"{recipe.microbatch} x {row.accumulation} x {recipe.length}"

@@ -154,3 +154,12 @@ def test_a_step_that_does_not_fit_says_where():
     assert memory_of(step.trace(), 60 * MIB).fits
     memory = memory_of(step.trace(), 50 * MIB)
     assert (memory.fits, memory.first_failure) == (False, 1)
+
+
+def test_the_state_of_an_optimizer_divides_the_memory_of_its_first_step():
+    # In the first step 100 MiB are free when the state of 10 MiB comes. In the second they have a hole less.
+    step = Step().allocate(1, 100 * MIB).free(1).kernel(1, phase="optimizer")
+    step.live = (Allocate(9, 10 * MIB, "optimizer", -1, -1),)
+    memory = memory_of(step.trace())
+    assert memory.live_peak == 110 * MIB
+    assert memory.reserved_peak == 200 * MIB

@@ -41,6 +41,7 @@ _NO_KERNEL = frozenset(
         "sym_numel",
         "_has_same_storage_numel",
         "_reshape_alias_copy",
+        "_unsafe_view",
         "_nested_tensor_from_mask_left_aligned",
         "is_nonzero",
         "_assert_tensor_metadata",
@@ -88,6 +89,8 @@ _OVERWRITES = frozenset(
 )
 """Operators that write their first argument without having read it."""
 _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+_INTO_A_PART = frozenset({"all_gather_copy_in"})
+"""Operators that write their first output, a part of their last input, and return that whole as well."""
 _CHUNK = 32
 """Tensors that one kernel of a multi-tensor operator takes, about."""
 
@@ -104,6 +107,8 @@ class Operator(NamedTuple):
     is_sparse: bool
     """Whether it reads about as many bytes as it writes."""
     overwrites: bool
+    into_a_part: bool
+    """Whether only the first output is written, a part of the last input."""
     is_foreach: bool
     finds_overflow: bool
     """Whether its last output says if values are infinite or not a number."""
@@ -129,6 +134,7 @@ def operator(func: Any) -> Operator:
         may_return_view=facts.may_return_view,
         is_sparse=name in _BY_OUTPUT,
         overwrites=name in _OVERWRITES,
+        into_a_part=name in _INTO_A_PART,
         finds_overflow=name in _FINDS_OVERFLOW,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,23 +90,28 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         before = [number(each) for each in inputs]
         out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
-        writes = {number(each): _num_bytes(each) for each in outputs}
-        if facts.may_return_view and not facts.writes and all(key in before for key in writes):
+        if facts.into_a_part:
+            outputs, inputs = outputs[:1], inputs[:-1]
+        after = [number(each) for each in outputs]
+        if facts.may_return_view and not facts.writes and all(key in before for key in after):
             return out  # as `contiguous` of a contiguous tensor
         written = _written(facts, args, kwargs) if facts.writes else ()
         for each in written:
             self.memory.resized(each.untyped_storage())
-            writes[number(each)] = _num_bytes(each)
         if not inputs and not outputs:
             return out
+        changed = [number(each) for each in written]
+        made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
+        writes = _by_storage([*zip(changed, written, strict=True), *made])
         if facts.finds_overflow or (self._of_overflow and before and self._of_overflow.issuperset(before)):
             self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
         if facts.is_sparse:
             reads: tuple[tuple[int, int], ...] = ((UNKNOWN_STORAGE, sum(writes.values())),)
         else:
-            overwritten = {number(each) for each in _tensors(args[:1])} if facts.overwrites else ()
-            known = {key: _num_bytes(each) for key, each in zip(before, inputs, strict=True) if key not in overwritten}
-            reads = tuple(known.items())
+            results = (*(args[:1] if facts.overwrites else ()), kwargs.get("out"))
+            overwritten = {number(each) for each in _tensors(results)}
+            known = [each for each in zip(before, inputs, strict=False) if each[0] not in overwritten]
+            reads = tuple(_by_storage(known).items())
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
         phase, place, module = log.where(inputs)
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)
@@ -161,6 +166,17 @@ def _written(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         args[each] if isinstance(each, int) and each < len(args) else kwargs.get(str(each)) for each in facts.writes
     ]
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _by_storage(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, int]:
+    """Returns the bytes of tensors by storage. Several parts of one storage add up to at most the whole."""
+    found: dict[int, int] = {}
+    for key, tensor in tensors:
+        num_bytes = _num_bytes(tensor)
+        if key in found:
+            num_bytes = min(found[key] + num_bytes, max(tensor.untyped_storage().nbytes(), num_bytes))
+        found[key] = num_bytes
+    return found
 
 
 def _num_bytes(tensor: Tensor) -> int:
