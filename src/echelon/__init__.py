@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from echelon import testing as testing
     from echelon.backends.work import Received
     from echelon.data_parallel import DDP, DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
+    from echelon.foresight.run import Foreseen, foresee
     from echelon.group.group import ProcessGroup
     from echelon.group.messages import RecvFrom, SendTo
     from echelon.launch.init import flight_recorder, init
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "echelon.backends.work": ("Received",),
     "echelon.data_parallel": ("DDP", "DistributedDataParallel", "SyncBatchNorm", "ZeroOptimizer"),
+    "echelon.foresight.run": ("Foreseen", "foresee"),
     "echelon.group.group": ("ProcessGroup",),
     "echelon.group.messages": ("RecvFrom", "SendTo"),
     "echelon.launch.init": ("flight_recorder", "init"),
@@ -86,6 +88,7 @@ __all__ = [
     "DistributedDataParallel",
     "EchelonError",
     "FileError",
+    "Foreseen",
     "InvalidArgument",
     "InvalidRank",
     "InvalidWorldSize",
@@ -115,6 +118,7 @@ __all__ = [
     "ZeroOptimizer",
     "explore",
     "flight_recorder",
+    "foresee",
     "init",
     "simulate",
     "spawn",

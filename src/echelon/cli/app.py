@@ -12,6 +12,7 @@ import typer
 from echelon._torch_versions import UnsupportedTorch
 from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
+from echelon.cli.foresee import foresee
 from echelon.cli.options import command
 from echelon.cli.plan import plan
 from echelon.cli.plan_collective import is_asked_for, plan_collective
@@ -32,13 +33,18 @@ app = typer.Typer(
 )
 collectives = typer.Typer(**_SETTINGS)
 """`echelon plan` of a collective. A separate app, since its options differ from those of a pipeline schedule."""
-# Options after SCRIPT belong to the script, so `run` and `simulate` stop parsing there.
+# Options after SCRIPT belong to the script, so these commands stop parsing there.
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command(
     "simulate",
     short_help="Runs a script on simulated ranks.",
     context_settings={"allow_interspersed_args": False},
 )(command(simulate))
+app.command(
+    "foresee",
+    short_help="Foresees a training step of a script on a cluster.",
+    context_settings={"allow_interspersed_args": False},
+)(command(foresee))
 app.command("plan")(command(plan))
 app.command("bench", short_help="Measures the speed of a collective.")(command(bench))
 app.command("tune", short_help="Finds the fastest algorithms for this system.")(command(tune))

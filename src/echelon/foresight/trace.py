@@ -152,6 +152,8 @@ class Group(NamedTuple):
     """World ranks, in the order of the group."""
     name: str
     """Description or name of its mesh dimension, such as "dp". Empty if it has none."""
+    number: int = 0
+    """Number among the program's groups of the same ranks, in the order in which they were made."""
 
 
 @dataclass(frozen=True)

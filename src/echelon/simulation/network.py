@@ -229,6 +229,10 @@ PRESETS: Mapping[str, Network] = MappingProxyType(
         "loopback": Network(latency=20e-6, bandwidth=2e9),
         "shared-memory": Network(latency=1e-6, bandwidth=10e9),
         "nvlink-like": Network(latency=2e-6, bandwidth=300e9),
+        # One NIC for each GPU: 94 % of the line rate, as nccl-tests measures it between hosts.
+        "infiniband-200g": Network(latency=2e-6, bandwidth=23.5e9, local_latency=1e-6, local_bandwidth=230e9),
+        "infiniband-400g": Network(latency=2e-6, bandwidth=47e9, local_latency=1e-6, local_bandwidth=350e9),
+        "infiniband-800g": Network(latency=2e-6, bandwidth=94e9, local_latency=1e-6, local_bandwidth=700e9),
     }
 )
 """Networks with round figures that programs see, not advertised ones: less Ethernet's headers, with TCP's latency."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from echelon.foresight.trace import Allocate, Free, Trace
+from echelon.foresight.trace import Allocate, Free, Kernel, Trace
 
 _MIB = 1 << 20
 SMALL = 1 * _MIB
@@ -240,16 +240,15 @@ class CachingAllocator:
 
 
 def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) -> Memory:
-    """Returns the memory of a recorded step on a device of `limit` bytes."""
+    """Returns the memory of a recorded step on a device of `limit` bytes.
+
+    A program's first step is played before it, because it leaves its mark: the optimizer's state comes into being at
+    its end, between blocks that are free then, and later requests do not find these blocks whole.
+    """
     allocator = CachingAllocator(limit, expandable)
-    alive: dict[int, Allocate] = {}
-    live = 0
-    failure = -1
-    for entry in trace.live:
-        alive[entry.storage] = entry
-        live += entry.num_bytes
-        if not allocator.allocate(entry.storage, entry.num_bytes, entry.stream):
-            failure = 0
+    failure = _warm_up(allocator, trace)
+    alive: dict[int, Allocate] = {entry.storage: entry for entry in trace.live}
+    live = sum(entry.num_bytes for entry in trace.live)
     start = peak = live
     peak_entry = -1
     at_peak = dict(alive)
@@ -296,6 +295,38 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
         live=tuple(curve),
         reserved=tuple(reserved),
     )
+
+
+def _warm_up(allocator: CachingAllocator, trace: Trace) -> int:
+    """Plays a first step, and leaves the storages that are alive when the second one begins.
+
+    Returns the index of the first entry that does not fit. -1 if all do.
+    """
+    used: set[int] = set()
+    failure = -1
+
+    def allocate(entries: Iterable[Allocate], index: int) -> None:
+        nonlocal failure
+        for entry in entries:
+            fits = allocator.allocate(entry.storage, entry.num_bytes, entry.stream)
+            failure = index if failure < 0 and not fits else failure
+            used.add(entry.storage)
+
+    later = [entry for entry in trace.live if entry.kind == "optimizer"]
+    allocate((entry for entry in trace.live if entry.kind != "optimizer"), 0)
+    for index, change in enumerate(trace.entries):
+        if type(change) is Allocate:
+            allocate([change], index)
+        elif type(change) is Free:
+            allocator.free(change.storage)
+            used.discard(change.storage)
+        elif later and type(change) is Kernel and change.phase == "optimizer":
+            allocate(later, index)
+            later = []
+    for storage in used - {entry.storage for entry in trace.live}:
+        allocator.free(storage)
+    allocate([entry for entry in trace.live if entry.storage not in used], len(trace.entries) - 1)
+    return failure
 
 
 def _up(size: int, unit: int) -> int:

@@ -134,7 +134,9 @@ def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
             if name == "LL":
                 bandwidth = min(bandwidth, limit)
             levels = math.ceil(math.log2(hosts))
-            latency = 2 * ((ranks / hosts - 1) * protocol.tree_local + levels * (protocol.tree_remote + cluster.latency))
+            latency = 2 * (
+                (ranks / hosts - 1) * protocol.tree_local + levels * (protocol.tree_remote + cluster.latency)
+            )
             found.append(Cost(protocol.tree_base + latency + 2 * num_bytes / bandwidth, "tree", name))
     return min(found)
 

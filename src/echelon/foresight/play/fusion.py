@@ -58,10 +58,8 @@ class _Fusing:
     def take(self, entry: Entry) -> None:
         kind = type(entry)
         if kind is Allocate or kind is Free:
-            if self._kernels:
-                self._memory.append(entry)  # type: ignore[arg-type]
-            else:
-                self._out.append(entry)
+            # A kernel's results are allocated before it.
+            self._memory.append(entry)  # type: ignore[arg-type]
             return
         if kind is Kernel and is_fusable(entry):  # type: ignore[arg-type]
             assert isinstance(entry, Kernel)

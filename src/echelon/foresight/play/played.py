@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from echelon.foresight.play.allocator import Memory, memory_of
@@ -89,27 +90,17 @@ class PlayedRole:
         """
         found: dict[Exposed, float] = defaultdict(float)
         gaps = self._gaps()
-        at = 0
+        at, covered = 0, 0.0
         for span in self.communication:
-            while at < len(gaps) and gaps[at][1] <= span.start:
+            begin = max(span.start, covered)
+            covered = max(covered, span.end)
+            while at < len(gaps) and gaps[at][1] <= begin:
                 at += 1
-            index = at
-            while index < len(gaps) and gaps[index][0] < span.end:
-                begin, end = gaps[index]
-                overlap = min(end, span.end) - max(begin, span.start)
-                if overlap > 0:
-                    found[self._name_of(span)] += overlap
-                    # The part that is left over counts for a later one.
-                    gaps[index : index + 1] = [
-                        each for each in ((begin, max(begin, span.start)), (min(end, span.end), end)) if each[0] < each[1]
-                    ]
-                    if index < len(gaps) and gaps[index][1] <= span.start:
-                        index += 1
-                    if min(end, span.end) == span.end:
-                        break
-                else:
-                    index += 1
-        return dict(found)
+            for start, end in islice(gaps, at, None):
+                if start >= span.end:
+                    break
+                found[self._name_of(span)] += max(0.0, min(end, span.end) - max(start, begin))
+        return {name: seconds for name, seconds in found.items() if seconds > 0}
 
     def _gaps(self) -> list[tuple[float, float]]:
         gaps, last = [], 0.0
@@ -157,7 +148,8 @@ class PlayedRole:
             for index in run.entries:
                 kernel = trace.entries[index]
                 assert isinstance(kernel, Kernel)
-                name = f"{kernel.phase} {_block(trace.modules[kernel.module])}".strip() if kernel.module >= 0 else kernel.phase
+                block = _block(trace.modules[kernel.module]) if kernel.module >= 0 else ""
+                name = f"{kernel.phase} {block}".strip()
                 end = min(time + seconds[index] * stretch, run.end)
                 if spans and spans[-1].step == name and time - spans[-1].end <= 1e-9:
                     spans[-1] = Span(name, spans[-1].start, end)

@@ -61,7 +61,7 @@ class _Task(NamedTuple):
 
 
 _Key: TypeAlias = tuple[str, int]
-"""Name of a point in time: ("event", number), ("end", number of a communication) or ("ready", operation)."""
+"""Name of a point in time: ("event", operation), ("end", entry of a communication) or ("ready", operation)."""
 
 
 class _Line:
@@ -174,7 +174,7 @@ class _Player:
                 role.host += self._device.launch_seconds
                 self._post(role, operation)
             else:
-                line = role.stream(operation.stream)  # type: ignore[union-attr]
+                line = role.stream(operation.stream)
                 self._issue(role, line, _Task(operation, role.host, role.at))  # type: ignore[arg-type]
                 if type(operation) is Run and not is_synchronous:
                     role.host += operation.host
@@ -208,8 +208,8 @@ class _Player:
         self._issue(role, stream, _Task(_Ready(number), role.host, number))
         self._issue(role, role.queue(post.queue), _Task(post, role.host, number))
         if post.blocking:
-            for each, entry in zip(post.numbers, post.entries, strict=True):
-                self._issue(role, stream, _Task(Await(post.stream, -1, each, entry), role.host, number))
+            for entry in post.entries:
+                self._issue(role, stream, _Task(Await(post.stream, -1, entry, entry), role.host, number))
 
     def _issue(self, role: _Role, line: _Line, task: _Task) -> None:
         if line.backlog is not None:
@@ -226,7 +226,7 @@ class _Player:
             self._kernels(role, line, task, operation)
             return True
         if type(operation) is Await:
-            key = ("event", operation.event) if operation.number < 0 else ("end", operation.number)
+            key = ("event", operation.event) if operation.communication < 0 else ("end", operation.communication)
             time = role.times.get(key)
             if time is None:
                 role.waiters.setdefault(key, []).append(line)
@@ -291,8 +291,8 @@ class _Player:
             return False
         for entry, gathering in zip(post.entries, gatherings, strict=True):
             self._end(role, line, entry, begin, gathering)
-        for number in post.numbers:
-            self._set(role, ("end", number), line.time)
+        for entry in post.entries:
+            self._set(role, ("end", entry), line.time)
         return True
 
     def _join(self, role: _Role, line: _Line, number: int, part: int, begin: float) -> _Gathering | None:

@@ -8,7 +8,6 @@ h_1 + ... + h_i + d_i + ... + d_n. So a step of 5,000 entries is played as some 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -48,7 +47,6 @@ class Post(NamedTuple):
     queue: tuple[str, int]
     """Communication that starts in the order of its calls: ("group", index), or ("peer", rank) of a lone message."""
     entries: tuple[int, ...]
-    numbers: tuple[int, ...]
     blocking: bool
 
 
@@ -57,6 +55,7 @@ class Mark(NamedTuple):
 
     stream: int
     event: int
+    """Index of this operation."""
 
 
 class Await(NamedTuple):
@@ -64,8 +63,9 @@ class Await(NamedTuple):
 
     stream: int
     event: int
-    """-1: for `number`."""
-    number: int
+    """Index of the operation that recorded it. -1: for communication."""
+    communication: int
+    """Index of a communication in the trace. -1: for `event`."""
     entry: int
 
 
@@ -113,8 +113,10 @@ class _Lowering:
         self._total = 0.0
         self._least = 0.0
         self._host = 0.0
-        self._recorded: set[int] = set()
-        self._posted: set[int] = set()
+        self._recorded: dict[int, int] = {}
+        """Last recording of each event, by the number of its operation: an event can be recorded again."""
+        self._posted: dict[int, int] = {}
+        """Last communication of each number."""
         self._batch: list[int] = []
 
     def kernel(self, index: int, kernel: Kernel) -> None:
@@ -136,25 +138,30 @@ class _Lowering:
             return
         self._flush()
         if isinstance(entry, Collective):
-            self._posted.add(entry.number)
-            queue = ("group", entry.group)
-            self._operations.append(Post(entry.stream, queue, (index,), (entry.number,), entry.blocking))
+            self._post(("group", entry.group), (index,), entry.stream, entry.blocking)
         elif isinstance(entry, Message):
-            self._posted.add(entry.number)
-            queue = ("peer", entry.peer)
-            self._operations.append(Post(entry.stream, queue, (index,), (entry.number,), entry.blocking))
+            self._post(("peer", entry.peer), (index,), entry.stream, entry.blocking)
         elif isinstance(entry, Wait):
             # Communication of an earlier step has long ended.
             if entry.number in self._posted:
-                self._operations.append(Await(entry.stream, -1, entry.number, index))
+                self._operations.append(Await(entry.stream, -1, self._posted[entry.number], index))
         elif isinstance(entry, RecordEvent):
-            self._recorded.add(entry.event)
-            self._operations.append(Mark(entry.stream, entry.event))
+            event = self._recorded[entry.event] = len(self._operations)
+            self._operations.append(Mark(entry.stream, event))
         elif isinstance(entry, WaitEvent):
+            # CUDA: a wait for an event that has not been recorded is none.
             if entry.event in self._recorded:
-                self._operations.append(Await(entry.stream, entry.event, -1, index))
+                self._operations.append(Await(entry.stream, self._recorded[entry.event], -1, index))
         elif isinstance(entry, HostWait) and (entry.event < 0 or entry.event in self._recorded):
-            self._operations.append(HostAwait(entry.stream, entry.event, index))
+            event = self._recorded[entry.event] if entry.event >= 0 else -1
+            self._operations.append(HostAwait(entry.stream, event, index))
+
+    def _post(self, queue: tuple[str, int], entries: tuple[int, ...], stream: int, blocking: bool) -> None:
+        for index in entries:
+            entry = self._trace.entries[index]
+            assert isinstance(entry, Collective | Message)
+            self._posted[entry.number] = index
+        self._operations.append(Post(stream, queue, entries, blocking))
 
     def _batch_of(self, index: int) -> int:
         entry = self._trace.entries[index]
@@ -167,13 +174,9 @@ class _Lowering:
             self._operations.append(run)
             self._run, self._total, self._least, self._host = [], 0.0, 0.0, 0.0
         if self._batch:
-            messages: Sequence[Message] = [self._trace.entries[i] for i in self._batch]  # type: ignore[misc]
-            numbers = tuple(message.number for message in messages)
-            self._posted.update(numbers)
-            first = messages[0]
+            messages = [entry for index in self._batch if isinstance(entry := self._trace.entries[index], Message)]
             blocking = any(message.blocking for message in messages)
-            post = Post(first.stream, ("group", first.group), tuple(self._batch), numbers, blocking)
-            self._operations.append(post)
+            self._post(("group", messages[0].group), tuple(self._batch), messages[0].stream, blocking)
             self._batch = []
 
     def program(self) -> Program:

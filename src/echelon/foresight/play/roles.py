@@ -1,8 +1,8 @@
 """Groups and messages of roles: which recorded ranks meet in a collective, and who answers a message. Pure.
 
-A role stands for all ranks of its class. Two roles of one group meet if the group has members of both classes. The group
-that a role was recorded with need not have the other role's own rank: then the other role has a group of the same
-composition, and these two count as one. A message to a rank that is not recorded is answered by the role of its class.
+A role stands for all ranks of its class. Two roles of one group meet if the group has members of both classes. The
+group that a role was recorded with need not have the other role's own rank: then the other role has a group of the
+same composition, and these two count as one. A message to a rank that is not recorded is answered by the role of its class.
 """
 
 from __future__ import annotations

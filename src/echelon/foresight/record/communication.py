@@ -14,7 +14,7 @@ from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.works import RecordedWork
-from echelon.foresight.trace import Collective, Message, Wait
+from echelon.foresight.trace import Collective, Group, Message, Wait
 from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.interop.works import Done, Options, Runner, seconds
@@ -84,6 +84,8 @@ class RecordedGroup(EchelonProcessGroup):
     def __init__(self, group: ProcessGroup, store: Any) -> None:
         super().__init__(group, store)
         self.runner = _AtOnce(group)
+        recording = recording_here()
+        self._number = 0 if recording is None else recording.log.new_group(group.ranks)
         self._kept: deque[RecordedWork] = deque(maxlen=_KEPT)
 
     @property
@@ -92,10 +94,11 @@ class RecordedGroup(EchelonProcessGroup):
         return self.group.ranks
 
     @property
-    def label(self) -> str:
-        """Name of its mesh dimension, or its description. Empty if it has none."""
+    def described(self) -> Group:
+        """Group of the trace."""
         description = self.getGroupDesc()
-        return "" if description in ("undefined", "default_pg") else description.removeprefix("mesh_")
+        name = "" if description in ("undefined", "default_pg") else description.removeprefix("mesh_")
+        return Group(self.ranks, name, self._number)
 
     def record_collective(
         self, recording: Recording, form: _Form, args: Sequence[Any], options: Mapping[str, Any]
@@ -111,7 +114,7 @@ class RecordedGroup(EchelonProcessGroup):
             # Only the root has the whole array.
             num_bytes = len(self.ranks) * min(map(_num_bytes, filter(None, (outputs, inputs))))
         root = getattr(opts, "rootRank", -1) if form.kind in ("broadcast", "reduce", "gather", "scatter") else -1
-        op = getattr(opts, "reduceOp", dist.ReduceOp(dist.ReduceOp.SUM))
+        op: Any = getattr(opts, "reduceOp", None)
         is_async = getattr(opts, "asyncOp", True)
         log, number = recording.log, recording.memory.number
         phase, place, module = log.where(inputs)
@@ -119,10 +122,10 @@ class RecordedGroup(EchelonProcessGroup):
             stream=log.stream,
             number=log.new_number(),
             kind=form.kind,
-            group=log.group(self.ranks, self.label),
+            group=log.group(self.described),
             num_bytes=num_bytes,
             dtype=_dtype(inputs or outputs),
-            op=_OPS.get(op.op, "sum") if form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
+            op=_OPS[op.op] if op is not None and form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
             root=self.ranks[root] if root >= 0 else -1,
             blocking=not is_async,
             reads=tuple((number(each), each.numel() * each.element_size()) for each in inputs),
@@ -144,7 +147,7 @@ class RecordedGroup(EchelonProcessGroup):
             number=log.new_number(),
             is_send=is_send,
             peer=self.ranks[peer] if peer >= 0 else -1,
-            group=log.group(self.ranks, self.label),
+            group=log.group(self.described),
             tag=tag,
             num_bytes=tensor.numel() * tensor.element_size(),
             dtype=_dtype([tensor]),
@@ -232,7 +235,7 @@ def functional_collective(
         stream=log.stream,
         number=log.new_number(),
         kind=_KINDS.get(base, base),
-        group=log.group(group.ranks, group.label),
+        group=log.group(group.described),
         num_bytes=max(_num_bytes(inputs), _num_bytes(outputs)),
         dtype=_dtype(inputs),
         op=_FUNCTIONAL_OPS.get(str(words[0]), str(words[0])) if len(words) > 1 else "",

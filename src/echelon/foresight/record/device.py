@@ -1,8 +1,8 @@
-"""Function mode that puts on the CPU what a program asks to be on a GPU, and takes the operators of a GPU there.
+"""Function mode that maps devices of CUDA to the CPU, and chooses operators as on a GPU.
 
 torch's autograd on fake tensors of CUDA needs a build for CUDA, and a GPU. So the tensors of a recorded rank are on the
-CPU for torch, and on the device for the recorder. Where torch chooses an operator by the device, as for attention and for
-autocast, this mode makes the choice of a GPU.
+CPU for torch, and on the device for the recorder. Where torch chooses an operator by the device, as for attention and
+for autocast, this mode makes the choice of a GPU.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from echelon.foresight.record.here import recording_here
+from echelon._torch_private import FakeTensor, real_tensors
 
 _CUDA = "cuda"
 
@@ -28,7 +29,7 @@ def mapped(value: Any) -> Any:
     return value
 
 
-class OnDevice(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class OnDevice(TorchFunctionMode):
     """Maps devices of CUDA, and chooses operators as on a GPU."""
 
     def __torch_function__(
@@ -73,7 +74,7 @@ def _true(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # 
 def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the assumed values of a tensor as nested lists."""
     tensor = args[0]
-    if recording_here() is None or not isinstance(tensor, Tensor):
+    if not isinstance(tensor, FakeTensor):
         return func(*args, **kwargs)
 
     def nested(shape: Sequence[int], value: object) -> object:
@@ -82,10 +83,29 @@ def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return nested(tensor.shape, tensor.reshape(-1)[0].item() if tensor.numel() else 0)
 
 
+def _array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the assumed values of a tensor as an array, which takes no memory."""
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return func(*args, **kwargs)
+    with real_tensors():
+        dtype = torch.empty((), dtype=tensor.dtype).numpy().dtype
+    value = tensor.reshape(-1)[0].item() if tensor.numel() else 0
+    return np.broadcast_to(np.array(value, dtype), tuple(tensor.shape))
+
+
+def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Formats the assumed value of a number, as a tensor of a GPU formats its value."""
+    tensor, *spec = args
+    if isinstance(tensor, FakeTensor) and not tensor.dim():
+        return format(tensor.item(), *spec)
+    return str(func(*args, **kwargs))
+
+
 # Attention
 
 
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes attention by the kernel that PyTorch chooses on a GPU: flash, memory-efficient, or matrix products."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -97,12 +117,12 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(low) for each in (query, key, value))
-    width = query.shape[-1]
-    if mask is None and query.dtype in (torch.float16, torch.bfloat16) and width <= _FLASH_WIDTH:
-        if torch.backends.cuda.flash_sdp_enabled():
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout, is_causal, False, scale=scale)[0]
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype != torch.float64:
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    flash_is_enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    if mask is None and is_half and query.shape[-1] <= _FLASH_WIDTH and flash_is_enabled:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout, is_causal, False, scale=scale)[0]
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype != torch.float64:  # type: ignore[no-untyped-call]
         if query.shape[1] != key.shape[1]:
             copies = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
@@ -134,11 +154,58 @@ def _widened(value: Any) -> Any:
 
 
 _IN_FLOAT32 = frozenset(
-    "__pow__ __rpow__ __rdiv__ acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow "
-    "softplus layer_norm group_norm norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
-    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
-    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits "
-    "dist pdist cdist renorm logsumexp cross_entropy prod softmax log_softmax cumprod cumsum sum".split()
+    [
+        "__pow__",
+        "__rpow__",
+        "__rdiv__",
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+        "pow",
+        "softplus",
+        "layer_norm",
+        "group_norm",
+        "norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "pdist",
+        "cdist",
+        "renorm",
+        "logsumexp",
+        "cross_entropy",
+        "prod",
+        "softmax",
+        "log_softmax",
+        "cumprod",
+        "cumsum",
+        "sum",
+    ]
 )
 """Functions that autocast computes in float32 on a GPU."""
 
@@ -148,7 +215,9 @@ _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     "pin_memory": _first,
     "is_pinned": _true,
     "tolist": _values,
+    "numpy": _array,
+    "__array__": _array,
+    "__format__": _formatted,
     "scaled_dot_product_attention": _attention,
 }
 """Functions of torch that a GPU treats otherwise, by name."""
-

@@ -1,9 +1,10 @@
-"""Log of one rank's step: entries in the order of the host, and the tables of lines, modules and groups they refer to."""
+"""Log of one rank's step: entries in the order of the host, and tables of their lines, modules and groups."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 from types import CodeType
@@ -14,6 +15,7 @@ import torch
 from echelon._torch_private import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, line_of
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
+
 
 class Index(dict[str, int]):
     """Numbers of texts, in the order of their first use."""
@@ -53,6 +55,7 @@ class Log:
         self.new_stream = count(1).__next__
         self.new_event = count(1).__next__
         self.new_number = count(1).__next__
+        self._num_groups: Counter[tuple[int, ...]] = Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}
         self._marks: list[tuple[int, int]] = [(0, -1)]
         """(number of the next node of the graph, module) whenever a module is entered or left."""
@@ -116,9 +119,14 @@ class Log:
 
     # Tables
 
-    def group(self, ranks: tuple[int, ...], name: str) -> int:
-        """Returns the number of a group."""
-        return self.groups.setdefault(Group(ranks, name), len(self.groups))
+    def new_group(self, ranks: tuple[int, ...]) -> int:
+        """Returns the number of a new group among all groups of the same ranks."""
+        self._num_groups[ranks] += 1
+        return self._num_groups[ranks] - 1
+
+    def group(self, group: Group) -> int:
+        """Returns the number of a group in the table of groups."""
+        return self.groups.setdefault(group, len(self.groups))
 
     def assume(self, what: str) -> None:
         """Notes an assumption or an approximation, at the line of the program that is running."""
@@ -132,8 +140,8 @@ class Log:
         """Returns entries, with the kinds of storages that are known by now."""
         kinds = self.kinds
         return [
-            entry._replace(kind=kinds[entry.storage]) if isinstance(entry, Allocate) and entry.storage in kinds else entry
+            entry._replace(kind=kinds[entry.storage])
+            if isinstance(entry, Allocate) and entry.storage in kinds
+            else entry
             for entry in entries
         ]
-
-

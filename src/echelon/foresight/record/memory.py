@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from types import FrameType
 
 import torch
 
 from echelon._torch_private import FakeTensor, is_in_backward, local_part, storage_address
+from echelon.call_site import is_own
 from echelon.foresight.record.log import Log
 from echelon.foresight.trace import Allocate, Free, MemoryKind
 
+_BETWEEN = tuple(os.path.join("torch", *parts) for parts in (("_ops.py",), ("storage.py",), ("_tensor.py",)))
+"""Files of torch between a tensor and the code that makes it."""
+_PARALLEL = tuple(os.path.join(os.sep, "torch", "distributed", name, "") for name in ("fsdp", "_composable"))
+_REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 _BLOCK = 512
 """Bytes to which the allocator rounds."""
 
@@ -65,7 +73,7 @@ class Memory:
     def _allocate(self, number: int, num_bytes: int) -> None:
         if num_bytes:
             log = self._log
-            entry = Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module())
+            entry = Allocate(number, _rounded(num_bytes), self._kind(), log.place(), log.module(), log.stream)
             self.live[number] = entry
             log.entries.append(entry)
             self.num_bytes += entry.num_bytes
@@ -85,9 +93,22 @@ class Memory:
     def _kind(self) -> MemoryKind:
         if self._log.optimizer_depth:
             return "other"
+        if _is_for_communication():
+            return "communication"
         if is_in_backward() or self._log.module() >= 0:
             return "activations"
         return "other"
+
+
+def _is_for_communication() -> bool:
+    """Whether torch's own code for parallelism makes a tensor, such as the buffers of FSDP and the buckets of DDP."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and (is_own(path := frame.f_code.co_filename) or path.endswith(_BETWEEN)):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    path = frame.f_code.co_filename
+    return any(folder in path for folder in _PARALLEL) or path.endswith(_REPLICAS)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -19,23 +19,78 @@ Role: TypeAlias = Literal["kernel", "view", "read", "collective"]
 Shape: TypeAlias = tuple[int, ...]
 
 _NO_KERNEL = frozenset(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach detach_ alias lift lift_fresh "
-    "resize_ set_ record_stream is_pinned is_same_size sym_size sym_stride sym_numel _has_same_storage_numel "
-    "_reshape_alias_copy _nested_tensor_from_mask_left_aligned is_nonzero _assert_tensor_metadata "
-    "_resize_output_ resize_storage_bytes_ unsafe_split unsafe_chunk device layout".split()
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "detach_",
+        "alias",
+        "lift",
+        "lift_fresh",
+        "resize_",
+        "set_",
+        "record_stream",
+        "is_pinned",
+        "is_same_size",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "_has_same_storage_numel",
+        "_reshape_alias_copy",
+        "_unsafe_view",
+        "_nested_tensor_from_mask_left_aligned",
+        "is_nonzero",
+        "_assert_tensor_metadata",
+        "_resize_output_",
+        "resize_storage_bytes_",
+        "unsafe_split",
+        "unsafe_chunk",
+        "device",
+        "layout",
+    ]
 )
 """Operators that launch nothing on a GPU, or that only allocate."""
 _READS = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero"})
 _BY_OUTPUT = frozenset(
-    "embedding index_select gather index nll_loss_forward nll_loss_backward embedding_dense_backward take "
-    "masked_select slice_backward select_backward".split()
+    [
+        "embedding",
+        "index_select",
+        "gather",
+        "index",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "embedding_dense_backward",
+        "take",
+        "masked_select",
+        "slice_backward",
+        "select_backward",
+    ]
 )
 """Operators that read about as many bytes as they write, though an input is larger."""
 _OVERWRITES = frozenset(
-    "copy_ zero_ fill_ _foreach_zero_ _foreach_copy_ normal_ uniform_ random_ bernoulli_ exponential_ zero fill".split()
+    [
+        "copy_",
+        "zero_",
+        "fill_",
+        "_foreach_zero_",
+        "_foreach_copy_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "zero",
+        "fill",
+    ]
 )
 """Operators that write their first argument without having read it."""
 _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
+_INTO_A_PART = frozenset({"all_gather_copy_in"})
+"""Operators that write their first output, a part of their last input, and return that whole as well."""
 _CHUNK = 32
 """Tensors that one kernel of a multi-tensor operator takes, about."""
 
@@ -52,6 +107,8 @@ class Operator(NamedTuple):
     is_sparse: bool
     """Whether it reads about as many bytes as it writes."""
     overwrites: bool
+    into_a_part: bool
+    """Whether only the first output is written, a part of the last input."""
     is_foreach: bool
     finds_overflow: bool
     """Whether its last output says if values are infinite or not a number."""
@@ -68,11 +125,16 @@ def operator(func: Any) -> Operator:
     return Operator(
         name=name,
         role=_role(facts.namespace, name, facts.may_return_view and not facts.writes),
-        kind="attention" if name in _ATTENTION else "matmul" if shape or func.overloadpacket in flop_registry else "other",
+        kind="attention"
+        if name in _ATTENTION
+        else "matmul"
+        if shape or func.overloadpacket in flop_registry
+        else "other",
         writes=facts.writes,
         may_return_view=facts.may_return_view,
         is_sparse=name in _BY_OUTPUT,
         overwrites=name in _OVERWRITES,
+        into_a_part=name in _INTO_A_PART,
         finds_overflow=name in _FINDS_OVERFLOW,
         is_foreach=name.startswith(("_foreach", "_fused", "_amp_foreach")),
         flops=_ATTENTION.get(name) or flop_registry.get(func.overloadpacket),
@@ -99,7 +161,7 @@ def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, A
     """Returns floating-point operations, and the shape that a device model needs, of a kernel of matrix products."""
     if facts.kind == "attention":
         assert facts.flops is not None
-        return facts.flops(args, kwargs), _attention_shape(facts.name, args)
+        return int(facts.flops(args, kwargs)), _attention_shape(facts.name, args)
     flops = int(facts.flops(*args, **kwargs, out_val=out)) if facts.flops else 0
     return flops, facts.shape(args) if facts.shape else ()
 
@@ -148,7 +210,7 @@ def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mappin
     # Two products forward. Five backward, one of which computes the scores again.
     flops = products * 5 // 2 if first else products
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
-    return flops // 2 if is_causal and queries == key.shape[2] else flops
+    return int(flops) // 2 if is_causal and queries == key.shape[2] else int(flops)
 
 
 _CAUSAL = {

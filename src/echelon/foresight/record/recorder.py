@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 """Classes of tensors that have no other tensors inside."""
 _ON_HOST = ("device_mesh.py", "_mesh_layout.py", "distributed_c10d.py")
 """Files of torch whose own tensors are numbers on the host, such as the ranks of a mesh and the bytes of objects."""
-_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
-"""Folder of torch's optimizers, which count their steps on the host."""
+_FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in (("optim",), ("utils", "data")))
+"""Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
 _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 """File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
@@ -90,23 +90,28 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         before = [number(each) for each in inputs]
         out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
-        writes = {number(each): _num_bytes(each) for each in outputs}
-        if facts.may_return_view and not facts.writes and all(key in before for key in writes):
+        if facts.into_a_part:
+            outputs, inputs = outputs[:1], inputs[:-1]
+        after = [number(each) for each in outputs]
+        if facts.may_return_view and not facts.writes and all(key in before for key in after):
             return out  # as `contiguous` of a contiguous tensor
         written = _written(facts, args, kwargs) if facts.writes else ()
         for each in written:
             self.memory.resized(each.untyped_storage())
-            writes[number(each)] = _num_bytes(each)
         if not inputs and not outputs:
             return out
+        changed = [number(each) for each in written]
+        made = [(key, each) for key, each in zip(after, outputs, strict=True) if key not in changed]
+        writes = _by_storage([*zip(changed, written, strict=True), *made])
         if facts.finds_overflow or (self._of_overflow and before and self._of_overflow.issuperset(before)):
             self._of_overflow.update(number(each) for each in (written[-1:] if facts.writes else outputs))
         if facts.is_sparse:
-            reads = ((UNKNOWN_STORAGE, sum(writes.values())),)
+            reads: tuple[tuple[int, int], ...] = ((UNKNOWN_STORAGE, sum(writes.values())),)
         else:
-            overwritten = {number(each) for each in _tensors(args[:1])} if facts.overwrites else ()
-            known = {key: _num_bytes(each) for key, each in zip(before, inputs, strict=True) if key not in overwritten}
-            reads = tuple(known.items())
+            results = (*(args[:1] if facts.overwrites else ()), kwargs.get("out"))
+            overwritten = {number(each) for each in _tensors(results)}
+            known = [each for each in zip(before, inputs, strict=False) if each[0] not in overwritten]
+            reads = tuple(_by_storage(known).items())
         flops, shape = flops_and_shape(facts, args, kwargs, out) if facts.kind != "other" else (0, ())
         phase, place, module = log.where(inputs)
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), None)
@@ -144,11 +149,11 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
     path = frame.f_code.co_filename
     if path.endswith(_REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
-    return path.endswith(_ON_HOST) or _OPTIMIZERS in path
+    return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
 
 
 def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:
-    """Yields the tensors of arguments, and those in their lists."""
+    """Yields the tensors of arguments and of lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -163,7 +168,18 @@ def _written(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
+def _by_storage(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, int]:
+    """Returns the bytes of tensors by storage. Several parts of one storage add up to at most the whole."""
+    found: dict[int, int] = {}
+    for key, tensor in tensors:
+        num_bytes = _num_bytes(tensor)
+        if key in found:
+            num_bytes = min(found[key] + num_bytes, max(tensor.untyped_storage().nbytes(), num_bytes))
+        found[key] = num_bytes
+    return found
+
+
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of memory that a kernel moves for a tensor: those of its storage if it is expanded."""
+    """Returns the bytes that a kernel moves for a tensor: at most the size of its storage, as of an expanded one."""
     size = tensor.numel() * tensor.element_size()
     return size if size <= 4096 else min(size, tensor.untyped_storage().nbytes())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -24,11 +25,13 @@ from echelon.foresight.record.cuda_names import Gpu, cuda_names
 from echelon.foresight.record.device import OnDevice
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
 from echelon.foresight.record.here import Recording, recorded
+from echelon.foresight.record.loading import loading_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.steps import Steps, StepsDone, steps_noted
+from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Trace
 from echelon.group.group import ProcessGroup
 from echelon.interop.torch_distributed import make_group
@@ -39,6 +42,7 @@ from echelon.simulation.deadlock import explain
 from echelon.simulation.faults import FaultPlan
 from echelon.simulation.network import link_function
 from echelon.simulation.process.cached_property import without_locks
+from echelon.simulation.process.calls import ProcessCalls
 from echelon.simulation.process.random_state import on_one_core
 from echelon.simulation.process.state import ProgramWithStates, RankStates
 from echelon.simulation.process.torch_distributed import TorchDistributed
@@ -67,6 +71,8 @@ class Request(NamedTuple):
     """Steps to run. The last one is recorded."""
     gpu: Gpu = Gpu()
     """Facts that the program may ask for."""
+    allow_writes: bool = False
+    """Whether the program may write files."""
 
 
 def record(
@@ -113,10 +119,8 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
     fn, world_size = request.fn, len(request.hosts)
     recorded_tensors()  # imports torch's compiler, which has to see the names of torch.cuda as they are
     with only_simulation():
-        world = World(
-            world_size, 0, link_function(None, world_size), FaultPlan((), world_size, has_costs=False), None, None, False,
-            request.hosts, False, True, False,
-        )  # fmt: skip
+        link, no_faults = link_function(None, world_size), FaultPlan((), world_size, has_costs=False)
+        world = World(world_size, 0, link, no_faults, None, None, False, request.hosts, False, True, False)
         world.clock.draw = _first_come
         run = _Run(world, request, choose)
         states = process_states(run.torch, 0, request.hosts)
@@ -131,8 +135,11 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
                 on_one_core(),
                 without_locks(),
                 run.torch.installed(),
+                run.calls.replaced(),
                 cuda_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
+                no_writes(allow_files=request.allow_writes),
+                loading_here(),
             ):
                 return run.run()
         finally:
@@ -175,6 +182,8 @@ class _Run:
         self._exchange = Exchange(self._start)
         self._num_left = 0
         self.torch = TorchDistributed(world, _BACKEND)
+        has_own_modules = isinstance(request.fn, ProgramWithStates)
+        self.calls = ProcessCalls(world.scheduler.rank_here, len(request.hosts), has_own_modules)
         world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
 
     def run(self) -> dict[int, Trace]:
@@ -211,6 +220,7 @@ class _Run:
 
     def _run_rank(self, rank: int) -> None:
         torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")  # of a build without it
         world_size = len(self._request.hosts)
         backend = RecordingBackend(rank, world_size, self._world, DEFAULT_TIMEOUT, self._exchange)
         self._backends.append(backend)
@@ -232,6 +242,7 @@ class _Run:
                 except SystemExit as error:
                     if error.code:
                         raise
+                self.calls.at_exit(rank)
             self.traces[rank] = steps.trace(rank, world_size)
             self._world.returned.add(rank)
         except Ended:
@@ -254,6 +265,8 @@ class _Run:
             self._world.scheduler.cancel()
 
     def _error(self) -> BaseException | None:
+        if self.calls.thread_error:  # the ranks may have failed because of it
+            return self.calls.thread_error
         if self._failures:
             cause = first_cause(self._failures)
             error = self._errors[cause.rank]

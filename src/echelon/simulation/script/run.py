@@ -57,11 +57,12 @@ def run_script(program: Program, world_size: int, console: Console, **options: A
     except Exception as error:
         if not script.has_begun:
             raise
-        return Outcome(None, _failure(error, script))
+        return Outcome(None, failure_of(error, script))
     return Outcome(simulation)
 
 
-def _failure(error: BaseException, script: Script) -> Failure:
+def failure_of(error: BaseException, script: Script) -> Failure:
+    """Returns the failure of a script whose simulation has raised `error`."""
     cause = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
     # The simulation may raise an error of its own for that of the rank.
     raised = (error, error.__cause__)

@@ -1,0 +1,132 @@
+"""`echelon foresee`: a script foreseen on a cluster that is not there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
+from echelon.cli.output import write_files
+from echelon.cli.run import console, no_ranks
+from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.launch.run import Console, MarkedStream, Program
+
+if TYPE_CHECKING:
+    from echelon.foresight.run import Foreseen
+    from echelon.simulation.script.run import Failure
+
+
+@dataclass(frozen=True)
+class ForeseeOptions:
+    """Options of `echelon foresee`, as they were given."""
+
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to foresee; with -m a module.")]
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None
+    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="Number of ranks.  [required]")] = None
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False
+    gpu: Annotated[str, value("NAME", "Device of every rank.")] = "h100"
+    hosts: Annotated[
+        str | None, value("HOSTS", "Number of equal hosts, or ranks of each, as 8,8,4.  [default: as many as needed]")
+    ] = None
+    network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
+    steps: Annotated[int, value("COUNT", "Steps to run; the last one is foreseen, the others warm up.")] = 2
+    tokens: Annotated[int | None, value("COUNT", "Tokens of all ranks in a step, for tokens per second.")] = None
+    seed: Annotated[int, value("SEED", "Seed of the random ranks that confirm a role.")] = 0
+    allow_writes: Annotated[
+        bool, typer.Option("--allow-writes", help="Let the script write files, such as logs, but no checkpoints.")
+    ] = False
+    json: Json = False
+    chrome: Chrome = None
+    png: Png = None
+
+    def check(self) -> None:
+        """Checks the options before anything is run.
+
+        Raises:
+            LaunchError, ScheduleError, InvalidWorldSize: an option is missing or wrong.
+        """
+        if self.num_ranks is None:
+            raise LaunchError(no_ranks("foresee", self.program, self.args or []))
+        if self.num_ranks < 1:
+            raise InvalidWorldSize(f"-n {self.num_ranks}: give at least 1 rank")
+        if self.steps < 1:
+            raise LaunchError(f"--steps {self.steps}: give at least 1")
+        check_suffixes(None, self.png)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `echelon.foresee`."""
+        return {
+            "gpu": self.gpu,
+            "hosts": _hosts(self.hosts),
+            "network": self.network,
+            "steps": self.steps,
+            "seed": self.seed,
+            "allow_writes": self.allow_writes,
+        }
+
+
+def foresee(options: ForeseeOptions) -> int:
+    """Foresees a training step of a script on a cluster: time, memory, exposed communication, mistakes.
+
+    Needs no GPU, and computes nothing: the script runs with tensors that have shapes but no values, on one rank for
+    each role. Nothing is written to files. The exit status is 0, or 1 if the script does not fit into memory, fails, or
+    its ranks disagree. Options go before SCRIPT; words after it are passed to the script.
+    """
+    options.check()
+    assert options.num_ranks is not None, "checked"
+    shown = console()
+    # Late: it imports torch, which takes seconds that `--help` need not wait.
+    from echelon.foresight.script import foresee_script
+
+    program = Program(options.program, tuple(options.args or ()), is_module=options.module)
+    try:
+        outcome = foresee_script(program, options.num_ranks, shown, **options.arguments())
+    except KeyboardInterrupt:
+        shown.say("ended by SIGINT")
+        return 130
+    if outcome.failure is not None:
+        _tell(outcome.failure, shown)
+        return outcome.failure.status
+    seen = outcome.foreseen
+    assert seen is not None
+    written = write_files((options.png, seen.timeline.draw), (options.chrome, seen.timeline.to_chrome))
+    report = seen.report(options.tokens, options.program)
+    print(json.dumps({**report.to_json(), **_by_rank(seen)}) if options.json else str(report), end="")
+    for path in written:
+        shown.say(f"wrote {path}")
+    return 0 if seen.fits else 1
+
+
+def _hosts(text: str | None) -> int | list[int] | None:
+    """Returns the hosts that an option names.
+
+    Raises:
+        LaunchError: it is neither a number nor a list of numbers.
+    """
+    if text is None:
+        return None
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise LaunchError(f"--hosts {text}: give a number of hosts, or the ranks of each, as 8,8,4") from None
+    return numbers[0] if "," not in text else numbers
+
+
+def _by_rank(seen: Foreseen) -> dict[str, Any]:
+    return {
+        "classes": list(seen.classes),
+        "peak_memory": list(seen.peak_memory),
+        "live_memory": list(seen.live_memory),
+        "skipped": list(seen.skipped),
+    }
+
+
+def _tell(failure: Failure, shown: Console) -> None:
+    shown.say(failure.text)
+    if failure.rank is not None:
+        trace = MarkedStream(failure.rank, shown.stderr, color=shown.color_stderr)
+        trace.feed(failure.traceback.encode())
+        trace.finish()

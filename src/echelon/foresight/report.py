@@ -1,0 +1,228 @@
+"""Report of a foreseen step: a table for the terminal, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from echelon.foresight.play.allocator import Memory
+from echelon.foresight.play.played import Played
+
+_GIB = 1 << 30
+WIDTH = 80
+"""Columns of the report."""
+_MOST_LINES = 6
+"""Lines of communication that the table shows. The rest is one line."""
+
+
+class Accuracy(NamedTuple):
+    """Errors of step times on published rows that a device was not fitted on."""
+
+    num_rows: int
+    median: float
+    largest_of_nine_in_ten: float
+    """Error that nine rows of ten stay below."""
+    fitted: str
+    """Rows that its constants were fitted on."""
+
+
+ACCURACY: Mapping[str, Accuracy] = {
+    "h100": Accuracy(37, 0.027, 0.06, "2 rows of MPT 7B on 8 GPUs"),
+    "h100-500w": Accuracy(3, 0.03, 0.05, "1 row of Llama 3 8B on 8 GPUs"),
+    "a100": Accuracy(38, 0.041, 0.08, "2 rows of MPT 7B, 1 of Llama 2 13B"),
+    "a100-40g": Accuracy(37, 0.020, 0.10, "MPT 7B and 1B on 8 GPUs"),
+}
+"""From benchmarks/foresee: dense models in bfloat16 with FSDP, 8 to 512 GPUs."""
+
+NOT_MODELLED = (
+    "stragglers and jitter",
+    "other jobs on the network",
+    "data loading",
+    "allocator of collectives' own buffers",
+)
+"""Parts of a real run that no constant here stands for."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of a foreseen step.
+
+    Args:
+        played: The step.
+        tokens: Tokens of all ranks in a step. None: not known.
+        problems: Problems that checks found, as sentences.
+        assumptions: Assumed values and approximations.
+        expandable: Whether PyTorch's allocator has expandable segments.
+        title: Name of the program.
+    """
+
+    played: Played
+    tokens: int | None = None
+    problems: Sequence[str] = ()
+    assumptions: Sequence[str] = ()
+    expandable: bool = False
+    title: str = ""
+    _memory: dict[int, Memory] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def memory(self) -> Mapping[int, Memory]:
+        """Memory of each role."""
+        if not self._memory:
+            self._memory.update(self.played.memory(expandable=self.expandable))
+        return self._memory
+
+    @property
+    def fullest(self) -> int:
+        """Role with the highest peak."""
+        return max(self.memory, key=lambda rank: (self.memory[rank].live_peak, -rank))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's memory is enough."""
+        return all(memory.fits for memory in self.memory.values())
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the figures as plain values: seconds, bytes, and shares from 0 to 1."""
+        played, fullest = self.played, self.memory[self.fullest]
+        accuracy = ACCURACY.get(played.device.name)
+        return {
+            "title": self.title,
+            "gpu": played.device.name,
+            "world_size": played.world_size,
+            "hosts": list(played.cluster.hosts),
+            "roles": {str(rank): sum(played.classes[each] == rank for each in self._ranks) for rank in played.roles},
+            "step_seconds": played.seconds,
+            "tokens_per_second": self.tokens / played.seconds if self.tokens and played.seconds else None,
+            "mfu": played.mfu,
+            "kernel_seconds": dict(self._slowest.kernel_seconds),
+            "exposed": [
+                {"group": name.group, "place": name.place, "seconds": seconds}
+                for name, seconds in played.exposed.items()
+            ],
+            "memory": {
+                "rank": self.fullest,
+                "live_peak": fullest.live_peak,
+                "reserved_peak": fullest.reserved_peak,
+                "limit": played.device.memory_bytes,
+                "kinds": dict(fullest.kinds_at_peak),
+                "fits": self.fits,
+            },
+            "problems": list(self.problems),
+            "assumptions": list(self.assumptions),
+            "not_modelled": list(NOT_MODELLED),
+            "accuracy": None if accuracy is None else accuracy._asdict(),
+        }
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.played.world_size)
+
+    @property
+    def _slowest(self):  # type: ignore[no-untyped-def]
+        return max(self.played.roles.values(), key=lambda role: role.seconds)
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [self._head(), self._figures()]
+        if self.played.exposed:
+            parts.append(self._communication())
+        parts += [self._memory_table(), self._notes()]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(width=WIDTH, force_terminal=False, color_system=None, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+    def _head(self) -> Text:
+        played = self.played
+        hosts = len(played.cluster.hosts)
+        where = f"{played.world_size} x {played.device.name} on {hosts} host{'s' if hosts > 1 else ''}"
+        roles = len(played.roles)
+        title = f"{self.title}: " if self.title else ""
+        return Text(f"{title}{where}, {roles} role{'s' if roles > 1 else ''} recorded")
+
+    def _figures(self) -> Table:
+        played = self.played
+        table = _table("", "")
+        accuracy = ACCURACY.get(played.device.name)
+        band = f" +- {accuracy.largest_of_nine_in_ten:.0%}" if accuracy is not None else ""
+        table.add_row("step", f"{seconds_text(played.seconds)}{band}")
+        if self.tokens and played.seconds:
+            table.add_row("tokens per second", f"{self.tokens / played.seconds:,.0f}")
+        table.add_row("MFU", f"{played.mfu:.1%}")
+        role = self._slowest
+        if role.seconds:
+            parts = [f"{kind} {seconds / role.seconds:.0%}" for kind, seconds in role.kernel_seconds.items()]
+            exposed = sum(role.exposed.values()) / role.seconds
+            idle = max(0.0, 1 - sum(end - start for start, end in role.computing) / role.seconds - exposed)
+            table.add_row("kernels", ", ".join(parts))
+            table.add_row("exposed communication", f"{exposed:.1%}")
+            table.add_row("idle otherwise", f"{idle:.1%}")
+        return table
+
+    def _communication(self) -> Table:
+        table = _table("exposed communication", "group", "time", "share")
+        rows = list(self.played.exposed.items())
+        for name, seconds in rows[:_MOST_LINES]:
+            share = f"{seconds / self.played.seconds:.1%}"
+            table.add_row(_short(name.place or "unknown line", 44), name.group or "-", seconds_text(seconds), share)
+        rest = sum(seconds for _, seconds in rows[_MOST_LINES:])
+        if rest:
+            left = f"{len(rows) - _MOST_LINES} other lines"
+            table.add_row(left, "", seconds_text(rest), f"{rest / self.played.seconds:.1%}")
+        return table
+
+    def _memory_table(self) -> Table:
+        rank = self.fullest
+        memory, limit = self.memory[rank], self.played.device.memory_bytes
+        table = _table(f"memory of rank {rank} at its peak", "GiB")
+        for kind, size in memory.kinds_at_peak.items():
+            table.add_row(kind, f"{size / _GIB:.2f}")
+        table.add_row("tensors", f"{memory.live_peak / _GIB:.2f}")
+        table.add_row("reserved", f"{memory.reserved_peak / _GIB:.2f}")
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        table.add_row(f"{verdict} into", f"{limit / _GIB:.2f}")
+        return table
+
+    def _notes(self) -> RenderableType:
+        accuracy = ACCURACY.get(self.played.device.name)
+        lines = []
+        if self.problems:
+            lines += ["problems:", *(f"- {problem}" for problem in self.problems)]
+        if self.assumptions:
+            lines += ["assumed:", *(f"- {assumption}" for assumption in self.assumptions)]
+        if accuracy is None:
+            lines.append("accuracy: not compared with published runs on this device")
+        else:
+            lines.append(
+                f"accuracy: median error {accuracy.median:.1%} on {accuracy.num_rows} published steps with FSDP in "
+                f"bfloat16 that were not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}. Constants "
+                f"fitted on {accuracy.fitted}. See benchmarks/foresee."
+            )
+        lines.append(f"not modelled: {', '.join(NOT_MODELLED)}")
+        return Text("\n".join(lines))
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a time with its unit, such as "1.23 s" or "4.5 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, show_header=any(titles), pad_edge=False, padding=(0, 2, 0, 0))
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index == 0 or not any(titles) else "right", overflow="fold")
+    return table
+
+
+def _short(text: str, most: int) -> str:
+    """Returns the end of a text that is too long."""
+    return text if len(text) <= most else "..." + text[3 - most :]

@@ -1,0 +1,148 @@
+"""Times of collectives and messages, by hand, and the switches of NCCL's protocols."""
+
+from dataclasses import replace
+
+import pytest
+
+from echelon.errors import EchelonError, LaunchError
+from echelon.foresight.networks import cluster_of
+from echelon.foresight.play.cluster import Cluster, Placement, hosts_of
+from echelon.foresight.play.collectives import KINDS, collective_cost, message_seconds
+from echelon.foresight.play.devices import DEVICES
+from echelon.simulation.network import Network
+from tests.helpers.traces import LINKS
+
+GIB = 1 << 30
+H100 = cluster_of("infiniband-400g", DEVICES["h100"], 64)
+
+
+def cost(kind, num_bytes, ranks=range(8), cluster=H100):
+    return collective_cost(cluster, kind, cluster.placement(tuple(ranks)), num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        # Two hosts of two: latency 1, a byte per second, 100 bytes. The smaller of ring and tree.
+        ("all_gather", min(3 * (1 + 25), 2 * 1 + 75)),
+        ("reduce_scatter", min(3 * (1 + 25), 2 * 1 + 75)),
+        ("all_reduce", min(6 * (1 + 25), 2 * (1 + 100))),
+        ("broadcast", min(2 * (1 + 100), (2 + 3) * 1 + 2 * 75)),
+        # 50 bytes to the two ranks of the other host, and a latency for each other rank.
+        ("all_to_all", 3 * 1 + 50),
+        ("barrier", 2 * (1 + 4)),
+    ],
+)
+def test_collectives_without_nccl_by_their_closed_forms(kind, seconds):
+    assert collective_cost(LINKS, kind, Placement(4, 2, 2), 100).seconds == pytest.approx(seconds)
+
+
+def test_inside_a_host_its_links_count():
+    assert cost("all_gather", 40, range(2), LINKS).seconds == pytest.approx(20 / 10)
+    assert cost("all_gather", 40, (0, 2), LINKS).seconds == pytest.approx(1 + 20)
+
+
+def test_an_nccl_ring_by_hand():
+    # 8 ranks of one host, Simple: 8.4 us, 7 steps of 3.4 us, 7/8 of a GiB at 350 GB/s.
+    found = cost("all_gather", GIB)
+    assert found.seconds == pytest.approx(8.4e-6 + 7 * 3.4e-6 + GIB * 7 / 8 / 350e9)
+    assert (found.algorithm, found.protocol) == ("ring", "Simple")
+    both = cost("all_reduce", GIB)
+    assert both.seconds == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * GIB * 7 / 8 / 350e9)
+
+
+def test_a_ring_between_hosts_by_hand():
+    # 64 ranks on 8 hosts: 56 steps inside, 7 between; 8 NICs of 47 GB/s are faster than the links inside.
+    found = cost("reduce_scatter", GIB, range(64))
+    latency = 8.4e-6 + 56 * 3.4e-6 + 7 * (14e-6 + 2e-6)
+    assert found.seconds == pytest.approx(latency + GIB * 63 / 64 / 350e9)
+    # One rank of each host uses one NIC. All latencies are then those of the network.
+    found = cost("all_gather", GIB, range(0, 64, 8))
+    assert found.seconds == pytest.approx(8.4e-6 + 7 * (14e-6 + 2e-6) + GIB * 7 / 8 / 47e9)
+
+
+def test_protocols_switch_with_the_size():
+    protocols = [cost("all_gather", 1 << power).protocol for power in range(8, 31)]
+    assert list(dict.fromkeys(protocols)) == ["LL", "LL128", "Simple"]
+
+
+def test_a_tree_reduces_small_arrays_of_many_hosts():
+    assert cost("all_reduce", 1 << 16, range(64)).algorithm == "tree"
+    assert cost("all_reduce", 8 * GIB, range(64)).algorithm == "ring"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
+@pytest.mark.parametrize("cluster", [H100, LINKS], ids=["nccl", "plain"])
+def test_more_bytes_take_longer(kind, cluster):
+    ranks = range(cluster.world_size)
+    seconds = [cost(kind, 1 << power, ranks, cluster).seconds for power in range(4, 34, 3)]
+    assert seconds == sorted(set(seconds))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_one_takes_no_time(kind):
+    assert cost(kind, GIB, [3]).seconds == 0
+
+
+def test_an_all_to_all_uses_both_kinds_of_links_at_once():
+    # 64 ranks: 56 of 64 parts leave the host by the rank's own NIC.
+    found = cost("all_to_all", GIB, range(64))
+    assert found.seconds == pytest.approx(8.4e-6 + 14e-6 + 2e-6 + GIB * 56 / 64 / 47e9)
+
+
+def test_oversubscription_divides_the_bandwidth_between_hosts():
+    narrow = replace(H100, oversubscription=4.0)
+    wide, tight = (cost("all_gather", GIB, range(0, 64, 8), cluster).seconds for cluster in (H100, narrow))
+    assert tight == pytest.approx(wide + 3 * GIB * 7 / 8 / 47e9)
+    assert cost("all_gather", GIB, range(8), narrow) == cost("all_gather", GIB, range(8))
+
+
+def test_messages_inside_and_between_hosts():
+    assert message_seconds(H100, 0, 7, 350e9) == pytest.approx(1 + 8.4e-6 + 3.4e-6)
+    assert message_seconds(H100, 0, 8, 47e9) == pytest.approx(1 + 8.4e-6 + 14e-6 + 2e-6)
+    # Between rails, a hop inside the host comes first.
+    rails = replace(H100, rails=8)
+    assert message_seconds(rails, 0, 8, 0) == message_seconds(H100, 0, 8, 0)
+    assert message_seconds(rails, 0, 9, 0) == pytest.approx(message_seconds(H100, 0, 9, 0) + 3.4e-6)
+    assert message_seconds(LINKS, 0, 1, 30) == 3
+    assert message_seconds(LINKS, 1, 2, 30) == 31
+
+
+def test_a_kind_without_formula_is_refused():
+    with pytest.raises(EchelonError, match=r"'gossip'.*all_reduce"):
+        cost("gossip", 1)
+
+
+def test_hosts_are_a_number_or_a_list_or_as_many_as_needed():
+    assert hosts_of(16, 2, 8) == (8, 8)
+    assert hosts_of(12, None, 8) == (8, 4)
+    assert hosts_of(12, [4, 8], 8) == (4, 8)
+    cluster = cluster_of(Network(hosts=[4, 12]), DEVICES["h100"], 16)
+    assert cluster.placement(range(3, 6)) == (3, 2, 1)
+    assert [cluster.host_of(rank) for rank in (0, 3, 4, 15)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("hosts", [5, [4, 4], [], 0, "2", [0, 16]])
+def test_hosts_that_do_not_have_the_ranks_are_refused(hosts):
+    with pytest.raises(LaunchError, match="hosts="):
+        hosts_of(16, hosts, 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bandwidth": 0}, {"latency": -1}, {"local_bandwidth": -1}, {"oversubscription": 0.5}, {"hosts": ()}],
+    ids=str,
+)
+def test_impossible_clusters_are_refused(change):
+    with pytest.raises(LaunchError, match=next(iter(change))):
+        replace(LINKS, **change)
+
+
+def test_an_unknown_network_names_those_that_are_known():
+    with pytest.raises(LaunchError, match=r"infiniband-400g"):
+        cluster_of("infiniband", DEVICES["h100"], 8)
+
+
+def test_a_device_without_nccl_has_the_links_of_the_network():
+    cluster = cluster_of("shared-memory", DEVICES["cpu"], 4)
+    assert cluster == Cluster((4,), 10e9, 1e-6, 1e10, 1e-6)

@@ -1,0 +1,90 @@
+"""Mistakes of roles are found before anything is played, with the lines of both sides."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon import CollectiveMismatch, DeadlockError, foresee
+from tests.foresight import programs
+from tests.foresight.planted import RANKS, plant
+
+# Names of collectives that torch 2.13 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore::UserWarning:torch")
+
+
+def run(source, path):
+    path.write_text(source)
+    code = compile(source, str(path), "exec")
+    return foresee(lambda: exec(code, {"__name__": "__main__"}), RANKS)
+
+
+def assert_found(seed, folder):
+    planted = plant(seed)
+    path = folder / f"program{seed}.py"
+    with pytest.raises(CollectiveMismatch) as raised:
+        run(planted.source, path)
+    text = str(raised.value)
+    named = {int(number) for number in re.findall(rf"{re.escape(str(path))}:(\d+)", text)}
+    assert named & set(planted.lines), f"{planted.mistake} on rank {planted.rank}: {text}"
+    assert f"rank {planted.rank}" in text
+    # A side that has made no call at all in the group has no line.
+    assert len(named) >= 2 or "none on rank" in text, text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_planted_mistakes_are_found(seed, tmp_path):
+    assert_found(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_planted_mistakes_are_found(tmp_path):
+    for seed in range(200):
+        assert_found(seed, tmp_path)
+
+
+def two_groups(same_order):
+    dist.init_process_group("nccl")
+    one, other = dist.new_group(range(2)), dist.new_group(range(2))
+    groups = [one, other] if same_order or dist.get_rank() == 0 else [other, one]
+    x = torch.ones(8, device="cuda")
+    for group in groups:
+        dist.all_reduce(x, group=group)
+
+
+def test_two_groups_in_different_orders_are_a_deadlock():
+    with pytest.raises(DeadlockError, match=r"rank 0 waits for rank 1 in .*test_check.py:\d+.*rank 1 waits for rank 0"):
+        foresee(two_groups, 2, (False,))
+    assert foresee(two_groups, 2, (True,)).step_seconds > 0
+
+
+def one_way():
+    dist.init_process_group("nccl")
+    x = torch.ones(8, device="cuda")
+    if dist.get_rank() == 0:
+        dist.send(x, 1)
+
+
+def test_message_without_a_partner_is_found():
+    with pytest.raises(
+        CollectiveMismatch, match=r"send to rank 1 of 32 bytes.*test_check.py:\d+ on rank 0 has no partner"
+    ):
+        foresee(one_way, 2)
+
+
+def logs_on_rank_0(step):
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+
+
+def test_collective_of_one_rank_among_those_of_fsdp_is_found():
+    with pytest.raises(CollectiveMismatch, match=r"test_check.py:\d+ on rank 0, but none on rank 1.*programs.py:\d+"):
+        foresee(lambda: programs.fsdp(depth=1, after=logs_on_rank_0), 2)
+
+
+def test_reduction_in_bfloat16_is_a_problem():
+    seen = foresee(lambda: programs.fsdp(depth=1, reduce_dtype=torch.bfloat16), 2)
+    assert [problem.kind for problem in seen.problems] == ["narrow reduction"]
+    assert "bfloat16" in str(seen.problems[0])
