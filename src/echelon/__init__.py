@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from echelon import _torch_versions
 from echelon.errors import (
     AuthenticationError,
+    CheckpointError,
     Closed,
     CollectiveMismatch,
     ConnectError,
@@ -78,6 +79,7 @@ _SUBMODULES = ("functional", "pipeline", "simulation", "testing")
 __all__ = [
     "DDP",
     "AuthenticationError",
+    "CheckpointError",
     "Closed",
     "CollectiveMismatch",
     "ConnectError",
