@@ -124,7 +124,7 @@ def collect(objects: Objects, group: ProcessGroup | None) -> Collected:
     _compare(part, told)
     data = _data(part, told)
     pipeline = part.models[""].pipeline if "" in part.models else None
-    layout: dict[str, Json] = {"ranks": world_size, "dp": part.place.num_dp, "pp": part.place.num_pp}
+    layout: dict[str, Json] = {"dp": part.place.num_dp, "pp": part.place.num_pp}
     if pipeline is not None:
         layout["schedule"] = pipeline.schedule.name
     return Collected(_state(part, told, data, rank), None if pipeline is None else pipeline.seed, layout)
@@ -208,7 +208,7 @@ def _describe_model(part: _Part, prefix: str, model: ModelTensors) -> None:
 
 def _told(part: _Part) -> dict[str, JsonLike]:
     """Returns this rank's description, as the other ranks get it."""
-    found: dict[str, Any] = {
+    told: dict[str, Any] = {
         "place": list(part.place),
         "shared": {name: encoded.digest() for name, encoded in part.shared.items()},
         "own": sorted(part.own),
@@ -229,7 +229,7 @@ def _told(part: _Part) -> dict[str, JsonLike]:
             if not is_sharded(model.tensors[name])
         },
     }
-    return found
+    return told
 
 
 def _compare(part: _Part, told: Sequence[Mapping[str, Any]]) -> None:
@@ -263,7 +263,7 @@ def _data(part: _Part, told: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
     for section in part.optimizers:
         by_rank = [[ParamGroup(tuple(names), options) for names, options in each["groups"][section]] for each in told]
         groups[section] = [{"params": list(each.names), "options": each.options} for each in merge(by_rank, section)]
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "places": [each["place"] for each in told],
         "models": {
             prefix: sorted({name for each in told for name in each["models"][prefix]}) for prefix in part.models
@@ -281,7 +281,7 @@ def _data(part: _Part, told: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
             if all(each["shared"][name] == told[0]["shared"][name] for each in told)
         },
     }
-    return found
+    return data
 
 
 def _united(told: Sequence[Mapping[str, Any]], prefix: str) -> list[str]:

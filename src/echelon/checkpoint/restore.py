@@ -7,9 +7,9 @@ then is the first tensor overwritten: in place, and through one copy at a time w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ from echelon.checkpoint.optimizer import Target, groups_of, is_cut, kind_of, res
 from echelon.checkpoint.param_groups import ParamGroup, match, merge
 from echelon.checkpoint.random_states import set_process_state, set_states, states_of
 from echelon.checkpoint.state import Json, Spec, Wanted
+from echelon.checkpoint.together import together
 from echelon.data_parallel.reducer import Learned
 from echelon.data_parallel.zero import ZeroOptimizer
 from echelon.errors import InvalidArgument
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.run.weights import give_memory
-
-T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -84,7 +83,6 @@ def restore(
     source: Source,
     objects: Objects,
     group: ProcessGroup | None,
-    together: Callable[[ProcessGroup | None, Callable[[], None]], None],
     *,
     strict: bool,
 ) -> None:
@@ -94,7 +92,6 @@ def restore(
         source: the checkpoint.
         objects: objects to fill.
         group: the ranks that load.
-        together: runs a function that fails on all ranks if it does on one.
         strict: whether names must be the same on both sides.
 
     Raises:
@@ -368,8 +365,8 @@ def _model_targets(live: _Live, model: ModelTensors) -> Iterator[Target]:
         give_memory(module, {name: nothing for name, tensor in named if id(tensor) in stored})
     for name, tensor in model.tensors.items():
         if name in live.stored:
-            stored = _copy_of(live, live.stored[name], model.is_local or name in model.buffers)
-            yield from (Target(stored, each.start, each.values) for each in ranges_of(tensor, name))
+            saved = _copy_of(live, live.stored[name], model.is_local or name in model.buffers)
+            yield from (Target(saved, start, values) for start, values in ranges_of(tensor, name))
 
 
 def _copy_of(live: _Live, name: str, is_local: bool) -> str:

@@ -9,7 +9,7 @@ from echelon.arguments import check_path, is_count, named
 from echelon.checkpoint.collect import Objects, collect
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.groups import group_of
-from echelon.checkpoint.loading import open_checkpoint, together
+from echelon.checkpoint.loading import open_checkpoint
 from echelon.checkpoint.restore import restore
 from echelon.checkpoint.saving import Handle, Saver
 from echelon.errors import CheckpointError, InvalidArgument
@@ -142,7 +142,7 @@ class Store:
         source = open_checkpoint(self._path, group, step)
         if source is None:
             return None
-        restore(source, objects, group, together, strict=strict)
+        restore(source, objects, group, strict=strict)
         return source.step
 
     def steps(self) -> list[int]:
