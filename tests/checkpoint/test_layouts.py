@@ -1,7 +1,5 @@
 """A checkpoint of any layout loads into any other, bit for bit."""
 
-import itertools
-
 import pytest
 import torch
 

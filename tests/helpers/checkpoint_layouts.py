@@ -87,7 +87,7 @@ LAYOUTS = {
 
 def build(group: echelon.ProcessGroup, layout: Layout, *, offset: float = 0.0, steps: int = 20) -> Run:
     """Builds a rank's part of the model, with values that differ by `offset` from those of another run."""
-    torch.manual_seed(group.rank)
+    torch.manual_seed(0 if layout.plain else group.rank)  # replicas that nobody makes equal have to stay so
     net = make_net(offset=offset)
     if layout.pp > 1:
         return _pipeline(group, layout, net, steps)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn, optim
 
 from echelon.arguments import named
-from echelon.checkpoint.encoding import Encoded, checksum, encode, joined
+from echelon.checkpoint.encoding import Encoded, checksum, encode, joined, samples
 from echelon.checkpoint.model import ModelTensors, Place, is_sharded, ranges_of, spec_of, tensors_of
 from echelon.checkpoint.optimizer import OptimizerState, check_optimizer, kind_of, state_of
 from echelon.checkpoint.param_groups import ParamGroup, merge
@@ -122,6 +122,7 @@ def collect(objects: Objects, group: ProcessGroup | None) -> Collected:
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
     part, told = describe_or_fail(lambda: _describe(objects, rank, world_size), _told, group)
     _compare(part, told)
+    _compare_replicas(told)
     data = _data(part, told)
     pipeline = part.models[""].pipeline if "" in part.models else None
     layout: dict[str, Json] = {"dp": part.place.num_dp, "pp": part.place.num_pp}
@@ -221,7 +222,8 @@ def _told(part: _Part) -> dict[str, JsonLike]:
             for section, one in part.optimizers.items()
         },
         "values": {name: value for one in part.optimizers.values() for name, value in one.values.items()},
-        # Checksums of buffers alone: parameters are equal on all replicas, and reading them would take longer.
+        "samples": _samples(part),
+        # Checksums of buffers alone: replicas need not have them equal, and they are small.
         "buffers": {
             name: checksum(model.tensors[name])
             for model in part.models.values()
@@ -230,6 +232,18 @@ def _told(part: _Part) -> dict[str, JsonLike]:
         },
     }
     return told
+
+
+def _samples(part: _Part) -> dict[str, int]:
+    """Returns checksums of some elements of the tensors that must be equal on all ranks that have them."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    for model in part.models.values():
+        for name, tensor in model.tensors.items():
+            if not (model.is_local or name in model.buffers or is_sharded(tensor)):
+                names.append(name)
+                tensors.append(tensor)
+    return dict(zip(names, samples(tensors), strict=True))
 
 
 def _compare(part: _Part, told: Sequence[Mapping[str, Any]]) -> None:
@@ -247,6 +261,19 @@ def _compare(part: _Part, told: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidArgument(
                 f"{name} differs between ranks 0 and {differing[0]}: make it equal, or wrap it: PerRank(value)"
             )
+
+
+def _compare_replicas(told: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidArgument if ranks have the same parameter with different values, which a checkpoint would mix."""
+    first: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(told):
+        for name, sample in each["samples"].items():
+            before, found = first.setdefault(name, (rank, sample))
+            if found != sample:
+                raise InvalidArgument(
+                    f"{name} differs between ranks {before} and {rank}, which should hold replicas: train them by "
+                    "DistributedDataParallel, or give each rank a Store of its own: group=group.subgroup([rank])"
+                )
 
 
 def _data(part: _Part, told: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
