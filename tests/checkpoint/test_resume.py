@@ -70,9 +70,7 @@ class Samples:
 
 def with_companions(group, hook_name, path, first, last):
     """Trains with all that a run can depend on."""
-    hook = {"power": lambda: PowerSGD(1, start_after=1), "local": lambda: LocalSGD(2), "none": lambda: None}[
-        hook_name
-    ]()
+    hook = {"power": PowerSGD(1, start_after=1), "local": LocalSGD(2), "none": None}[hook_name]
     ddp = echelon.DDP(make_net(offset=float(first)), group, bucket_mb=1e-4, hook=hook)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3])

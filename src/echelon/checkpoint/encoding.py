@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.arguments import named
 from echelon.backends.admission import check_values
 from echelon.checkpoint.state import Json
 from echelon.errors import InvalidArgument
@@ -73,8 +74,9 @@ def _to_cpu(parts: list[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for device in {part.device for part in parts}:
         there = [index for index, part in enumerate(parts) if part.device == device]
-        came = torch.cat([parts[index] for index in there]).cpu()
-        found |= dict(zip(there, came.split([parts[index].numel() for index in there]), strict=True))
+        sizes = [parts[index].numel() for index in there]
+        came = torch.split(torch.cat([parts[index] for index in there]).cpu(), sizes)
+        found |= dict(zip(there, came, strict=True))
     return [found[index] for index in range(len(parts))]
 
 
@@ -155,10 +157,9 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], around: list[i
         if id(value) in around:
             raise InvalidArgument(f"{name} contains itself, and JSON-like data cannot: take it out")
         return _encode_nested(value, name, tensors, [*around, id(value)])
-    kind = type(value).__name__
     raise InvalidArgument(
-        f"{name} is a {kind}, and a checkpoint takes numbers, text, tensors, and lists and dicts of them: store its "
-        "parts, or give it state_dict and load_state_dict and pass it by a keyword of its own"
+        f"{name} is {named(value)}, and a checkpoint takes numbers, text, tensors, and lists and dicts of them: store "
+        "its parts, or give it state_dict and load_state_dict and pass it by a keyword of its own"
     )
 
 

@@ -159,8 +159,8 @@ def _local_box(tensor: Any, name: str) -> tuple[Tensor, list[int]]:
             sizes[dim] = min(step, sizes[dim] - first)
         elif not isinstance(placement, Replicate):
             raise UnsupportedOp(
-                f"{name} is a DTensor placed as {placement}, and a checkpoint takes Shard and Replicate: redistribute "
-                "it first"
+                f"{name} is a DTensor placed as {type(placement).__name__}, and a checkpoint takes Shard and Replicate: "
+                "redistribute it first"
             )
     if list(local.shape) != sizes and local.numel():
         raise UnsupportedOp(
@@ -228,8 +228,6 @@ def _check(tensor: Tensor, name: str, takes_meta: bool) -> None:
     if is_sharded(tensor):
         tensor = tensor.to_local()  # type: ignore[attr-defined]
     check_values(tensor, f"a checkpoint, {name},", takes_meta=takes_meta)
-    if tensor.is_meta and not takes_meta:
-        raise UnsupportedOp(f"{name} is on the meta device and has no values: load or initialise the model first")
     if tensor.is_quantized:
         raise UnsupportedOp(f"{name} is a quantized tensor, which a checkpoint does not take: dequantize it first")
 
