@@ -241,19 +241,25 @@ class Saver:
         """Copies this rank's part into shared memory, and starts the process that writes it."""
         layout = plan.tensors.layouts[self._rank]
         folder = writers_of(draft_of(self.path, manifest.step, self._run))
-        memory, record = together(
-            self._group, lambda: (self._buffer.tensor(layout.size), _new_record(folder, self._rank)), folder
-        )
+        records: list[FileLock] = []
+
+        def copy() -> None:
+            memory = self._buffer.tensor(layout.size)
+            records.append(_new_record(folder, self._rank))
+            fill(memory, layout, plan.copies, state.pieces)
+
+        # No writer starts before the last copy has ended: it would take processor and memory from that.
+        together(self._group, copy, folder)
         job = {"folder": self.path, "step": manifest.step, "run": self._run, "rank": self._rank, "size": layout.size}
         if self._rank == 0:
             job |= {"content": content_of(manifest), "keep": self._keep, "world_size": len(manifest.own)}
         try:
-            fill(memory, layout, plan.copies, state.pieces)
-            self._writer = BackgroundWriter(self._buffer.fileno, record, job).wait
-        except (OSError, RuntimeError) as error:  # told at the next call, on all ranks
-            record.close()
+            self._writer = BackgroundWriter(self._buffer.fileno, records[0], job).wait
+        except OSError as error:  # told at the next call, on all ranks
             outcome = failure(error)
             self._writer = lambda: outcome
+        finally:
+            records[0].close()
         last = f"{folder}/{_record_name(0)}"  # the writer of rank 0 is the last to end
         self._pending = Handle(manifest.step, self.finish, lambda: not is_held(last))
         return self._pending
