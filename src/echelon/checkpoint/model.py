@@ -159,8 +159,8 @@ def _local_box(tensor: Any, name: str) -> tuple[Tensor, list[int]]:
             sizes[dim] = min(step, sizes[dim] - first)
         elif not isinstance(placement, Replicate):
             raise UnsupportedOp(
-                f"{name} is a DTensor placed as {type(placement).__name__}, and a checkpoint takes Shard and Replicate: "
-                "redistribute it first"
+                f"{name} is a DTensor placed as {type(placement).__name__}, and a checkpoint takes Shard and "
+                "Replicate: redistribute it first"
             )
     if list(local.shape) != sizes and local.numel():
         raise UnsupportedOp(
