@@ -221,7 +221,7 @@ def _match_groups(
                 raise _absent(source, section)
             continue
         kind = kind_of(live.objects.optimizers[section])
-        if kind != kinds[section] and strict:
+        if kinds[section] and kind != kinds[section] and strict:  # an imported checkpoint has none
             raise InvalidArgument(
                 f"the {section} is {kind} here and {kinds[section]} in the checkpoint: make the optimizer that was "
                 "saved, or leave it out"

@@ -47,9 +47,11 @@ app.command("tune", short_help="Finds the fastest algorithms for this system.")(
 app.command("doctor", short_help="Checks this host for problems.")(doctor)
 collectives.command()(command(plan_collective))
 checkpoints = typer.Typer(**_SETTINGS)
-app.add_typer(checkpoints, name="checkpoint", help="Lists and checks the checkpoints of a folder.")
+app.add_typer(checkpoints, name="checkpoint", help="Lists, checks and converts the checkpoints of a folder.")
 checkpoints.command("ls")(checkpoint.ls)
 checkpoints.command("verify")(checkpoint.verify)
+checkpoints.command("export")(checkpoint.export)
+checkpoints.command("import")(checkpoint.import_)
 
 
 def _print_version(asked_for: bool) -> None:

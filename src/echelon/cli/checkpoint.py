@@ -1,7 +1,8 @@
-"""`echelon checkpoint`: lists and checks the checkpoints of a folder."""
+"""`echelon checkpoint`: lists, checks and converts the checkpoints of a folder."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from echelon.checkpoint.folder import Folder, Found
 from echelon.cli.options import Json
 from echelon.cli.output import print_table, to_json, write
-from echelon.errors import CheckpointError, FileError
+from echelon.errors import CheckpointError, FileError, InvalidArgument
 from echelon.wording import counted
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the checkpoints.")]
@@ -60,6 +61,57 @@ def verify(path: Path, step: Step = None, as_json: Json = False) -> int:
             for problem in problems[each]:
                 write(console, f"  {problem}", "bold red")
     return int(not steps or any(problems.values()))
+
+
+def export(
+    path: Path,
+    hf: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for from_pretrained of transformers.")] = None,
+    dcp: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for torch.distributed.checkpoint.")] = None,
+    step: Step = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="config.json for --hf; else the extra value config.")
+    ] = None,
+) -> None:
+    """Writes the newest checkpoint, or that of a step, in another format."""
+    # Late: they import torch, which takes seconds that `--help` need not wait.
+    from echelon.checkpoint.hugging_face import export_hf
+    from echelon.checkpoint.loading import open_checkpoint
+    from echelon.checkpoint.torch_dcp import export_dcp
+
+    if (hf is None) == (dcp is None):
+        raise InvalidArgument("give one of --hf DIR and --dcp DIR")
+    if config is not None and hf is None:
+        raise InvalidArgument("--config is for --hf: leave it out")
+    _folder(path)
+    checkpoint = open_checkpoint(path, None, step)
+    if checkpoint is None:
+        raise CheckpointError(f"{path} has no checkpoint: give a folder in which a job saves")
+    where = hf if hf is not None else str(dcp)
+    number = export_hf(checkpoint, where, config).num_tensors if hf is not None else export_dcp(checkpoint, where)
+    print(f"step {checkpoint.step}: {counted(number, 'tensor')} in {where}")
+
+
+def import_(
+    path: Path,
+    dcp: Annotated[str, typer.Option(metavar="DIR", help="Folder that torch.distributed.checkpoint wrote.")],
+    step: Annotated[int, typer.Option("--step", metavar="N", help="Step of the new checkpoint.")] = 0,
+) -> None:
+    """Makes a checkpoint of one of torch.distributed.checkpoint.
+
+    Its metadata is a pickle, which can run any code when it is read: import only folders that you trust.
+    """
+    from echelon.checkpoint.saving import Saver
+    from echelon.checkpoint.torch_dcp import import_dcp
+
+    print(
+        f"echelon: unpickling the metadata of {dcp}, which can run any code: is it from a source you trust?",
+        file=sys.stderr,
+    )
+    state = import_dcp(dcp)
+    saver = Saver(path)
+    saver.save(step, state)
+    saver.close()
+    print(f"step {step}: {counted(len(state.specs), 'tensor')} in {path}")
 
 
 def _folder(path: str) -> Folder:
