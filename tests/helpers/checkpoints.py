@@ -28,7 +28,7 @@ def tensors_of(version, rows=40):
     return tensors
 
 
-def state_of(tensors, data=None, own=None, keep=lambda name, numel: [(0, numel)]):
+def state_of(tensors, data=None, own=None, keep=lambda _, numel: [(0, numel)]):
     """Returns the state of a rank that holds the ranges of each tensor that `keep` gives."""
     pieces = [
         Piece(name, start, value.reshape(-1)[start:stop])

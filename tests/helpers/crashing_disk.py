@@ -18,7 +18,7 @@ class File:
         self.synced = bytes(data)
         self.pending = []  # (position, bytes), since the last sync
 
-    def after_crash(self, rng, fate, seen):  # noqa: ARG002
+    def after_crash(self, rng, fate, seen):
         data = bytearray(self.synced)
         for position, new in self.pending:
             if fate(rng):
@@ -58,8 +58,8 @@ class Folder:
 
 
 FATES = {
-    "all lost": lambda rng: False,
-    "all kept": lambda rng: True,
+    "all lost": lambda _: False,
+    "all kept": lambda _: True,
     "some": lambda rng: rng.random() < 0.5,
     "most": lambda rng: rng.random() < 0.9,
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import echelon
-from echelon.checkpoint.lock import FileLock, note, noted
+from echelon.checkpoint.lock import FileLock, name_of, note, noted
 from echelon.errors import FileError
 
 
@@ -72,7 +72,7 @@ class BackgroundWriter:
         code = f"import sys; sys.path.insert(0, {root!r}); from echelon.checkpoint.writer import main; main{files!r}"
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             # A launcher that reads its ranks' output would wait for the end of the writers.
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -80,8 +80,12 @@ class BackgroundWriter:
             cwd="/",
             start_new_session=True,  # signals for the job's process group do not end it
         )
-        record.close()
         weakref.finalize(self, _let_go, self._process)
+        note(record.fileno, name_of(self._process.pid) | {"writes": True})
+        record.close()
+        # It begins now: its notes come after this one.
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def wait(self) -> dict[str, Any]:
         """Waits for the process and returns its outcome: {"ok": True}, or an error and its kind."""

@@ -128,18 +128,22 @@ class CheckedFile:
                 count = min(BLOCK - inside, len(out) - done)
                 by_block.setdefault(number, []).append((inside, out[done : done + count]))
                 done += count
-        with mmap.mmap(-1, BLOCK) as scratch, memoryview(scratch) as spare:
-            for number in sorted(by_block):
-                self._read_block(number, by_block[number], spare)
+        spare = self._spare()
+        for number in sorted(by_block):
+            self._read_block(number, by_block[number], spare)
 
     def check(self) -> Iterator[str]:
         """Yields the problems of the whole file."""
-        with mmap.mmap(-1, BLOCK) as scratch, memoryview(scratch) as spare:
-            for number in range(len(self._stored.crcs)):
-                try:
-                    self._read_block(number, [], spare)
-                except CheckpointError as error:
-                    yield str(error)
+        spare = self._spare()
+        for number in range(len(self._stored.crcs)):
+            try:
+                self._read_block(number, [], spare)
+            except CheckpointError as error:
+                yield str(error)
+
+    def _spare(self) -> memoryview:
+        # Unlike a bytearray, only the pages that are used take time.
+        return memoryview(mmap.mmap(-1, min(BLOCK, self._stored.size)))
 
     def _read_block(self, number: int, targets: list[tuple[int, memoryview]], spare: memoryview) -> None:
         begin = number * BLOCK

@@ -57,7 +57,7 @@ class FileLock(Lock):
         """
         if not _flock(self.fileno, fcntl.LOCK_EX | fcntl.LOCK_NB, self.path):
             return False
-        note(self.fileno, {"pid": os.getpid(), "host": socket.gethostname(), "started": started_at(os.getpid())})
+        note(self.fileno, name_of(os.getpid()))
         return True
 
     def close(self) -> None:
@@ -68,6 +68,11 @@ class FileLock(Lock):
 
     def __del__(self) -> None:
         self.close()
+
+
+def name_of(pid: int) -> dict[str, Any]:
+    """Returns a process of this host as JSON-like data."""
+    return {"pid": pid, "host": socket.gethostname(), "started": started_at(pid)}
 
 
 def note(file: int, value: dict[str, Any]) -> None:

@@ -99,6 +99,7 @@ class Saver:
         self._rank = rank_of(group)
         self._keep = keep
         self._fs = fs or Disk()
+        self._versions = {"format": FORMAT, "echelon": version("echelon"), "torch": version("torch")}
         self._run = os.urandom(8).hex()
         self._lock: Lock | None = None
         self._plan: Plan | None = None
@@ -139,9 +140,8 @@ class Saver:
         self.finish()
         self._plan, self._run, own = agree(self._group, {"step": step, "wait": wait}, state, self._run, self._plan)
         together(self._group, lambda: self._begin(step), self.path)
-        versions = {"format": FORMAT, "echelon": version("echelon"), "torch": version("torch")}
         sizes = {"world_size": len(own), **(layout or {})}
-        manifest = Manifest(step, seed, versions, sizes, self._plan.tensors, state.data, own, ())
+        manifest = Manifest(step, seed, self._versions, sizes, self._plan.tensors, state.data, own, ())
         if not wait and not self._is_simulated():
             return self._start(manifest, self._plan, state)
         handle = Handle(step, self.finish, lambda: True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import sys
 from typing import Any
 
@@ -18,7 +17,7 @@ from echelon.checkpoint.blocks import cut, write_file
 from echelon.checkpoint.commit import commit, draft_of, remove_draft, remove_old, writers_of
 from echelon.checkpoint.folder import failed_to
 from echelon.checkpoint.fs import Disk
-from echelon.checkpoint.lock import note, noted, started_at, wait_for_end
+from echelon.checkpoint.lock import note, noted, wait_for_end
 from echelon.checkpoint.manifest import encode, file_name
 from echelon.errors import CheckpointError, EchelonError, FileError, summarize
 
@@ -36,10 +35,9 @@ def main(memory: int, record: int, job: int) -> None:
     """
     task = noted(job)
     note(job, {"died": True})
-    os.nice(_NICE)
     try:
-        name = {"pid": os.getpid(), "host": socket.gethostname(), "started": started_at(os.getpid())}
-        note(record, name | {"writes": True})
+        os.nice(_NICE)
+        sys.stdin.read()  # until the rank has noted this process, or has died
         _write(task, memory, record)
         if task["rank"] == 0:
             _commit(task)
