@@ -134,7 +134,7 @@ def collect(objects: Objects, group: ProcessGroup | None) -> Collected:
 def describe_or_fail(
     describe: Callable[[], Any], tell: Callable[[Any], dict[str, JsonLike]], group: ProcessGroup | None
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Returns this rank's description and what all ranks told of theirs. Blocks.
+    """Returns this rank's description, and the descriptions that all ranks told. Blocks.
 
     Raises:
         EchelonError: describing failed on this rank, or (as a CheckpointError) on another.

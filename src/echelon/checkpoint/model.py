@@ -1,4 +1,4 @@
-"""Tensors of a model under the names of the unsplit, unwrapped model, whatever its layout."""
+"""Tensors of a model in any layout, under the names of the unsplit, unwrapped model."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class ParamGroup(NamedTuple):
 
 
 def merge(by_rank: Sequence[Sequence[ParamGroup]], section: str) -> list[ParamGroup]:
-    """Returns the groups of the unsplit model, of those of all ranks.
+    """Returns the groups of the unsplit model, made from the groups of all ranks.
 
     A rank of a pipeline has the parameters of its stages only. Groups are paired by their place if every rank has the
     same number with the same options, else by their options.

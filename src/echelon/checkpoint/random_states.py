@@ -1,4 +1,4 @@
-"""States of random generators: those of the process, and the user's own."""
+"""States of random generators, of the process and of the user."""
 
 from __future__ import annotations
 

@@ -420,7 +420,7 @@ def _placed(options: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _fill(source: Source, targets: Iterable[Target]) -> None:
-    """Reads into targets. Those of flat memory are filled in place, all at once; others one by one through a copy."""
+    """Reads into targets: all of flat memory at once and in place, then each other one through a copy."""
     direct: list[Wanted] = []
     for target in targets:
         tensor = target.tensor
