@@ -67,13 +67,14 @@ class Checkpoint:
 
     def _check(self, wanted: Wanted) -> None:
         name, start, out = wanted
+        where = f"{name} of step {self.step}"
         if name not in self.specs:
             raise InvalidArgument(f"step {self.step} has no tensor {name}: ask for one that was saved")
         spec, numel = self.specs[name], self._manifest.tensors.entries[name].numel
         if out.dtype != spec.dtype or not out.is_contiguous():
-            raise SizeMismatch(f"contiguous {spec.dtype}", out.dtype, f"{name} of step {self.step}")
+            raise SizeMismatch(f"contiguous {spec.dtype}", out.dtype, where)
         if not 0 <= start <= start + out.numel() <= numel:
-            raise SizeMismatch(f"elements 0 to {numel}", f"{start} to {start + out.numel()}", f"{name} of {self.step}")
+            raise SizeMismatch(f"elements 0 to {numel}", f"{start} to {start + out.numel()}", where)
 
     def _locate(self, wanted: Wanted, by_file: dict[int, list[Read]]) -> dict[int, list[Read]]:
         """Adds to `by_file` where the bytes of a range are."""
