@@ -5,7 +5,9 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --pp 2   # the same, under torchrun
     python examples/train_gpt.py --simulate 4 --dp 2 --pp 2           # the same, on simulated ranks
 
-With --check it trains for a few steps, then trains the same model in one process and compares.
+With --checkpoint DIR it saves beside training. Kill it and start the command again, also with other ranks, --dp and
+--pp: it goes on after the last step that was saved. With --check it trains for a few steps, then trains the same model
+in one process and compares.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import Mesh, ProcessGroup
+from echelon.checkpoint import Store
 from echelon.pipeline import Costs, Pipeline
 from echelon.timeline.timeline import Timeline
 
@@ -55,18 +58,26 @@ def train(options: argparse.Namespace) -> None:
         data_parallel=mesh["dp"],
     )
     optimizer = make_optimizer(pipe.parameters())
+    store = Store(options.checkpoint, keep=2) if options.checkpoint else None
+    first = (store.load(model=pipe, optimizer=optimizer) or 0) if store else 0
+    if first:
+        say(f"going on after step {first} of {options.checkpoint}")
 
-    losses = []
-    progress = Progress(say, options)
-    for step in range(options.steps):
+    losses = {}
+    progress = Progress(say, options, first)
+    for step in range(first, options.steps):
         batch = share(batch_of(text, step, options), mesh)
         loss = pipe.step(batch.inputs, target=batch.target).loss  # adds to .grad, as loss.backward() does
         pipe.clip_grad_norm_(1.0)
         set_learning_rate(optimizer, step, options)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        progress.report(step + 1, losses[-1], pipe)
+        losses[step] = loss.item()
+        progress.report(step + 1, losses[step], pipe)
+        if store and ((step + 1) % options.save_every == 0 or step + 1 == options.steps):
+            store.save(step + 1, model=pipe, optimizer=optimizer, wait=False)
+    if store:
+        store.close()  # waits until the last checkpoint is on disk
 
     # Validation and sampling communicate, so all ranks run them. Only rank 0 prints.
     say(f"\ntrained for {progress.seconds:.0f} s; validation loss, on modules it has not seen:")
@@ -87,11 +98,11 @@ def silent(_: str) -> None:
 class Progress:
     """Progress report: step, loss, speed, time left, and the measured and predicted bubble rate."""
 
-    def __init__(self, say: Callable[[str], None], options: argparse.Namespace) -> None:
+    def __init__(self, say: Callable[[str], None], options: argparse.Namespace, first: int) -> None:
         self._say = say
         self._options = options
         self._begin = self._last_time = time.perf_counter()
-        self._last_step = 0
+        self._first = self._last_step = first
         say(f"\n{'step':>9} {'loss':>8} {'tokens/s':>9} {'time left':>10}   {'bubble: measured':>16} {'predicted':>9}")
 
     @property
@@ -101,7 +112,7 @@ class Progress:
 
     def report(self, step: int, loss: float, pipe: Pipeline) -> None:
         last, every = self._options.steps, self._options.report_every
-        if step % every and step not in (1, last):
+        if step % every and step not in (self._first + 1, last):
             return
         now = time.perf_counter()
         steps_per_second = (step - self._last_step) / (now - self._last_time)
@@ -191,7 +202,7 @@ def draw(pipe: Pipeline, path: Path) -> None:
         print(f"no picture of the last step: {error}")
 
 
-def check(pipe: Pipeline, mesh: Mesh, text: Text, losses: list[float], options: argparse.Namespace) -> None:
+def check(pipe: Pipeline, mesh: Mesh, text: Text, losses: dict[int, float], options: argparse.Namespace) -> None:
     """Trains the same model on the same batches in one process and compares. Ends the program if they differ."""
     weights = gather_weights(pipe, mesh["pp"])
     if mesh.group.rank != 0:
@@ -205,7 +216,7 @@ def check(pipe: Pipeline, mesh: Mesh, text: Text, losses: list[float], options: 
         set_learning_rate(optimizer, step, options)
         optimizer.step()
         optimizer.zero_grad()
-        loss_error = max(loss_error, abs(loss - losses[step]))
+        loss_error = max(loss_error, abs(loss - losses.get(step, loss)))  # the steps of this start of the program
     weight_error = max((weights[name] - value).abs().max().item() for name, value in model.state_dict().items())
 
     print(f"\nagainst one process, after {options.steps} steps in {next(model.parameters()).dtype}:")
@@ -263,6 +274,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report-every", type=int, default=20, metavar="STEPS", help="steps between reports")
     parser.add_argument("--sample", type=int, default=300, metavar="BYTES", help="bytes of text to generate at the end")
     parser.add_argument("--prompt", default="class ", help="start of the generated text")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, and go on from what is here")
+    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="steps from one save to the next")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the picture")
     options = parser.parse_args(arguments)
     options.steps = options.steps or (10 if options.check else 400)

@@ -1,8 +1,8 @@
 """Distributed training on PyTorch: plan it, check it, simulate it, run it, draw it.
 
 The names below are the public ones. Names that need torch are imported on first use: torch takes seconds to import, and
-neither `echelon --help` nor a pipeline schedule needs it. So are the modules `echelon.functional`, `echelon.pipeline`,
-`echelon.simulation` and `echelon.testing`.
+neither `echelon --help` nor a pipeline schedule needs it. So are the modules `echelon.checkpoint`,
+`echelon.functional`, `echelon.pipeline`, `echelon.simulation` and `echelon.testing`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from echelon import _torch_versions
 from echelon.errors import (
     AuthenticationError,
+    CheckpointError,
     Closed,
     CollectiveMismatch,
     ConnectError,
@@ -36,6 +37,7 @@ from echelon.errors import (
 )
 
 if TYPE_CHECKING:
+    from echelon import checkpoint as checkpoint
     from echelon import functional as functional
     from echelon import pipeline as pipeline
     from echelon import simulation as simulation
@@ -75,11 +77,12 @@ _MODULES = {
     ),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = ("functional", "pipeline", "simulation", "testing")
+_SUBMODULES = ("checkpoint", "functional", "pipeline", "simulation", "testing")
 
 __all__ = [
     "DDP",
     "AuthenticationError",
+    "CheckpointError",
     "Closed",
     "CollectiveMismatch",
     "ConnectError",

@@ -60,6 +60,10 @@ __all__ = [
 # the tensor that it writes.
 # tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
 
+COMPILED, RECOMPUTED = "_orig_mod", "_checkpoint_wrapped_module"
+"""Attributes in which wrappers hold their module, of torch.compile and of activation checkpoints. In the names of
+parameters and buffers they are left out: a checkpoint has the names of the plain model."""
+
 # Without a frame of Python each, because every small operation asks: the depth of the stack of dispatch modes; the
 # innermost transform of torch.func, or None; and the level of forward-mode AD, below 0 outside of it.
 dispatch_depth: Callable[[], int] = _len_torch_dispatch_stack

@@ -17,6 +17,7 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── NotFinite            (ArithmeticError)     the numbers: a loss that is infinite or not a number
     ├── LaunchError          (ValueError)          you: a job that cannot be started that way
     ├── FileError            (OSError)             you: a file that cannot be written or read
+    ├── CheckpointError      (RuntimeError)        the files: a damaged checkpoint, or a save that failed
     ├── DeadlockError        (RuntimeError)        the program: every rank waits for another
     ├── PeerFailed           (ConnectionError)     the world: another rank died or gave up
     ├── ConnectError         (ConnectionError)     the world: a rank never came
@@ -149,6 +150,10 @@ class LaunchError(EchelonError, ValueError):
 
 class FileError(EchelonError, OSError):
     """File that cannot be written or read. The message has its path and a missing folder."""
+
+
+class CheckpointError(EchelonError, RuntimeError):
+    """Checkpoint that is damaged, incomplete or of a newer version, or that could not be saved."""
 
 
 class DeadlockError(EchelonError, RuntimeError):

@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+import torch
 
 import echelon
 from echelon.cli import main
@@ -46,13 +47,21 @@ def test_the_example_needs_no_matplotlib(name, monkeypatch, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_other_python_blocks_run(capsys):
+def test_the_other_python_blocks_run(capsys, tmp_path, monkeypatch):
     readme = (EXAMPLES.parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     own = [block for block in blocks if not block.startswith('"""')]
-    assert len(own) == len(blocks) - len(OUTPUTS) == 1
-    exec(own[0], {})
+    assert len(own) == len(blocks) - len(OUTPUTS) == 2
+    checkpoints, planning = sorted(own, key=lambda block: "checkpoint" not in block)
+    exec(planning, {})
     assert capsys.readouterr().out == "14.9% bubble, at most 4 activations\n"
+    monkeypatch.chdir(tmp_path)
+    model, steps = torch.nn.Linear(1, 1), []
+    names = {"echelon": echelon, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    exec(checkpoints, names | {"train_step": steps.append})
+    exec(checkpoints, names | {"train_step": steps.append})  # there is nothing left to do
+    assert steps == list(range(1, 301))
+    assert echelon.checkpoint.Store("runs/gpt").steps() == [100, 200, 300]
 
 
 def test_the_plan_command_runs(capsys):

@@ -1,5 +1,6 @@
 """The example trains what one process trains, however its ranks are laid out and started."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -47,6 +48,48 @@ def test_the_loss_does_not_depend_on_the_layout(tmp_path, capsys):
         seen.append(losses(capsys.readouterr().out))
     assert len(seen[0]) == 3
     assert seen[0] == seen[1]
+
+
+def test_it_goes_on_in_any_layout(tmp_path, capsys):
+    arguments = [
+        "--report-every",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--save-every",
+        "1",
+    ]
+    train_gpt(["--simulate", "1", "--check", "--out", str(tmp_path)])
+    expected = losses(capsys.readouterr().out)
+    example, ends = import_example(), []
+    for last, ranks, layout in ((1, 4, "--dp 2 --pp 2"), (2, 3, "--pp 3"), (3, 2, "--dp 2")):
+        with pytest.MonkeyPatch.context() as patch:
+            # The rates of all steps follow from the number of steps, so the first ones end by a failure.
+            if last < 3:
+                patch.setattr(example, "batch_of", failing_from(example.batch_of, last))
+            with contextlib.suppress(Killed):
+                train_gpt(["--simulate", str(ranks), *layout.split(), *arguments])
+        output = capsys.readouterr().out
+        assert ("going on after step" in output) == (last > 1)
+        ends += losses(output)
+    assert ends[0] == expected[0]
+    assert ends[-1] == expected[-1]
+    assert len(ends) == 3
+
+
+class Killed(Exception):
+    pass
+
+
+def failing_from(batch_of, first):
+    def batch_or_failure(text, step, options):
+        if step == first:
+            raise Killed
+        return batch_of(text, step, options)
+
+    return batch_or_failure
 
 
 def test_check_finds_weights_that_differ(tmp_path, monkeypatch):

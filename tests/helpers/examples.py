@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import itertools
 import sys
 from pathlib import Path
 
@@ -51,15 +52,15 @@ class Interrupted(Exception):
     pass
 
 
-def elastic_train_as_rank(group, path, last_step=None):
-    """Runs the example until it is done, or until it comes to the step after `last_step`."""
+def elastic_train_as_rank(group, path, num_steps=None):
+    """Runs the example until it is done, or until it has made `num_steps` steps."""
     example = import_example("elastic_train")
-    train_step = example.train_step
+    train_step, calls = example.train_step, itertools.count()
 
-    def until_interrupted(ddp, optimizer, step, group):
-        if last_step is not None and step > last_step:
+    def until_interrupted(ddp, optimizer):
+        if next(calls) == num_steps:
             raise Interrupted
-        return train_step(ddp, optimizer, step, group)
+        return train_step(ddp, optimizer)
 
     example.train_step = until_interrupted
     try:

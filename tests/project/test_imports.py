@@ -22,6 +22,7 @@ LAYERS = (
     ("interop",),
     ("data_parallel",),
     ("pipeline",),
+    ("checkpoint",),
     ("simulation", "testing"),
     ("foresight",),
     ("bench", "doctor"),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from echelon._torch_versions import UnsupportedTorch
+from echelon.cli import checkpoint
 from echelon.cli.bench import bench, tune
 from echelon.cli.doctor import doctor
 from echelon.cli.foresee import foresee
@@ -50,6 +51,12 @@ app.command("bench", short_help="Measures the speed of a collective.")(command(b
 app.command("tune", short_help="Finds the fastest algorithms for this system.")(command(tune))
 app.command("doctor", short_help="Checks this host for problems.")(doctor)
 collectives.command()(command(plan_collective))
+checkpoints = typer.Typer(**_SETTINGS)
+app.add_typer(checkpoints, name="checkpoint", help="Lists, checks and converts the checkpoints of a folder.")
+checkpoints.command("ls")(checkpoint.ls)
+checkpoints.command("verify")(checkpoint.verify)
+checkpoints.command("export")(checkpoint.export)
+checkpoints.command("import")(checkpoint.import_)
 
 
 def _print_version(asked_for: bool) -> None:

@@ -58,8 +58,9 @@ class BucketSet:
         """Parameters in the order in which their gradients came, each once or more. None if not needed."""
         self.memories: list[BucketMemory] = []
         """Memory of each bucket, in the layout's order. Empty before `allocate`."""
-        self._order = self._default_order()
-        self._is_one = False
+        self.order = self._default_order()
+        """Numbers of the parameters in the order of their gradients, which the layout follows."""
+        self.is_one = False
         """Whether there is one bucket per kind."""
         self._lay_out()
 
@@ -116,13 +117,13 @@ class BucketSet:
         Raises:
             UnsupportedOp: the shared memory could not be allocated.
         """
-        if in_one == self._is_one and not order:
+        if in_one == self.is_one and not order:
             return
         if order:
             seen = set(order)
-            self._order = [*order, *(index for index in self._default_order() if index not in seen)]
+            self.order = [*order, *(index for index in self._default_order() if index not in seen)]
             self.arrived = None
-        self._is_one = in_one
+        self.is_one = in_one
         before, memories = self.layout, self.memories
         self._lay_out()
         if self.layout == before:
@@ -142,10 +143,10 @@ class BucketSet:
         # Smaller buckets towards the end hide the tail of a transfer over a link. In shared memory there is no such
         # tail, and each further bucket costs a meeting of all ranks.
         tapers = not self._group.is_native
-        if self._is_one:
-            self.layout = bucket_layout(sizes, kinds, math.inf, math.inf, self._order, tapers=False)
+        if self.is_one:
+            self.layout = bucket_layout(sizes, kinds, math.inf, math.inf, self.order, tapers=False)
         else:
-            self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=self._order, tapers=tapers)
+            self.layout = bucket_layout(sizes, kinds, self._bucket_mb, order=self.order, tapers=tapers)
         self.homes = self.layout.homes()
         self.memories = []
 

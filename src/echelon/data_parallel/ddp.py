@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -21,7 +21,7 @@ from echelon.backends.admission import check_values
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_module, check_same_model
 from echelon.data_parallel.gradient_sync import GradientSync, take_over
 from echelon.data_parallel.hooks import GradientHook
-from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average
+from echelon.data_parallel.reducer import DEFAULT_BUCKET_MB, Average, GradientReducer
 from echelon.errors import InvalidArgument, UnsupportedOp
 from echelon.group.group import ProcessGroup, check_group
 
@@ -230,6 +230,20 @@ class DistributedDataParallel(ModuleProxy):
 
 
 DDP = DistributedDataParallel
+
+
+class Unwrapped(NamedTuple):
+    """Parts of a wrapper, for checkpoints."""
+
+    module: torch.nn.Module
+    group: ProcessGroup
+    hook: GradientHook | None
+    reducer: GradientReducer
+
+
+def unwrap(wrapper: DistributedDataParallel) -> Unwrapped:
+    """Returns the parts of a wrapper. Not a method: it would hide an attribute of the module of this name."""
+    return Unwrapped(wrapper.module, wrapper._group, wrapper._sync.hook, wrapper._sync.reducer)
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

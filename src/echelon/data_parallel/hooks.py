@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,16 @@ class GradientHook:
 
     def at_end(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
         """Called when all ranks have left `join`, before they copy the last rank's parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the values of this rank that the next reduction depends on. Empty by default: there are none.
+
+        A checkpoint stores them by rank: numbers, text, tensors, and lists and dicts of them.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the values that `state_dict` returned on this rank of as many ranks. Does nothing by default."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -154,6 +164,14 @@ class LocalSGD(GradientHook):
                 parameter.mul_(share)
         average_tensors(learnt, group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of steps and the weight of this rank since the last average."""
+        return {"steps": self._steps, "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the values of `state_dict`."""
+        self._steps, self._weight = state["steps"], state["weight"]
+
     def __repr__(self) -> str:
         return f"LocalSGD({self._period})"
 
@@ -208,6 +226,21 @@ class PowerSGD(GradientHook):
             # reduced, so it has the same bits everywhere.
             if not self._bases[name].isfinite().all():
                 del self._errors[name], self._bases[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the errors of this rank, the last Q of each matrix, and the generator of new ones."""
+        return {
+            "num_reductions": self._num_reductions,
+            "generator": self._generator.get_state(),
+            "errors": dict(self._errors),
+            "bases": dict(self._bases),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the values of `state_dict`. Tensors are kept, not copied."""
+        self._num_reductions = state["num_reductions"]
+        self._generator.set_state(state["generator"])
+        self._errors, self._bases = dict(state["errors"]), dict(state["bases"])
 
     def _matrix_of(self, name: str, piece: Tensor) -> Tensor:
         """Returns a gradient as a matrix plus the error of earlier reductions. Makes its first Q if there is none."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -100,6 +100,19 @@ class Reduction:
         self.summary: Work[torch.Tensor] | None = None
 
 
+class Learned(NamedTuple):
+    """Layout of buckets that follows from an earlier backward.
+
+    Over three or more ranks, the order in which an all-reduce adds an element can depend on its place in the bucket. So
+    a run that goes on needs the same buckets for the same bits.
+    """
+
+    order: list[str]
+    """Names of the parameters in the order in which their gradients came."""
+    in_one: bool
+    """Whether there is one bucket per kind."""
+
+
 class GradientReducer:
     """Reducer that replaces each parameter's gradient by the mean over all ranks. Every rank must make the same calls.
 
@@ -177,6 +190,23 @@ class GradientReducer:
     def layout(self) -> Layout:
         """Present layout of the buckets."""
         return self.buckets.layout
+
+    @property
+    def learned(self) -> Learned | None:
+        """Order of the parameters that the layout follows. None before it is learned, or if it never is."""
+        if not (self._learns_order and self.is_needed) or self.buckets.arrived is not None:
+            return None
+        return Learned([self.buckets.names[index] for index in self.buckets.order], self.buckets.is_one)
+
+    def follow(self, learned: Learned) -> None:
+        """Lays out the buckets as another reducer of the same parameters has learned to.
+
+        Does nothing if the parameters are others. Every rank must do the same. Blocks until all ranks have allocated
+        the new memory.
+        """
+        numbers = {name: index for index, name in enumerate(self.buckets.names)}
+        if self._learns_order and self.is_needed and set(numbers) == set(learned.order):
+            self.buckets.arrange([numbers[name] for name in learned.order], in_one=learned.in_one)
 
     @property
     def is_closed(self) -> bool:

@@ -11,7 +11,7 @@ parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast, overload
 
 import torch
@@ -134,6 +134,16 @@ def _collect(
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Torch's optimizers whose update of an element needs other elements of its parameter."""
+
+
+class Shard(NamedTuple):
+    """Piece of a parameter whose state this rank keeps."""
+
+    parameter: Tensor
+    """The whole parameter."""
+    piece: Piece
+    view: torch.nn.Parameter
+    """Elements of the piece, in the order of the parameter's memory."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -267,6 +277,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 piece, _ = places[id(view)]
                 if whole := state_dict["state"].get(piece.parameter):
                     self._inner.state[view] = cut_state(whole, piece, self._parameters[piece.parameter])
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Ranks that share the state."""
+        return self._group
+
+    @property
+    def kind(self) -> str:
+        """Name of the optimizer's class."""
+        return self._name
+
+    @property
+    def whole_parameters(self) -> Sequence[Tensor]:
+        """All parameters, in the order of their numbers in pieces."""
+        return self._parameters
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Pieces whose state this rank keeps: `local_state[shard.view]`."""
+        return [Shard(self._parameters[piece.parameter], piece, view) for piece, view in self._views]
+
+    @property
+    def local_state(self) -> MutableMapping[Any, dict[str, Any]]:
+        """State of this rank's shards, by their view. It may be changed."""
+        return self._inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, which are cut into shards of their own. Blocks; every rank must do the same.

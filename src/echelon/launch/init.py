@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ CONNECT_TIMEOUT = 60.0
 
 _latest: deque[FlightRecorder] = deque(maxlen=1)
 """Flight recorder of the latest group of `init`. Kept after the group is gone, to explain a failure."""
+_opened: deque[weakref.ref[ProcessGroup]] = deque(maxlen=1)
+"""Latest group of `init` that is not closed. Weak, so that it keeps no group alive."""
 _provided: ContextVar[ProcessGroup | None] = ContextVar("echelon_provided_group", default=None)
 
 
@@ -94,6 +97,12 @@ def provide(group: ProcessGroup) -> Iterator[None]:
 def provided_group() -> ProcessGroup | None:
     """Returns the group that the calling code has provided to this thread. None if it has provided none."""
     return _provided.get()
+
+
+def current_group() -> ProcessGroup | None:
+    """Returns the provided group, else the latest open one of `init`. None if there is neither."""
+    provided = _provided.get()
+    return provided if provided is not None else next((group for one in _opened if (group := one())), None)
 
 
 def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = "auto") -> ProcessGroup:
@@ -133,6 +142,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT, device: str = 
         group, tells = _open(backend, timeout, device)
     if tells:
         end_with_program(group)
+    _opened.append(weakref.ref(group))
+    group.when_closed(_opened.clear)
     return group
 
 

@@ -144,6 +144,26 @@ class Pipeline:
         return self.schedule.num_microbatches
 
     @property
+    def group(self) -> ProcessGroup:
+        """Ranks of the pipeline, in a group of its own: a step that fails revokes it."""
+        return self._group
+
+    @property
+    def data_parallel(self) -> ProcessGroup | None:
+        """Ranks that hold equal stages, likewise. None if there are no replicas."""
+        return self._data_parallel
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random numbers that stages draw."""
+        return self._seed
+
+    @property
+    def tied_names(self) -> Mapping[str, tuple[str, ...]]:
+        """All names of each weight that several stages share, by each of the names. The same on all ranks."""
+        return self._weights.tied_names
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank holds the first stage. Inputs are used on this rank only."""
         return self.schedule.placement[0] == self._group.rank

@@ -173,6 +173,11 @@ class Weights:
                     yield stage.prefix + name, parameter
 
     @property
+    def tied_names(self) -> Mapping[str, tuple[str, ...]]:
+        """All names of each tied weight, by each of them."""
+        return self._ties.names
+
+    @property
     def have_memory(self) -> bool:
         """Whether no parameter or buffer is on the meta device."""
         modules = [stage.module for stage in self._stages]
@@ -220,7 +225,7 @@ class Weights:
                 )
         for stage in self._stages:
             own = {name: found[stage.prefix + name] for name in stage.module.state_dict()}
-            _give_memory(stage.module, own)
+            give_memory(stage.module, own)
             stage.module.load_state_dict(own)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
@@ -297,7 +302,7 @@ def _precise(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
 
 
-def _give_memory(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
+def give_memory(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
     """Gives tensors on the meta device memory on the device of their value. Parameters stay the same objects."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         value = values.get(name)

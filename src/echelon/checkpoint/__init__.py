@@ -1,0 +1,31 @@
+"""Checkpoints that cannot be torn and fit any layout.
+
+`Store` is a folder of them. Its names are imported on first use: the process that writes beside training starts with
+this package, and torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from echelon.checkpoint.collect import PerRank
+    from echelon.checkpoint.saving import Handle
+    from echelon.checkpoint.store import Store
+
+_WHERE = {
+    "Handle": "echelon.checkpoint.saving",
+    "PerRank": "echelon.checkpoint.collect",
+    "Store": "echelon.checkpoint.store",
+}
+
+__all__ = ["Handle", "PerRank", "Store"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value  # the next access does not come here
+    return value

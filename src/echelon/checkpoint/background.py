@@ -1,0 +1,103 @@
+"""Start of the process that writes beside training, and the memory that it shares with its rank."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import echelon
+from echelon.checkpoint.lock import FileLock, name_of, note, noted
+from echelon.errors import FileError
+
+
+class SharedBuffer:
+    """Memory for one copy of a rank's part, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self.fileno = -1
+        self._memory: mmap.mmap | None = None
+
+    def tensor(self, size: int) -> Tensor:
+        """Returns the first `size` bytes. The memory is made anew if it is too small.
+
+        Raises:
+            FileError: there is not enough memory.
+        """
+        if self._memory is None or len(self._memory) < size:
+            self.close()
+            self.fileno = os.memfd_create("echelon-checkpoint", os.MFD_CLOEXEC)
+            try:
+                # Now, since a page that is missing later is a SIGBUS.
+                os.posix_fallocate(self.fileno, 0, size)
+                self._memory = mmap.mmap(self.fileno, size)
+            except OSError as error:
+                self.close()
+                raise FileError(f"no shared memory for {size:,} bytes: {error.strerror}; save with wait=True") from None
+        return torch.frombuffer(self._memory, dtype=torch.uint8)[:size]
+
+    def close(self) -> None:
+        """Frees the memory. A process that has inherited it keeps it."""
+        file, self.fileno = self.fileno, -1
+        self._memory = None  # unmapped with the last tensor that was made of it
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class BackgroundWriter:
+    """Process that writes one file. It goes on when this process ends."""
+
+    def __init__(self, memory: int, record: FileLock, job: dict[str, Any]) -> None:
+        """Starts it. The record's lock becomes that of the process.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self._job = os.memfd_create("echelon-checkpoint-job", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._job)
+        note(self._job, job)
+        files = (memory, record.fileno, self._job)
+        # Not "-m": the writer finds the package where this process did. -I and -S: no module of the user's is imported.
+        root = str(Path(echelon.__file__).parents[1])
+        code = f"import sys; sys.path.insert(0, {root!r}); from echelon.checkpoint.writer import main; main{files!r}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code],
+            stdin=subprocess.PIPE,
+            # A launcher that reads its ranks' output would wait for the end of the writers.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=files,
+            cwd="/",
+            start_new_session=True,  # signals for the job's process group do not end it
+        )
+        weakref.finalize(self, _let_go, self._process)
+        note(record.fileno, name_of(self._process.pid) | {"writes": True})
+        record.close()
+        # It begins now: its notes come after this one.
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait(self) -> dict[str, Any]:
+        """Waits for the process and returns its outcome: {"ok": True}, or an error and its kind."""
+        status = self._process.wait()
+        outcome = noted(self._job)
+        if "ok" in outcome or "error" in outcome:
+            return outcome
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return {"error": f"its writer process {how}", "kind": "checkpoint"}
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    # It outlives this process on purpose, and Popen would warn of that.
+    if process.poll() is None:
+        process.returncode = 0

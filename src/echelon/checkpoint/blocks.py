@@ -1,0 +1,170 @@
+"""Blocks of 4 MiB, each with a checksum, in which files are written and read.
+
+Strategy. One helper thread writes a block while the calling thread computes the next checksum; both release the
+interpreter's lock. At most two blocks are in flight, so a ring of three buffers never overwrites one of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from echelon.checkpoint.fs import FileSystem, Input
+from echelon.checkpoint.layout import FileLayout
+from echelon.checkpoint.manifest import BLOCK, StoredFile, file_name
+from echelon.errors import CheckpointError
+
+RING = 3
+"""Buffers for blocks that are made one by one."""
+
+
+class Read(NamedTuple):
+    """Bytes of a file to be read into memory: from `begin` on, as many as `out` has."""
+
+    begin: int
+    out: memoryview
+
+
+def write_file(fs: FileSystem, path: str, blocks: Iterable[memoryview]) -> StoredFile:
+    """Writes a new file to disk and returns its size and checksums.
+
+    Args:
+        fs: the file system.
+        path: name of the file.
+        blocks: bytes of the file, 4 MiB each but the last. A block may be overwritten once the next but one is asked
+            for.
+
+    Raises:
+        OSError: the file exists or cannot be written.
+    """
+    file = fs.create(path)
+    try:
+        size, crcs = 0, []
+        last: Future[None] | None = None
+        with ThreadPoolExecutor(1, "checkpoint") as helper:
+            for block in blocks:
+                crcs.append(zlib.crc32(block))
+                if last is not None:
+                    last.result()
+                last = helper.submit(file.write, block)
+                size += len(block)
+            if last is not None:
+                last.result()
+        file.sync()
+    finally:
+        file.close()
+    return StoredFile(size, tuple(crcs))
+
+
+def cut(memory: memoryview) -> Iterator[memoryview]:
+    """Yields memory in blocks."""
+    for begin in range(0, len(memory), BLOCK):
+        yield memory[begin : begin + BLOCK]
+
+
+def read_file(fs: FileSystem, path: str) -> bytes:
+    """Returns a whole small file. Raises OSError if it cannot be read."""
+    file = fs.open(path)
+    try:
+        data = bytearray(file.size)
+        return bytes(data[: file.read_into(0, memoryview(data))])
+    finally:
+        file.close()
+
+
+class CheckedFile:
+    """File of a checkpoint of which each block is checked when it is read."""
+
+    def __init__(self, fs: FileSystem, folder: str, number: int, stored: StoredFile, layout: FileLayout) -> None:
+        """Opens the file.
+
+        Args:
+            fs: the file system.
+            folder: folder of the checkpoint.
+            number: number of the file.
+            stored: its size and checksums, from the manifest.
+            layout: its header and parts.
+
+        Raises:
+            CheckpointError: the file is missing or has another size.
+            OSError: it cannot be read.
+        """
+        self._path = f"{folder}/{file_name(number)}"
+        self._stored = stored
+        self._layout = layout
+        try:
+            self._file: Input = fs.open(self._path)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self._path} is missing; it holds {self._parts(0, stored.size)}") from None
+        if self._file.size != stored.size:
+            size = self._file.size
+            self._file.close()
+            raise CheckpointError(
+                f"{self._path} has {size} bytes instead of {stored.size}: it is damaged, and holds "
+                f"{self._parts(0, stored.size)}"
+            )
+
+    def close(self) -> None:
+        """Frees the file."""
+        self._file.close()
+
+    def read(self, reads: Iterable[Read]) -> None:
+        """Reads bytes into memory, and the header.
+
+        Raises:
+            CheckpointError: a block that has some of these bytes is damaged.
+            OSError: the file cannot be read.
+        """
+        by_block: dict[int, list[tuple[int, memoryview]]] = {
+            number: [] for number in range(-(-len(self._layout.header) // BLOCK))
+        }
+        for begin, out in reads:
+            done = 0
+            while done < len(out):
+                number, inside = divmod(begin + done, BLOCK)
+                count = min(BLOCK - inside, len(out) - done)
+                by_block.setdefault(number, []).append((inside, out[done : done + count]))
+                done += count
+        spare = self._spare()
+        for number in sorted(by_block):
+            self._read_block(number, by_block[number], spare)
+
+    def check(self) -> Iterator[str]:
+        """Yields the problems of the whole file."""
+        spare = self._spare()
+        for number in range(len(self._stored.crcs)):
+            try:
+                self._read_block(number, [], spare)
+            except CheckpointError as error:
+                yield str(error)
+
+    def _spare(self) -> memoryview:
+        # Unlike a bytearray, only the pages that are used take time.
+        return memoryview(mmap.mmap(-1, min(BLOCK, self._stored.size)))
+
+    def _read_block(self, number: int, targets: list[tuple[int, memoryview]], spare: memoryview) -> None:
+        begin = number * BLOCK
+        size = min(BLOCK, self._stored.size - begin)
+        # A block of a large tensor goes to its place at once; all others by way of the spare memory.
+        is_direct = len(targets) == 1 and len(targets[0][1]) == size
+        block = targets[0][1] if is_direct else spare[:size]
+        count = self._file.read_into(begin, block)
+        header = self._layout.header[begin : begin + BLOCK]
+        if count < size or zlib.crc32(block) != self._stored.crcs[number] or block[: len(header)] != header:
+            raise CheckpointError(
+                f"{self._path} is damaged: bytes {begin} to {begin + size} differ from their CRC32; they hold "
+                f"{self._parts(begin, begin + size)}"
+            )
+        if not is_direct:
+            for inside, out in targets:
+                out[:] = block[inside : inside + len(out)]
+
+    def _parts(self, begin: int, end: int) -> str:
+        """Returns the tensors in bytes [begin, end) of the file as text."""
+        names = [place.part.name for place in self._layout.placed if place.begin < end and place.end > begin]
+        names = list(dict.fromkeys(names))
+        text = ", ".join(names[:3]) or "no tensor"
+        return f"{text} and {len(names) - 3} more" if len(names) > 3 else text

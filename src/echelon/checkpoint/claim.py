@@ -1,0 +1,111 @@
+"""Claim of a folder by one job, and the end of the job before it.
+
+Strategy. Rank 0 of a job holds the lock of `.lock` from its first save on. A process that writes for a rank holds the
+lock of its record, `.step-00000100.<run>.writers/rank-00003`, and may outlive the rank. So a job that has the folder's
+lock waits for the locks of all records, for a minute. Then it ends the writers of its own host. After that nobody but
+the job writes into the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+from echelon.checkpoint.commit import clear, prepare
+from echelon.checkpoint.fs import FileSystem
+from echelon.checkpoint.lock import Lock, holder_of, is_alive, is_held, wait_until, who_holds
+from echelon.errors import CheckpointError
+
+PATIENCE = 60.0
+"""Seconds in which the writers of a job that has ended may commit."""
+_LOCK = ".lock"
+_RECORDS = ".writers"
+
+
+def claim(fs: FileSystem, folder: str, patience: float = PATIENCE) -> Lock:
+    """Makes the folder if need be, takes its lock, and waits for writers of earlier jobs. The caller closes the lock.
+
+    Raises:
+        CheckpointError: another job saves into the folder.
+        FileError: the file system has no locks.
+        OSError: the folder cannot be made or written to.
+    """
+    prepare(fs, folder)
+    lock = fs.lock(f"{folder}/{_LOCK}")
+    # Children of a rank that was killed may hold its lock until they notice.
+    is_free = lock.try_take() or (is_alive(who_holds(lock.path)) is False and wait_until(lock.try_take, patience))
+    if not is_free:
+        lock.close()
+        whose = who_holds(lock.path)
+        if whose.get("pid") == os.getpid() and is_alive(whose):
+            raise CheckpointError(f"another store of this process saves into {folder}: close it, or use that one")
+        raise CheckpointError(f"{holder_of(lock.path)} saves into {folder}: stop it, or use another folder")
+    try:
+        settle(fs, folder, patience)
+        clear(fs, folder)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENCE) -> None:
+    """Waits for writers of a job that has ended, so that the newest checkpoint is there. None of a job that runs.
+
+    Raises:
+        CheckpointError: a writer of another host does not end.
+        OSError: the folder cannot be read.
+    """
+    if not fs.is_folder(folder) or not _records(fs, folder):
+        return
+    lock = fs.lock(f"{folder}/{_LOCK}")
+    try:
+        if lock.try_take():
+            settle(fs, folder, patience)
+    finally:
+        lock.close()
+
+
+def settle(fs: FileSystem, folder: str, patience: float) -> None:
+    """Waits until no process writes into a folder whose lock this job holds.
+
+    Raises:
+        CheckpointError: a writer does not end, and is not of this host or is a rank.
+        OSError: the folder cannot be read.
+    """
+
+    def busy() -> list[str]:
+        return [path for path in _records(fs, folder) if is_held(path)]
+
+    if wait_until(lambda: not busy(), patience):
+        return
+    for path in busy():
+        _end(path)
+    if not wait_until(lambda: not busy(), patience):
+        path = busy()[0]
+        raise CheckpointError(f"{holder_of(path)} of an earlier job still writes into {folder}: end it")
+
+
+def _records(fs: FileSystem, folder: str) -> list[str]:
+    folders = [f"{folder}/{name}" for name in fs.list_folder(folder) if name.endswith(_RECORDS)]
+    found = []
+    for each in folders:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile; not ours
+            found += [f"{each}/{name}" for name in fs.list_folder(each)]
+    return found
+
+
+def _end(path: str) -> None:
+    """Kills the writer that a record names."""
+    value = who_holds(path)
+    if not value.get("writes") or not is_alive(value):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process = os.pidfd_open(value["pid"])
+        try:
+            # Once more: the number could have been used again before it was opened.
+            if is_alive(value):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)

@@ -1,0 +1,220 @@
+"""Folder of checkpoints: which are complete, and whether they are whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from echelon.checkpoint.blocks import CheckedFile, read_file
+from echelon.checkpoint.fs import Disk, FileSystem
+from echelon.checkpoint.manifest import MAX_MANIFEST, NAME, Manifest, decode, file_name, is_newer
+from echelon.errors import CheckpointError, FileError
+
+_STEP = re.compile(r"step-(\d{8,18})")
+
+
+def step_name(step: int) -> str:
+    """Returns the name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+class Found(NamedTuple):
+    """Folder that is named as a step."""
+
+    step: int
+    manifest: Manifest | None
+    """None if it is damaged."""
+    problem: str
+    """One line about a damaged manifest, else empty."""
+    is_newer: bool
+    """Whether a newer version of Echelon wrote it."""
+
+
+class Folder:
+    """Folder of checkpoints, one for each step."""
+
+    def __init__(self, path: str | os.PathLike[str], fs: FileSystem | None = None) -> None:
+        """Nothing is read yet.
+
+        Args:
+            path: the folder.
+            fs: its file system; None: this host's.
+        """
+        self.path = os.fsdecode(path)
+        self.fs = fs or Disk()
+
+    def __repr__(self) -> str:
+        return f"<Folder of checkpoints {self.path!r}>"
+
+    def names(self) -> list[str]:
+        """Returns the names in the folder; none if it does not exist.
+
+        Raises:
+            FileError: it is a file, or cannot be read.
+        """
+        try:
+            return self.fs.list_folder(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise failed_to("read", self.path, error) from None
+
+    def found(self) -> Iterator[Found]:
+        """Yields the folders that are named as steps, the newest first."""
+        for step in self._named():
+            yield self.look(step)
+
+    def look(self, step: int) -> Found:
+        """Returns a step with its manifest.
+
+        Raises:
+            FileError: the manifest cannot be read.
+        """
+        path = f"{self.path}/{step_name(step)}/{NAME}"
+        data = b""
+        try:
+            file = self.fs.open(path)
+            try:
+                if file.size > MAX_MANIFEST:
+                    return Found(step, None, f"{path} has {file.size} bytes: it is damaged", is_newer=False)
+            finally:
+                file.close()
+            data = read_file(self.fs, path)
+            manifest = decode(data)
+        except (FileNotFoundError, NotADirectoryError):
+            return Found(step, None, f"{path} is missing", is_newer=False)
+        except CheckpointError as error:
+            return Found(step, None, f"{path}: {error}", is_newer=is_newer(data))
+        except OSError as error:
+            raise failed_to("read", path, error) from None
+        if manifest.step != step:
+            return Found(step, None, f"{path} is of step {manifest.step}: it lies in a wrong folder", is_newer=False)
+        return Found(step, manifest, "", is_newer=False)
+
+    def steps(self) -> list[int]:
+        """Returns the steps that can be loaded, in rising order.
+
+        Raises:
+            FileError: the folder is a file, or cannot be read.
+        """
+        return sorted(each.step for each in self.found() if each.manifest is not None)
+
+    def newest(self) -> Manifest | None:
+        """Returns the newest manifest; None if there is no checkpoint. Warns of damaged ones that are newer.
+
+        Raises:
+            CheckpointError: all are damaged, or the newest is of a newer version of Echelon.
+            FileError: the folder is a file, or cannot be read.
+        """
+        damaged: list[str] = []
+        for each in self.found():
+            if each.manifest is not None:
+                if damaged:
+                    warnings.warn(f"step {each.step} is the newest that can be read: {damaged[0]}", stacklevel=2)
+                return each.manifest
+            if each.is_newer:
+                raise CheckpointError(each.problem)
+            damaged.append(each.problem)
+        if damaged:
+            raise CheckpointError(f"{damaged[0]}; move {self.path} away to start anew")
+        return None
+
+    def manifest(self, step: int) -> Manifest:
+        """Returns the manifest of a step.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+            FileError: it cannot be read.
+        """
+        if step not in self._named():
+            steps = self.steps()
+            have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else "it has none"
+            raise CheckpointError(f"{self.path} has no checkpoint of step {step}: {have}")
+        each = self.look(step)
+        if each.manifest is None:
+            raise CheckpointError(each.problem)
+        return each.manifest
+
+    def check_names(self, manifest: Manifest) -> None:
+        """Looks for files that are missing, of another size, or not of the checkpoint.
+
+        Raises:
+            CheckpointError: there is one.
+            FileError: the folder cannot be read.
+        """
+        folder = f"{self.path}/{step_name(manifest.step)}"
+        unknown = self._unknown(manifest)
+        # Readers of safetensors take every such file in a folder for a part of the model.
+        if stray := next((name for name in unknown if name.endswith(".safetensors")), None):
+            raise CheckpointError(f"{folder}/{stray} is not of this checkpoint: move it away")
+        for number in range(len(manifest.files)):
+            self.open_file(manifest, number).close()
+
+    def open_file(self, manifest: Manifest, number: int) -> CheckedFile:
+        """Opens a file of a checkpoint. The caller closes it.
+
+        Raises:
+            CheckpointError: it is missing, or has another size.
+            FileError: it cannot be read.
+        """
+        folder = f"{self.path}/{step_name(manifest.step)}"
+        layout = manifest.tensors.layouts[number]
+        try:
+            return CheckedFile(self.fs, folder, number, manifest.files[number], layout)
+        except OSError as error:
+            raise failed_to("read", f"{folder}/{file_name(number)}", error) from None
+
+    def verify(self, step: int) -> list[str]:
+        """Reads every byte of a step. Returns its problems, a line each; an empty list if it is whole.
+
+        Raises:
+            FileError: a file cannot be read.
+        """
+        each = self.look(step)
+        if each.manifest is None:
+            return [each.problem]
+        folder = f"{self.path}/{step_name(step)}"
+        problems = [f"{folder}/{name} is not of this checkpoint" for name in self._unknown(each.manifest)]
+        for number in range(len(each.manifest.files)):
+            try:
+                file = self.open_file(each.manifest, number)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            try:
+                problems.extend(file.check())
+            except OSError as error:
+                raise failed_to("read", f"{folder}/{file_name(number)}", error) from None
+            finally:
+                file.close()
+        return problems
+
+    def _named(self) -> list[int]:
+        """Returns the steps that folders are named as, the newest first."""
+        steps = [int(match[1]) for name in self.names() if (match := _STEP.fullmatch(name))]
+        return sorted({step for step in steps if self.fs.is_folder(f"{self.path}/{step_name(step)}")}, reverse=True)
+
+    def _unknown(self, manifest: Manifest) -> list[str]:
+        folder = f"{self.path}/{step_name(manifest.step)}"
+        known = {NAME, *map(file_name, range(len(manifest.files)))}
+        try:
+            return sorted(set(self.fs.list_folder(folder)) - known)
+        except OSError as error:
+            raise failed_to("read", folder, error) from None
+
+
+def failed_to(act: str, path: str, error: OSError) -> FileError:
+    """Returns the error for a call of the file system that failed, with an advice: failed_to("read", ...)."""
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
+    advice = {
+        "NotADirectoryError": "it is a file, give a folder",
+        "FileExistsError": "it is a file, give a folder",
+        "PermissionError": "give a folder with the rights to it",
+    }.get(type(error).__name__, "see to the disk")
+    if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        advice = "free some space, or keep fewer checkpoints with keep="
+    reason = error.strerror or str(error)
+    return FileError(f"cannot {act} {name}: {reason}; {advice}")

@@ -1,0 +1,198 @@
+"""Locks of files between processes, which the kernel releases when their holder ends.
+
+A lock belongs to an open file. A process that inherits the file holds it, too. So a rank hands its record to the
+process that writes for it, and closes its own. A forked child closes the locks that it inherits: a data loader's
+worker must not hold the lock of a rank that was killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
+from echelon.errors import FileError
+
+_TICK = 0.02
+"""Seconds between two looks at a lock that has a time limit."""
+
+
+class Lock(ABC):
+    """Lock that one process at a time can hold."""
+
+    path: str
+
+    @abstractmethod
+    def try_take(self) -> bool:
+        """Takes the lock. False if it is held."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the lock. A second call does nothing."""
+
+
+@final
+class FileLock(Lock):
+    """Exclusive lock of a file that says who holds it."""
+
+    def __init__(self, path: str) -> None:
+        """Opens the file. The lock is not taken yet."""
+        self.path = path
+        self.fileno = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _locks.add(self)
+
+    def try_take(self) -> bool:
+        """Takes the lock if nobody else holds it, and writes this process's name into the file. False if it is held.
+
+        Raises:
+            FileError: the file system has no locks.
+            OSError: the file cannot be written.
+        """
+        if not _flock(self.fileno, fcntl.LOCK_EX | fcntl.LOCK_NB, self.path):
+            return False
+        note(self.fileno, name_of(os.getpid()))
+        return True
+
+    def close(self) -> None:
+        """Releases the lock."""
+        file, self.fileno = self.fileno, -1
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def name_of(pid: int) -> dict[str, Any]:
+    """Returns a process of this host as JSON-like data."""
+    return {"pid": pid, "host": socket.gethostname(), "started": started_at(pid)}
+
+
+def note(file: int, value: dict[str, Any]) -> None:
+    """Replaces the content of an open file by JSON."""
+    data = json.dumps(value).encode()
+    os.ftruncate(file, 0)
+    os.pwrite(file, data, 0)
+
+
+def noted(file: int) -> dict[str, Any]:
+    """Returns the JSON in an open file. Empty if there is none."""
+    try:
+        value = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+    except ValueError:  # empty, or half of it is written
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def holder_of(path: str) -> str:
+    """Returns the process that a lock's file names, as text."""
+    value = _read(path)
+    if "pid" not in value:
+        return "another process"
+    return f"process {value['pid']} on {value.get('host')}"
+
+
+def is_held(path: str) -> bool:
+    """Whether a process holds the lock of a file. False if there is no such file.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
+    finally:
+        os.close(file)
+
+
+def wait_until(test: Callable[[], bool], seconds: float) -> bool:
+    """Waits until a test succeeds, and returns whether it did in time."""
+    deadline = time.monotonic() + seconds
+    while not test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_TICK)
+    return True
+
+
+def wait_for_end(path: str) -> dict[str, Any]:
+    """Waits until nobody holds the lock of a file, and returns its content.
+
+    Raises:
+        OSError: there is no such file, or it cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return noted(file)
+    finally:
+        os.close(file)
+
+
+def is_alive(value: dict[str, Any]) -> bool | None:
+    """Whether the process that a lock's file names is alive. None if it is one of another host, or unknown."""
+    if value.get("host") != socket.gethostname() or not isinstance(value.get("pid"), int):
+        return None
+    return started_at(value["pid"]) == value.get("started")
+
+
+def who_holds(path: str) -> dict[str, Any]:
+    """Returns the content of a lock's file. Empty if there is none."""
+    return _read(path)
+
+
+def started_at(pid: int) -> int:
+    """Returns the kernel's time at which a process began. 0 if there is no such process, or it has ended.
+
+    With it a process number that was used again is not mistaken for the first process.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        return noted(file)
+    finally:
+        os.close(file)
+
+
+def _flock(file: int, how: int, path: str) -> bool:
+    """Takes a lock of an open file. False if another one holds it."""
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            return False
+        raise FileError(f"cannot lock {path}: {error.strerror}; use a file system with locks (flock)") from None
+    return True
+
+
+# Weak, so that it keeps no lock alive.
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for lock in list(_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)

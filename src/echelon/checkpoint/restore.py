@@ -1,0 +1,434 @@
+"""Loading of a checkpoint into a rank's objects.
+
+Strategy. Each rank describes its objects: names, shapes, dtypes, param groups. One all-gather of the descriptions
+follows, so all ranks find the same differences and raise the same error. Small values are read and decoded next. Only
+then is the first tensor overwritten: in place, and through one copy at a time where memory is not flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.collect import Objects, check_extra, check_stateful, describe_or_fail, place_of
+from echelon.checkpoint.encoding import decode, tensor_names
+from echelon.checkpoint.model import ModelTensors, Place, ranges_of, tensors_of
+from echelon.checkpoint.optimizer import Target, groups_of, is_cut, kind_of, restored, saved_states
+from echelon.checkpoint.param_groups import ParamGroup, match, merge
+from echelon.checkpoint.random_states import set_process_state, set_states, states_of
+from echelon.checkpoint.state import Json, Spec, Wanted
+from echelon.checkpoint.together import together
+from echelon.data_parallel.reducer import Learned
+from echelon.data_parallel.zero import ZeroOptimizer
+from echelon.errors import InvalidArgument
+from echelon.group.group import JsonLike, ProcessGroup
+from echelon.pipeline.run.weights import give_memory
+
+
+class Source(Protocol):
+    """Checkpoint that is read: `echelon.checkpoint.loading.Checkpoint`, or one in memory."""
+
+    @property
+    def step(self) -> int:
+        """Step at which it was saved."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """All tensors."""
+
+    @property
+    def data(self) -> Mapping[str, Json]:
+        """Values of all ranks."""
+
+    @property
+    def own(self) -> Sequence[Mapping[str, Json]]:
+        """Values of each rank that saved."""
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Fills the targets. Does not communicate."""
+
+
+class _Missing(NamedTuple):
+    """Value that the checkpoint has for other ranks only."""
+
+    name: str
+
+
+@dataclass
+class _Live:
+    """This rank's objects, under the names of the checkpoint."""
+
+    objects: Objects
+    source: Source
+    place: Place
+    models: dict[str, ModelTensors]
+    stored: dict[str, str]
+    """Name in the checkpoint of each tensor that has one."""
+    names: dict[int, str]
+    """Name in the checkpoint of each parameter, by its id."""
+    groups: dict[str, list[ParamGroup]]
+    own_rank: int | None = None
+    """Rank that saved the values for this rank. None if no rank did."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Decoded values, by name."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Small tensors that were read."""
+
+
+def restore(
+    source: Source,
+    objects: Objects,
+    group: ProcessGroup | None,
+    *,
+    strict: bool,
+) -> None:
+    """Loads a checkpoint into objects. Blocks; all ranks call it.
+
+    Args:
+        source: the checkpoint.
+        objects: objects to fill.
+        group: the ranks that load.
+        strict: whether names must be the same on both sides.
+
+    Raises:
+        InvalidArgument: the objects are others than the saved ones; on all ranks, before anything has changed.
+        CheckpointError: a file cannot be read.
+    """
+    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
+    live, told = describe_or_fail(lambda: _describe(source, objects, rank, world_size), _told, group)
+    _compare_models(source, told, set(live.models), strict)
+    matched = _match_groups(source, live, told, strict)
+    live.own_rank = _own_rank(source, live.place, rank, [Place(*each["place"]) for each in told])
+    together(group, lambda: _read_values(live, strict))
+    together(group, lambda: _apply(live, matched))
+    for prefix, model in live.models.items():  # lays out buckets anew, which all ranks do together
+        if model.wrapped is not None and (learned := _progress(source, prefix).get("order")) is not None:
+            in_one = bool(_progress(source, prefix)["in_one"])
+            model.wrapped.reducer.follow(Learned(cast("list[str]", learned), in_one))
+
+
+def _describe(source: Source, objects: Objects, rank: int, world_size: int) -> _Live:
+    models = {
+        prefix: tensors_of(one, rank, world_size, prefix, takes_meta=True) for prefix, one in objects.models.items()
+    }
+    saved, stored = _Names(source), {}
+    for model in models.values():
+        others: dict[str, list[str]] = {}
+        for other, name in model.aliases.items():
+            others.setdefault(name, []).append(other)
+        for name in model.tensors:
+            if (found := saved.find(name, others.get(name, ()))) is not None:
+                stored[name] = found
+    named = {key: stored.get(name, name) for each in models.values() for key, name in each.names.items()}
+    live = _Live(objects, source, place_of(models, rank, world_size), models, stored, named, {})
+    for section, optimizer in objects.optimizers.items():
+        live.groups[section] = groups_of(optimizer, named, section)
+    check_extra(objects.extra)
+    objects.sections  # noqa: B018 # checks them
+    if objects.loader is not None:
+        check_stateful(objects.loader, "loader")
+    if objects.generators is not None:
+        states_of(objects.generators)
+    return live
+
+
+class _Names:
+    """Names of the models' tensors in a checkpoint."""
+
+    def __init__(self, source: Source) -> None:
+        self._specs = source.specs
+        self._aliases = cast("dict[str, str]", source.data["aliases"])
+        self._others: dict[str, list[str]] = {}
+        for other, name in self._aliases.items():
+            self._others.setdefault(name, []).append(other)
+
+    def find(self, name: str, others: Iterable[str]) -> str | None:
+        """Returns the stored name of a tensor that has several names."""
+        for one in (name, *others):
+            for candidate in (one, self._aliases.get(one, one)):
+                if candidate in self._specs:
+                    return candidate
+        return None
+
+
+def _told(live: _Live) -> dict[str, JsonLike]:
+    """Returns this rank's description, as the other ranks get it."""
+    found: dict[str, Any] = {
+        "place": list(live.place),
+        "tensors": {
+            name: [live.stored.get(name, ""), list(tensor.shape), str(tensor.dtype)]
+            for model in live.models.values()
+            for name, tensor in model.tensors.items()
+        },
+        "aliases": {other: name for model in live.models.values() for other, name in model.aliases.items()},
+        "groups": {
+            section: [[list(each.names), each.options] for each in groups] for section, groups in live.groups.items()
+        },
+    }
+    return found
+
+
+def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes: set[str], strict: bool) -> None:
+    """Raises InvalidArgument if the models differ from the saved ones."""
+    problems: dict[str, str] = {}
+    covered: set[str] = set()
+    models = cast("dict[str, list[str]]", source.data["models"])
+    for prefix in sorted(prefixes - set(models)):
+        raise _absent(source, prefix.removesuffix("/") or "model")
+    for each in told:
+        for name, (stored, shape, dtype) in each["tensors"].items():
+            if not stored:
+                if strict:
+                    problems[name] = f"{name} is not in the checkpoint"
+                continue
+            covered.add(stored)
+            spec = source.specs[stored]
+            if list(spec.shape) != shape or str(spec.dtype) != dtype:
+                saved = _described(spec.shape, str(spec.dtype))
+                problems[name] = f"{name} is {_described(shape, dtype)} here and {saved} in the checkpoint"
+    if strict:
+        for prefix in prefixes:
+            for name in sorted(set(models[prefix]) - covered):
+                problems[name] = f"{name} is in the checkpoint only"
+    if problems:
+        count = len(problems)
+        listed = "; ".join([problems[name] for name in sorted(problems)][:3]) + (
+            f"; and {count - 3} more" * (count > 3)
+        )
+        advice = "load into the model that was saved"
+        raise InvalidArgument(
+            f"the checkpoint of step {source.step} is of another model, with {count} "
+            f"difference{'s' * (count > 1)}: {listed}: {advice}{', or pass strict=False to go by names' * strict}"
+        )
+
+
+def _described(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype.removeprefix('torch.')}{list(shape)}"
+
+
+def _match_groups(
+    source: Source, live: _Live, told: Sequence[Mapping[str, Any]], strict: bool
+) -> dict[str, list[Json]]:
+    """Returns the saved options for each param group of this rank, by section. None: the group keeps its own."""
+    kinds, found = cast("dict[str, str]", source.data["kinds"]), {}
+    for section, mine in live.groups.items():
+        if section not in kinds:
+            if strict:
+                raise _absent(source, section)
+            continue
+        kind = kind_of(live.objects.optimizers[section])
+        if kinds[section] and kind != kinds[section] and strict:  # an imported checkpoint has none
+            raise InvalidArgument(
+                f"the {section} is {kind} here and {kinds[section]} in the checkpoint: make the optimizer that was "
+                "saved, or leave it out"
+            )
+        raw = cast("dict[str, Any]", source.data["groups"])[section]
+        saved = [ParamGroup(tuple(each["params"]), each["options"]) for each in raw]
+        by_rank = [[ParamGroup(tuple(names), options) for names, options in each["groups"][section]] for each in told]
+        merged = merge(by_rank, section)
+        indices = match(saved, merged, section, strict=strict)
+        options: list[Json] = []
+        for group in mine:
+            names = set(group.names)
+            index = next((index for each, index in zip(merged, indices, strict=True) if names & set(each.names)), None)
+            options.append(None if index is None else saved[index].options)
+        found[section] = options
+        _check_shapes(source, live, section)
+    return found
+
+
+def _absent(source: Source, name: str) -> InvalidArgument:
+    return InvalidArgument(f"the checkpoint of step {source.step} has no {name}: leave it out, or pass strict=False")
+
+
+def _check_shapes(source: Source, live: _Live, section: str) -> None:
+    """Raises InvalidArgument if the state of a parameter that is cut here cannot be cut."""
+    optimizer = live.objects.optimizers[section]
+    if not isinstance(optimizer, ZeroOptimizer):
+        return
+    names = [live.names[id(one)] for one in optimizer.whole_parameters]
+    saved = saved_states(names, source.specs, cast("dict[str, Json]", source.data["values"]), section)
+    for parameter, name in zip(optimizer.whole_parameters, names, strict=True):
+        for key, stored in saved[name].tensors.items():
+            spec = source.specs[stored]
+            if spec.shape and not is_cut(key, spec, parameter):
+                raise InvalidArgument(
+                    f"{stored} has shape {spec.shape}, the parameter {tuple(parameter.shape)}, so ZeroOptimizer cannot "
+                    "cut it: load it into the plain optimizer"
+                )
+
+
+def _own_rank(source: Source, place: Place, rank: int, places: list[Place]) -> int | None:
+    """Returns the rank that saved this rank's own values.
+
+    In the same layout it is this rank. In another one with as many data-parallel ranks, it is the first rank of the
+    same data-parallel rank.
+    """
+    saved = [Place(*cast("list[int]", each)) for each in cast("list[Json]", source.data["places"])]
+    if saved == places:
+        return rank
+    if saved[0].num_dp != place.num_dp:
+        return None
+    return next((number for number, each in enumerate(saved) if each.dp == place.dp), None)
+
+
+def _progress(source: Source, prefix: str) -> dict[str, Json]:
+    return cast("dict[str, dict[str, Json]]", source.data["progress"]).get(prefix, {})
+
+
+def _read_values(live: _Live, strict: bool) -> None:
+    """Reads and decodes all values that are no tensors of a model or optimizer."""
+    source, objects = live.source, live.objects
+    shared = cast("dict[str, Json]", source.data["shared"])
+    own = source.own[live.own_rank] if live.own_rank is not None else {}
+    by_rank = {name for each in source.own for name in each}
+    wanted = [*objects.sections]
+    wanted += [name for name in ("loader", "generators") if getattr(objects, name) is not None]
+    if objects.extra is not None:
+        wanted += sorted(name for name in {*shared, *by_rank} if name.startswith("extra/"))
+    optional = [f"{prefix}hook" for prefix, each in live.models.items() if each.wrapped and each.wrapped.hook]
+    if objects.optimizer is not None:  # a run goes on; a model alone is loaded for use
+        optional.append("random")
+    found: dict[str, tuple[Json, str]] = {}
+    for name in wanted:
+        if name in shared:
+            found[name] = (shared[name], "")
+        elif name in own:
+            found[name] = (own[name], f"@{live.own_rank}")
+        elif strict and name in by_rank:
+            saved = cast("list[list[int]]", source.data["places"])[0][1]
+            raise InvalidArgument(
+                f"{name} was saved by each of {saved} data-parallel ranks, and there are {live.place.num_dp} here: "
+                "leave it out and place it by the step, or pass strict=False"
+            )
+        elif strict:
+            raise _absent(source, name)
+    found |= {name: (own[name], f"@{live.own_rank}") for name in optional if name in own}
+    for name, data in cast("dict[str, Json]", source.data["extra_state"]).items():
+        if any(name in each.extra_state for each in live.models.values()):
+            found[name] = (data, "")
+    _read_small(live, [one + suffix for data, suffix in found.values() for one in tensor_names(data)])
+    for name, (data, suffix) in found.items():
+        live.values[name] = decode(data, lambda one, suffix=suffix: live.tensors[one + suffix])  # type: ignore[misc]
+
+
+def _read_small(live: _Live, names: Iterable[str]) -> None:
+    for name in names:
+        if name not in live.tensors:
+            spec = live.source.specs[name]
+            live.tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
+    live.source.read([Wanted(name, 0, live.tensors[name].view(-1)) for name in names])
+
+
+def _apply(live: _Live, matched: Mapping[str, list[Json]]) -> None:
+    """Overwrites the objects."""
+    source, objects = live.source, live.objects
+    for name, one in objects.sections.items():
+        if name in live.values:
+            one.load_state_dict(live.values[name])
+    if "loader" in live.values:
+        objects.loader.load_state_dict(live.values["loader"])  # type: ignore[attr-defined]
+    if "generators" in live.values:
+        set_states(objects.generators, live.values["generators"])
+    for prefix, model in live.models.items():
+        _fill(source, _model_targets(live, model))
+        for name, module in model.extra_state.items():
+            if name in live.values:
+                module.set_extra_state(live.values[name])
+        if model.pipeline is not None and "num_steps" in _progress(source, prefix):
+            model.pipeline.num_steps = cast("int", _progress(source, prefix)["num_steps"])
+        if model.wrapped is not None and model.wrapped.hook is not None and f"{prefix}hook" in live.values:
+            model.wrapped.hook.load_state_dict(live.values[f"{prefix}hook"])
+    for section, options in matched.items():
+        _load_optimizer(live, section, options)
+    if objects.extra is not None:
+        _fill_extra(objects.extra, live.values)
+    if "random" in live.values:
+        set_process_state(live.values["random"])
+
+
+def _fill_extra(extra: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if name.startswith("extra/"):
+            extra[name.removeprefix("extra/").replace("~1", "/").replace("~0", "~")] = value
+
+
+def _model_targets(live: _Live, model: ModelTensors) -> Iterator[Target]:
+    stored = {id(tensor) for name, tensor in model.tensors.items() if name in live.stored}
+    nothing = torch.empty(0)  # on the default device
+    for module in model.modules:
+        named = (*module.named_parameters(), *module.named_buffers())
+        give_memory(module, {name: nothing for name, tensor in named if id(tensor) in stored})
+    for name, tensor in model.tensors.items():
+        if name in live.stored:
+            saved = _copy_of(live, live.stored[name], model.is_local or name in model.buffers)
+            yield from (Target(saved, start, values) for start, values in ranges_of(tensor, name))
+
+
+def _copy_of(live: _Live, name: str, is_local: bool) -> str:
+    """Returns the name of this data-parallel rank's copy if there is one, else the name."""
+    copy = f"{name}@{live.place.dp}"
+    places = cast("list[list[int]]", live.source.data["places"])
+    is_there = is_local and places[0][1] == live.place.num_dp and copy in live.source.specs
+    return copy if is_there and live.place.dp else name
+
+
+def _load_optimizer(live: _Live, section: str, options: Sequence[Json]) -> None:
+    optimizer, source = live.objects.optimizers[section], live.source
+    _read_small(live, sorted(set().union(*map(tensor_names, options))))
+    groups, number = [], 0
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        new = {key: value for key, value in group.items() if key != "params"}
+        if saved is not None:
+            new |= _placed(decode(saved, lambda name: live.tensors[name].clone()), group)
+        groups.append({**new, "params": list(range(number, number + len(group["params"])))})
+        number += len(group["params"])
+    # Empty, so that torch converts no dtype; the states are filled below. Tensors that fit are used again.
+    before = dict(optimizer.local_state if isinstance(optimizer, ZeroOptimizer) else optimizer.state)
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    states = optimizer.local_state if isinstance(optimizer, ZeroOptimizer) else optimizer.state
+    states.update(before)
+    names = [live.names[id(one)] for group in optimizer.param_groups for one in group["params"]]
+    saved_ones = saved_states(names, source.specs, cast("dict[str, Json]", source.data["values"]), section)
+    _read_small(
+        live, sorted({one for each in saved_ones.values() for v in each.values.values() for one in tensor_names(v)})
+    )
+    is_local = any(model.is_local for model in live.models.values())
+    _fill(
+        source,
+        restored(
+            optimizer,
+            live.names,
+            saved_ones,
+            source.specs,
+            lambda name: live.tensors[name].clone(),
+            lambda name: _copy_of(live, name, is_local),
+        ),
+    )
+
+
+def _placed(options: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options whose tensors are on the device of the present ones."""
+    return {
+        key: value.to(group[key].device) if isinstance(value, Tensor) and isinstance(group.get(key), Tensor) else value
+        for key, value in options.items()
+    }
+
+
+def _fill(source: Source, targets: Iterable[Target]) -> None:
+    """Reads into targets: all of flat memory at once and in place, then each other one through a copy."""
+    direct: list[Wanted] = []
+    for target in targets:
+        tensor = target.tensor
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            direct.append(Wanted(target.name, target.start, tensor.detach().view(-1)))
+            continue
+        copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        source.read([Wanted(target.name, target.start, copy)])
+        with torch.no_grad():
+            tensor.copy_(copy.view(tensor.shape))
+    source.read(direct)

@@ -1,0 +1,176 @@
+"""Store, the user's object: a folder with the checkpoints of one run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from echelon.arguments import check_path, is_count, named
+from echelon.checkpoint.collect import Objects, collect
+from echelon.checkpoint.folder import Folder
+from echelon.checkpoint.groups import group_of
+from echelon.checkpoint.loading import open_checkpoint
+from echelon.checkpoint.restore import restore
+from echelon.checkpoint.saving import Handle, Saver
+from echelon.errors import CheckpointError, InvalidArgument
+from echelon.group.group import ProcessGroup, check_group
+
+
+class Store:
+    """Folder with the checkpoints of one run, each a folder `step-00000100`.
+
+    A checkpoint has the names of the unsplit model, so any layout loads it: other numbers of ranks, stages, replicas
+    and shards. It is complete or not there, however a save ends. All ranks call `save` and `load`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], keep: int | None = None, group: ProcessGroup | None = None
+    ) -> None:
+        """Names the folder. It is made by the first save.
+
+        Args:
+            path: the folder, which all ranks see.
+            keep: number of newest checkpoints that a save leaves. None: all.
+            group: the ranks that save and load. None: those of the model; for a plain module those of its
+                ZeroOptimizer, of this process or simulated rank, or of torch.distributed.
+
+        Raises:
+            InvalidArgument: an argument has a wrong type or value.
+        """
+        self._path = check_path(path)
+        if keep is not None and not is_count(keep, 1):
+            raise InvalidArgument(f"keep={keep!r}: give the number of checkpoints to keep, 1 or more, or None for all")
+        if group is not None:
+            check_group(group)
+        self._keep = keep
+        self._group = group
+        self._saver: Saver | None = None
+        self._saver_group: ProcessGroup | None = None
+
+    def __repr__(self) -> str:
+        return f"<Store {self._path!r}, keep={self._keep}>"
+
+    @property
+    def path(self) -> str:
+        """The folder."""
+        return self._path
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        scaler: object = None,
+        generators: object = None,
+        loader: object = None,
+        extra: dict[str, Any] | None = None,
+        wait: bool = True,
+        **others: object,
+    ) -> Handle:
+        """Saves a checkpoint. Every rank must call it, between two optimizer steps.
+
+        Args:
+            step: number of the checkpoint, such as that of the training step.
+            model: a module, DistributedDataParallel or Pipeline, compiled or not.
+            optimizer: an optimizer of its parameters.
+            scheduler, scaler: a learning rate scheduler and a GradScaler.
+            generators: random generators of torch, numpy or `random`, alone or in a list or dict; by rank.
+            loader: a data loader or sampler with state_dict and load_state_dict; by data-parallel rank.
+            extra: JSON-like values and tensors, equal on all ranks or wrapped in PerRank.
+            wait: whether to return when the checkpoint is on disk. False: when its values are copied.
+            others: further models, optimizers, and objects with state_dict and load_state_dict, by a name of yours.
+
+        Returns:
+            A handle, whose `wait` blocks until the checkpoint is on disk.
+
+        Raises:
+            InvalidArgument: an argument cannot be stored.
+            UnsupportedOp: a tensor has no values of its own.
+            CheckpointError: it could not be written, on this or another rank; or an earlier save without `wait`.
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather_object`.
+        """
+        if not is_count(step):
+            raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
+        objects = Objects(
+            model, optimizer, generators, loader, extra, {"scheduler": scheduler, "scaler": scaler, **others}
+        )
+        group = self._group_of(objects)
+        found = collect(objects, group)
+        return self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
+
+    def load(
+        self,
+        *,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        scaler: object = None,
+        generators: object = None,
+        loader: object = None,
+        extra: dict[str, Any] | None = None,
+        step: int | None = None,
+        strict: bool = True,
+        **others: object,
+    ) -> int | None:
+        """Loads a checkpoint in place and returns its step. None if there is none. Every rank must call it.
+
+        Names, shapes, dtypes and param groups are compared first: if they differ, nothing changes. With `optimizer` the
+        run goes on, so the process's random states are set as well.
+
+        Args:
+            model, optimizer, scheduler, scaler, generators, loader, others: as `save` got them, in any layout. Leave
+                out objects that are not to be loaded. A model on the meta device gets memory.
+            extra: dict that gets the saved values.
+            step: step of the checkpoint. None: the newest.
+            strict: whether both sides must have the same names. False: the others stay as they are. Shapes and dtypes
+                must be equal in any case.
+
+        Raises:
+            InvalidArgument: the checkpoint is of another model or optimizer.
+            CheckpointError: a file is damaged, which it names; or there is no checkpoint of `step`.
+            FileError: the folder cannot be read.
+            CollectiveMismatch, PeerFailed, Timeout: as `ProcessGroup.all_gather_object`.
+        """
+        if step is not None and not is_count(step):
+            raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0, or None for the newest")
+        objects = Objects(
+            model, optimizer, generators, loader, extra, {"scheduler": scheduler, "scaler": scaler, **others}
+        )
+        group = self._group_of(objects)
+        source = open_checkpoint(self._path, group, step)
+        if source is None:
+            return None
+        restore(source, objects, group, strict=strict)
+        return source.step
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints, in order. Does not communicate."""
+        return Folder(self._path).steps()
+
+    def verify(self, step: int) -> None:
+        """Reads every byte of a checkpoint and compares checksums. Does not communicate.
+
+        Raises:
+            CheckpointError: something is damaged or missing. The message names the first file and tensor.
+        """
+        problems = Folder(self._path).verify(step)
+        if problems:
+            more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise CheckpointError(f"checkpoint {step} in {self._path}: {problems[0]}{more}")
+
+    def close(self) -> None:
+        """Waits for a save under way and lets other jobs save here. A later save opens the folder again."""
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def _group_of(self, objects: Objects) -> ProcessGroup | None:
+        return self._group if self._group is not None else group_of(objects.model, objects.optimizer)
+
+    def _open(self, group: ProcessGroup | None) -> Saver:
+        if self._saver is None or self._saver_group is not group:
+            self.close()
+            self._saver, self._saver_group = Saver(self._path, group, self._keep), group
+        return self._saver

@@ -1,0 +1,64 @@
+"""Agreement of ranks about an act that can fail on some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from echelon.checkpoint.folder import failed_to
+from echelon.checkpoint.writer import failure
+from echelon.errors import CheckpointError, EchelonError, FileError
+from echelon.group import ProcessGroup
+
+Result = TypeVar("Result")
+
+
+def gather(group: ProcessGroup | None, value: Any) -> list[Any]:
+    """Returns the JSON-like values of all ranks. Collective. `group`: None for one rank."""
+    return [value] if group is None else group.all_gather_object(value)
+
+
+def rank_of(group: ProcessGroup | None) -> int:
+    """Returns this rank. `group`: None for one rank."""
+    return 0 if group is None else group.rank
+
+
+def together(group: ProcessGroup | None, act: Callable[[], Result], path: str = "") -> Result:
+    """Does something on all ranks. If it fails on one, all raise. Collective.
+
+    Args:
+        group: the ranks; None for one.
+        act: called on each rank. It makes no collective calls.
+        path: path in the message of an OSError that names none.
+
+    Raises:
+        EchelonError: the act failed on this rank.
+        FileError: it failed on another rank, or here with an OSError.
+        CheckpointError: it failed on another rank for another reason.
+    """
+    error: EchelonError | None = None
+    result: list[Result] = []
+    try:
+        result.append(act())
+    except EchelonError as caught:
+        error = caught
+    except OSError as caught:
+        error = failed_to("use", path, caught)
+    outcomes = gather(group, None if error is None else failure(error))
+    if error is not None:
+        raise error
+    raise_first(outcomes)
+    return result[0]
+
+
+def raise_first(outcomes: Sequence[Mapping[str, Any] | None]) -> None:
+    """Raises the first failure among the outcomes of the ranks.
+
+    Raises:
+        FileError: it was one of the file system.
+        CheckpointError: it was something else.
+    """
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None and "error" in outcome:
+            where = f"rank {rank}: " if len(outcomes) > 1 else ""
+            raise (FileError if outcome["kind"] == "file" else CheckpointError)(where + outcome["error"])

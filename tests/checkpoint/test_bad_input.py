@@ -1,0 +1,293 @@
+"""Objects that do not fit a checkpoint: one clear line each, on all ranks, and nothing has changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.checkpoint import PerRank, Store
+from echelon.errors import CheckpointError, EchelonError, InvalidArgument, UnsupportedOp
+from tests.helpers.models import fill
+
+
+def make(width=3, layers=2, dtype=torch.float32):
+    return fill(nn.Sequential(*(nn.Linear(width, width, dtype=dtype) for _ in range(layers))))
+
+
+def trained(model, kind=torch.optim.AdamW, **options):
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "run")
+    model = make()
+    store.save(4, model=model, optimizer=trained(model), extra={"epoch": 3})
+    return store
+
+
+def refused(call, error, message):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+    assert "\n" not in message
+
+
+def test_another_model(store):
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2), nn.Linear(2, 3))
+    before = copy.deepcopy(model.state_dict())
+    refused(
+        lambda: store.load(model=model),
+        InvalidArgument,
+        "the checkpoint of step 4 is of another model, with 6 differences: 0.bias is float64[3] here and float32[3] in "
+        "the checkpoint; 0.weight is float64[3, 3] here and float32[3, 3] in the checkpoint; 1.bias is float32[2] here "
+        "and float32[3] in the checkpoint; and 3 more: load into the model that was saved, or pass strict=False to go "
+        "by names",
+    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_names_on_one_side_only(store):
+    refused(
+        lambda: store.load(model=make(layers=1)),
+        InvalidArgument,
+        "the checkpoint of step 4 is of another model, with 2 differences: 1.bias is in the checkpoint only; 1.weight "
+        "is in the checkpoint only: load into the model that was saved, or pass strict=False to go by names",
+    )
+    with pytest.raises(
+        InvalidArgument, match=r"with 2 differences: 2\.bias is not in the checkpoint; 2\.weight is not"
+    ):
+        store.load(model=make(layers=3))
+
+
+def test_strict_false_goes_by_names(store):
+    model = make(layers=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    optimizer = trained(model)
+    assert store.load(model=model, optimizer=optimizer, strict=False) == 4
+    saved = make()
+    trained(saved)
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    assert model[2].weight[0, 0] != saved[0].weight[0, 0]
+    assert model[2].weight not in optimizer.state
+    refused(
+        lambda: store.load(model=make(width=2), strict=False),
+        InvalidArgument,
+        "the checkpoint of step 4 is of another model, with 4 differences: 0.bias is float32[2] here and float32[3] in "
+        "the checkpoint; 0.weight is float32[2, 2] here and float32[3, 3] in the checkpoint; 1.bias is float32[2] here "
+        "and float32[3] in the checkpoint; and 1 more: load into the model that was saved",
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_groups", "message"),
+    [
+        (
+            lambda model: [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.2}],
+            "param group 0 of the optimizer has 2 parameters and the saved one 4, which differ in 1.bias, 1.weight: "
+            "make the optimizer with the groups that were saved",
+        ),
+        (
+            lambda model: [{"params": [*model[0].parameters(), model[1].weight]}],
+            "param group 0 of the optimizer has 3 parameters and the saved one 4, which differ in 1.bias: make the "
+            "optimizer with the groups that were saved",
+        ),
+    ],
+)
+def test_other_param_groups(store, make_groups, message):
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(make_groups(model), lr=0.5)
+    refused(lambda: store.load(model=model, optimizer=optimizer), InvalidArgument, message)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
+
+
+def test_another_optimizer(store):
+    model = make()
+    refused(
+        lambda: store.load(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)),
+        InvalidArgument,
+        "the optimizer is SGD here and AdamW in the checkpoint: make the optimizer that was saved, or leave it out",
+    )
+    optimizer = torch.optim.AdamW(make().parameters())
+    refused(
+        lambda: store.load(model=model, optimizer=optimizer),
+        InvalidArgument,
+        "parameter 0 of param group 0 of the optimizer is in no model that was passed, so it has no name: pass the "
+        "model that it trains as model=",
+    )
+
+
+def test_a_value_that_was_not_saved(store):
+    model = make()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.AdamW(model.parameters()))
+    refused(
+        lambda: store.load(model=model, scheduler=scheduler),
+        InvalidArgument,
+        "the checkpoint of step 4 has no scheduler: leave it out, or pass strict=False",
+    )
+    assert store.load(model=model, scheduler=scheduler, strict=False) == 4
+
+
+def circle():
+    found = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (3, "extra is 3 (int): pass a dict with text as keys, such as extra={'epoch': 3}"),
+        ({1: 2}, "extra is of type dict: pass a dict with text as keys, such as extra={'epoch': 3}"),
+        (
+            {"a": [{"b": object()}]},
+            "extra/a/0/b is of type object, and a checkpoint takes numbers, text, tensors, and lists and dicts of "
+            "them: store its parts, or give it state_dict and load_state_dict and pass it by a keyword of its own",
+        ),
+        ({"a": circle()}, "extra/a/0 contains itself, and JSON-like data cannot: take it out"),
+    ],
+)
+def test_extra_that_is_no_json(store, extra, message):
+    refused(lambda: store.save(5, model=make(), extra=extra), InvalidArgument, message)
+    assert store.steps() == [4]
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "4", None, True])
+def test_a_step_that_is_no_number(store, step):
+    with pytest.raises(InvalidArgument, match=r"step is .*: give a whole number of at least 0"):
+        store.save(step, model=make())
+
+
+def test_arguments_of_other_types(store, tmp_path):
+    with pytest.raises(InvalidArgument, match=r"model is 3 \(int\): pass a module, a DistributedDataParallel or a Pip"):
+        store.save(5, model=3)
+    with pytest.raises(InvalidArgument, match="optimizer is of type Linear: pass an optimizer of torch or a ZeroOptim"):
+        store.save(5, model=make(), optimizer=nn.Linear(1, 1))
+    with pytest.raises(InvalidArgument, match="scheduler is of type dict, without state_dict and load_state_dict"):
+        store.save(5, scheduler={})
+    with pytest.raises(
+        InvalidArgument, match=r"generators\['a'\] is 1 \(int\): give generators of torch, numpy or ran"
+    ):
+        store.save(5, generators={"a": 1})
+    with pytest.raises(InvalidArgument, match=r"keep=0: give the number of checkpoints to keep, 1 or more, or None"):
+        Store(tmp_path, keep=0)
+    with pytest.raises(UnsupportedOp, match=r"0\.weight, takes a tensor with values, not one on the meta device"):
+        store.save(5, model=make().to("meta"))
+    assert store.steps() == [4]
+
+
+def test_there_is_no_such_step(store):
+    with pytest.raises(CheckpointError, match="5"):
+        store.load(model=make(), step=5)
+    assert Store(store.path + "/nothing here").load(model=make()) is None
+
+
+ODD = ["a b", "ü/é", "extra/x", "optimizer", "x@1", "\N{SNOWMAN}", "a\\b", '"', "__metadata__", " ", "%s", "~1"]
+
+
+def test_names_with_odd_characters(tmp_path):
+    def make_odd(value):
+        model = nn.Module()
+        for name in ODD:
+            model.add_module(name, nn.Linear(1, 1))
+        nn.init.constant_(model.get_parameter("x@1.weight"), value)
+        return model
+
+    model, extra = make_odd(3.0), {name: {name: torch.ones(2)} for name in ODD}
+    store = Store(tmp_path)
+    store.save(1, model=model, optimizer=trained(model), extra=extra)
+    other, found = make_odd(0.0), {}
+    optimizer = torch.optim.AdamW(other.parameters())
+    assert store.load(model=other, optimizer=optimizer, extra=found) == 1
+    assert all(torch.equal(one, model.state_dict()[name]) for name, one in other.state_dict().items())
+    assert sorted(found) == sorted(ODD)
+    assert all(torch.equal(found[name][name], torch.ones(2)) for name in ODD)
+    assert len(optimizer.state) == 2 * len(ODD)
+
+
+# Several ranks
+
+
+def on_ranks(group, path, case):
+    store = Store(path)
+    model = make()
+    if case == "replicas differ" and group.rank == 2:
+        nn.init.zeros_(model[1].bias)
+    extra = {"rank": group.rank if case == "extra differs" else 0}
+    if case == "one rank cannot" and group.rank == 1:
+        extra = {"rank": open}
+    if case == "other arguments" and group.rank:
+        extra["more"] = 1
+    try:
+        store.save(1, model=model, extra=extra)
+    except EchelonError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "replicas differ",
+            "InvalidArgument: 1.bias differs between ranks 0 and 2, which should hold replicas: train them by "
+            "DistributedDataParallel, or give each rank a Store of its own: group=group.subgroup([rank])",
+        ),
+        (
+            "extra differs",
+            "InvalidArgument: extra/rank differs between ranks 0 and 1: make it equal, or wrap it: PerRank(value)",
+        ),
+        (
+            "other arguments",
+            "InvalidArgument: ranks 0 and 1 store different things, the first of them 'extra/more': pass the same "
+            "arguments on every rank",
+        ),
+        ("", None),
+    ],
+)
+def test_all_ranks_raise(case, message, tmp_path):
+    assert echelon.simulate(on_ranks, 3, (str(tmp_path), case)).results == [message] * 3
+
+
+def test_the_others_are_told_of_a_rank_that_cannot_save(tmp_path):
+    first, second, third = echelon.simulate(on_ranks, 3, (str(tmp_path), "one rank cannot")).results
+    assert second.startswith(
+        "InvalidArgument: extra/rank is of type builtin_function_or_method, and a checkpoint takes"
+    )
+    assert first == third
+    assert first.startswith(
+        "CheckpointError: rank 1 cannot take part in the checkpoint: InvalidArgument: extra/rank is"
+    )
+
+
+def save_by_rank(group, path):
+    Store(path).save(1, model=make(), extra={"mine": PerRank(group.rank)})
+
+
+def load_by_rank(group, path):
+    with pytest.raises(
+        InvalidArgument,
+        match="extra/mine was saved by each of 3 data-parallel ranks, and there are 2 here: leave it out and place it "
+        "by the step, or pass strict=False",
+    ):
+        Store(path).load(extra={})
+    extra = {}
+    assert Store(path).load(extra=extra, strict=False) == 1
+    return extra
+
+
+def test_values_of_ranks_that_are_not_there(tmp_path):
+    echelon.simulate(save_by_rank, 3, (str(tmp_path),))
+    assert echelon.simulate(load_by_rank, 2, (str(tmp_path),)).results == [{}, {}]

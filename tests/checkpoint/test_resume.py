@@ -1,0 +1,133 @@
+"""A run that is stopped after any step and goes on equals the undisturbed one, bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.checkpoint import PerRank, Store
+from echelon.data_parallel import LocalSGD, PowerSGD
+from tests.helpers.checkpoint_layouts import LAYOUTS, batch, build, make_net, whole_state
+
+STEPS = 5
+QUICK = {"dp 3", "zb-v 2", "zero 2 pp 2"}
+
+
+def run_to(group, name, path, first, last):
+    """Goes on after `first` and saves after `last`. Returns the losses and the state."""
+    run = build(group, LAYOUTS[name], offset=float(first))
+    store = Store(path)
+    everything = {"model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler}
+    if first:
+        assert store.load(**everything) == first
+    losses = [run.step(number) for number in range(first, last)]
+    store.save(last, **everything)
+    store.close()
+    return losses, whole_state(run)
+
+
+def simulated(name, path, first, last, seed=0):
+    return echelon.simulate(run_to, LAYOUTS[name].world_size, (name, path, first, last), seed=seed).results
+
+
+def assert_same_end(got, expected, stop):
+    for (losses, state), (all_losses, end) in zip(got, expected, strict=True):
+        assert losses == all_losses[stop:]
+        assert sorted(state) == sorted(end)
+        for name, value in end.items():
+            assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in LAYOUTS])
+def test_it_ends_like_the_undisturbed_run(name, tmp_path):
+    expected = simulated(name, str(tmp_path / "whole"), 0, STEPS)
+    for stop in (2,) if name in QUICK else range(1, STEPS):
+        path = str(tmp_path / f"stopped after {stop}")
+        simulated(name, path, 0, stop)
+        # With another seed, whose random states the checkpoint replaces.
+        assert_same_end(simulated(name, path, stop, STEPS, seed=7), expected, stop)
+
+
+class Samples:
+    """Loader whose place is its state."""
+
+    def __init__(self, rank):
+        self.place = 10 * rank
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+    def __next__(self):
+        self.place += 1
+        return batch(self.place)
+
+
+def with_companions(group, hook_name, path, first, last):
+    """Trains with all that a run can depend on."""
+    hook = {"power": PowerSGD(1, start_after=1), "local": LocalSGD(2), "none": None}[hook_name]
+    ddp = echelon.DDP(make_net(offset=float(first)), group, bucket_mb=1e-4, hook=hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    generators = {
+        "torch": torch.Generator().manual_seed(group.rank),
+        "numpy": np.random.default_rng(group.rank),
+        "list": [random.Random(group.rank), np.random.RandomState(group.rank)],
+    }
+    loader, extra = Samples(group.rank), {}
+    store = Store(path, group=group)
+    companions = {"model": ddp, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    companions |= {"generators": generators, "loader": loader}
+    if first:
+        assert store.load(**companions, extra=extra) == first
+        assert extra["rank"] == group.rank
+        assert extra["best"] == (first, float("inf"))
+        assert torch.equal(extra["table"], torch.arange(first))
+    losses = []
+    for _ in range(first, last):
+        inputs, target = next(loader)
+        noise = torch.rand((), generator=generators["torch"]).item() + generators["numpy"].random()
+        noise += generators["list"][0].random() + generators["list"][1].rand()
+        noise += random.random() + np.random.rand() + torch.rand(()).item()
+        loss = nn.functional.cross_entropy(ddp(inputs), target) * noise
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    extra = {"rank": PerRank(group.rank), "best": (last, float("inf")), "table": torch.arange(last)}
+    store.save(last, **companions, extra=extra)
+    store.close()
+    state = {name: value.clone() for name, value in ddp.state_dict().items()}
+    state |= {f"momentum {index}": one["momentum_buffer"] for index, one in optimizer.state_dict()["state"].items()}
+    return losses, state | {"scale": torch.tensor(scaler.get_scale())}
+
+
+@pytest.mark.parametrize("hook", ["power", "local", "none"])
+def test_companions_go_on_too(hook, tmp_path):
+    def simulated(path, first, last, seed=0):
+        return echelon.simulate(with_companions, 3, (hook, path, first, last), seed=seed, order="tcp").results
+
+    expected = simulated(str(tmp_path / "whole"), 0, STEPS)
+    simulated(str(tmp_path / "stopped"), 0, 3)
+    assert_same_end(simulated(str(tmp_path / "stopped"), 3, STEPS, seed=7), expected, 3)
+
+
+def on_processes(group, name, path, first, last):
+    torch.manual_seed(group.rank + 17 * first)
+    return run_to(group, name, path, first, last)
+
+
+@pytest.mark.parametrize("name", ["zero 2", pytest.param("1f1b 3", marks=pytest.mark.slow)])
+def test_processes_go_on_where_others_have_stopped(name, pool, tmp_path):
+    world_size = LAYOUTS[name].world_size
+    expected = pool.run(on_processes, world_size, name, str(tmp_path / "whole"), 0, STEPS)
+    pool.run(on_processes, world_size, name, str(tmp_path / "stopped"), 0, 2)
+    assert_same_end(pool.run(on_processes, world_size, name, str(tmp_path / "stopped"), 2, STEPS), expected, 2)
