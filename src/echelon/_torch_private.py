@@ -608,7 +608,10 @@ def _has_labels() -> bool:
 def _label_of_parameters(group: object) -> str:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # late: it takes half a second
 
-    return group._with_fqn("") if isinstance(group, FSDPParamGroup) else ""
+    try:
+        return group._with_fqn("") if isinstance(group, FSDPParamGroup) else ""
+    except AttributeError:  # it is being made
+        return ""
 
 
 def destroy_library(library: torch.library.Library) -> None:

@@ -68,9 +68,11 @@ class Log:
         found = calling_place(2)
         if found is None:
             return -1
-        number = self._place_of.get(found)
+        line = found[:2]
+        number = self._place_of.get(line)
         if number is None:
-            number = self._place_of[found] = self.places.of(line_of(found).removeprefix(self._folder))
+            # Without FSDP2's module, which entries tell on their own.
+            number = self._place_of[line] = self.places.of(line_of((*line, "")).removeprefix(self._folder))
         return number
 
     def line(self) -> str:
