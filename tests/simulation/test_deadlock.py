@@ -281,6 +281,20 @@ def test_ctrl_c_ends_ranks_that_wait_and_one_that_computes():
     assert threading.active_count() == before
 
 
+def computes_after_a_collective(group):
+    group.all_reduce(torch.ones(4))
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # by the first rank that goes on
+    while True:
+        sum(range(100))
+
+
+def test_ctrl_c_tells_ranks_whose_collective_has_ended_from_ranks_that_wait():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        echelon.simulate(computes_after_a_collective, 3)
+    (note,) = caught.value.__notes__
+    assert note.count("is about to go on, at") == 2, note
+
+
 def talks_from_a_thread_of_its_own(group):
     errors = []
 

@@ -116,7 +116,8 @@ def _lines(world: World) -> list[str]:
             lines.append(f"rank {rank} has not begun")
         elif task is None:
             lines.append(f"rank {rank} has returned, after {_last_call(recorder) or 'no call'}")
-        elif isinstance(task.awaits, VirtualWork):
+        # A rank whose wait is over may not have had its turn yet.
+        elif isinstance(task.awaits, VirtualWork) and task.awaits.awaited() and not task.is_queued:
             lines.append(str(_waiting(world, task)))
         else:
             line = source_of(place_of_thread(task.ident))
