@@ -106,7 +106,7 @@ def run(how: str, file: File, tests: Sequence[str], keeps: bool) -> dict[str, st
         command += [how, str(file.path), str(results), *tests, "--without", *(pattern for pattern, _ in left_out(file))]
         with tempfile.TemporaryDirectory() as folder, open(stem.with_suffix(".log"), "w") as log:
             (Path(folder) / "barrier").touch()
-            environ = os.environ | {"BACKEND": "gloo", "WORLD_SIZE": "4", "TEMP_DIR": folder, "OMP_NUM_THREADS": "1"}
+            environ = os.environ | {"TEMP_DIR": folder, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, env=environ, stdout=log, stderr=log, timeout=SECONDS, check=False)
     told = [json.loads(line) for line in results.read_text().splitlines()]
     return {each["test"]: each["problem"] for each in told}

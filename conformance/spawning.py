@@ -15,7 +15,9 @@ from torch.testing._internal.common_utils import set_rng_seed
 
 import echelon
 
-os.environ.setdefault("BACKEND", "gloo")  # which torch reads as it imports the second of these
+# torch reads these as it imports its tests.
+os.environ.setdefault("BACKEND", "gloo")
+os.environ.setdefault("WORLD_SIZE", "4")
 from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed._tensor import common_dtensor  # noqa: F401 # before its bases are changed
 

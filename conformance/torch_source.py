@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def fetched(into: Path) -> Path:
     tree = into / tag
     if (tree / FOLDER).is_dir():
         return tree
+    shutil.rmtree(tree, ignore_errors=True)  # of a download that was cut off
     into.mkdir(parents=True, exist_ok=True)
     # Without history, and only the blobs of the folder: a few megabytes of several hundred.
     for command in (
