@@ -45,13 +45,14 @@ class Environment(State):
         self._variables = variables
         # The mapping behind `os.environ`. Exchanging it reaches all who hold `os.environ` itself.
         self._outside: _Variables = os.environ._data  # type: ignore[attr-defined] # the only way to exchange all at once
-        self._firsts: list[_Variables] = []
+        self._ranks: list[tuple[_Variables, _Variables]] = []
+        """Environment of each rank, and a copy of it from before its program."""
 
     def first(self, rank: int) -> _Variables:  # noqa: D102
         encode = os.fsencode if os.name == "posix" else str
         variables = {encode(name): encode(value) for name, value in self._variables(rank).items()}
         first = {**self._outside, **variables}
-        self._firsts.append(dict(first))
+        self._ranks.append((first, dict(first)))
         return first
 
     def take(self) -> _Variables:  # noqa: D102
@@ -60,14 +61,14 @@ class Environment(State):
     def put(self, state: _Variables) -> None:  # noqa: D102
         os.environ._data = state  # type: ignore[attr-defined] # as above
 
-    def finish(self, states: Sequence[_Variables]) -> None:
+    def finish(self, states: Sequence[_Variables]) -> None:  # noqa: ARG002
         """Takes back the changes of ranks that C code sees."""
         changed = {
             name
-            for first in self._firsts
-            for state in states
-            for name in first.keys() | state.keys()
-            if first.get(name) != state.get(name)
+            for last, first in self._ranks
+            if last != first
+            for name in first.keys() | last.keys()
+            if first.get(name) != last.get(name)
         }
         for name in changed:
             if name in self._outside:
