@@ -1,5 +1,7 @@
 """State that torch and Python keep once per process belongs to each simulated rank, and is as before afterwards."""
 
+import ctypes
+import os
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -258,3 +260,18 @@ def test_jobs_that_do_not_communicate_keep_their_threads():
             return pool.submit(lambda: group.rank * 2).result()
 
     assert echelon.simulate(program, 2).results == [0, 2]
+
+
+def test_c_code_sees_the_environment_from_before_afterwards(monkeypatch):
+    monkeypatch.setenv("ECHELON_KEPT", "before")
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+
+    def program(group):
+        os.environ["ECHELON_KEPT"] = os.environ["ECHELON_MADE"] = str(group.rank)
+        group.barrier()
+        return os.environ["ECHELON_KEPT"], getenv(b"ECHELON_KEPT") != b"before"
+
+    assert echelon.simulate(program, 3).results == [(str(rank), True) for rank in range(3)]
+    assert getenv(b"ECHELON_KEPT") == b"before"
+    assert getenv(b"ECHELON_MADE") is None
