@@ -46,6 +46,7 @@ PRIVATE_NAMES = (
     "torch.autograd._engine_run_backward",
     "torch.autograd._get_sequence_nr",
     "torch.autograd.forward_ad._current_level",
+    "torch.autograd.graph.Node._sequence_nr",
     "torch.distributed.ProcessGroup._allgather_base",
     "torch.distributed.ProcessGroup._register_backend",
     "torch.distributed.ProcessGroup._set_default_backend",

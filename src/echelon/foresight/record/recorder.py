@@ -58,6 +58,10 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         if facts.role == "view":
             return func(*args, **kwargs)
+        if facts.role == "allocation":
+            out = func(*args, **kwargs)
+            self.memory.number(out)
+            return out
         if facts.role == "kernel":
             return self._kernel(func, facts, inputs, args, kwargs)
         if facts.role == "collective":
