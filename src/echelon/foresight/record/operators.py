@@ -14,7 +14,7 @@ from echelon._torch_private import facts_of
 from echelon.foresight.trace import Kind
 
 Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]
-"""Meaning of an operator for the recorder. A view and an allocation launch nothing. A read brings a value to the host."""
+"""Meaning of an operator for the recorder. Views and allocations launch nothing. A read brings a value to the host."""
 
 Shape: TypeAlias = tuple[int, ...]
 
