@@ -1,10 +1,10 @@
 """Memory of a step: bytes of tensors exactly, and bytes that PyTorch's caching allocator reserves for them. Pure.
 
 The allocator takes memory from the device in segments. A request of at most 1 MiB is a part of a segment of 2 MiB. One
-below 10 MiB is a part of a segment of 20 MiB. A larger one gets a segment of its own, rounded to 2 MiB. A free block goes
-to the smallest request that fits it best, and is split unless the rest would be too small to keep. Free neighbours are
-merged. Blocks belong to the stream that they were allocated for. If the device is full, segments that are wholly free
-are given back. With expandable segments a stream has one segment of each kind, which grows at its end.
+below 10 MiB is a part of a segment of 20 MiB. A larger one gets a segment of its own, rounded to 2 MiB. A request takes
+the smallest free block that is large enough. The block is split unless the rest would be too small to keep. Free
+neighbours are merged. Blocks belong to the stream that they were allocated for. If the device is full, segments that
+are wholly free are given back. With expandable segments a stream has one segment of each kind, which grows at its end.
 """
 
 from __future__ import annotations

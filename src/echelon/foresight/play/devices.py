@@ -77,7 +77,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 _H100,
                 name="h100-500w",
                 memory_bytes=int(95.0 * _GIB),
-                memory_bandwidth=2.4e12,  # as its owner gives it: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
+                # as its owner gives it: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
+                memory_bandwidth=2.4e12,
                 matmul_share=0.537,  # fitted
             ),
             replace(
