@@ -230,7 +230,7 @@ def move_fake(tensor: torch.Tensor, moved: torch.Tensor) -> None:
 
 @contextmanager
 def devices_as_on_gpu() -> Iterator[None]:
-    """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU, as what stands for it.
+    """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU in its place.
 
     Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors.
     """
@@ -242,11 +242,35 @@ def devices_as_on_gpu() -> Iterator[None]:
         return torch.device("cpu") if device.type == "cuda" else device
 
     init._get_compute_device = compute_device
-    torch._C._get_accelerator = lambda *_: torch.device("cuda")  # type: ignore[assignment]
+    torch._C._get_accelerator = lambda *_: torch.device("cuda")
     try:
         yield
     finally:
         init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
+
+
+@contextmanager
+def objects_packed_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, collectives of Python objects turn them into tensors, and back, by wrappers of torch's own functions."""
+    module: Any = dist.distributed_c10d
+    pack, unpack = module._object_to_tensor, module._tensor_to_object
+    module._object_to_tensor, module._tensor_to_object = wrap(pack), wrap(unpack)
+    try:
+        yield
+    finally:
+        module._object_to_tensor, module._tensor_to_object = pack, unpack
+
+
+@contextmanager
+def ddp_checks_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, DDP compares the shapes of parameters between ranks by a wrapper of its own function in C++."""
+    module: Any = dist
+    original = module._verify_params_across_processes
+    module._verify_params_across_processes = wrap(original)
+    try:
+        yield
+    finally:
+        module._verify_params_across_processes = original
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -85,7 +85,7 @@ def begin():
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-def train(model, device, *, batch=BATCH, accumulate=1, after=lambda step: None, autocast=None, steps=4):
+def train(model, device, *, batch=BATCH, accumulate=1, after=None, autocast=None, steps=4):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         for _ in range(accumulate):
@@ -94,12 +94,13 @@ def train(model, device, *, batch=BATCH, accumulate=1, after=lambda step: None, 
                 logits = model(tokens)
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(0, 1))
             loss.backward()
-        after(step)
+        if after is not None:
+            after(step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def fsdp(depth=2, width=WIDTH, recompute="", accumulate=1, reduce_dtype=torch.float32, after=lambda step: None):
+def fsdp(*, depth=2, width=WIDTH, recompute="", accumulate=1, reduce_dtype=torch.float32, after=None):
     device = begin()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     model = Decoder(depth, width, recompute)
@@ -110,13 +111,15 @@ def fsdp(depth=2, width=WIDTH, recompute="", accumulate=1, reduce_dtype=torch.fl
     train(model, device, accumulate=accumulate, after=after)
 
 
-def ddp(depth=2, recompute="", accumulate=1, autocast=None, after=lambda step: None, **options):
+def ddp(*, depth=2, recompute="", accumulate=1, autocast=None, after=None, **options):
     device = begin()
-    model = DistributedDataParallel(Decoder(depth, recompute=recompute).to(device), device_ids=[device.index], **options)
+    model = DistributedDataParallel(
+        Decoder(depth, recompute=recompute).to(device), device_ids=[device.index], **options
+    )
     train(model, device, accumulate=accumulate, after=after, autocast=autocast)
 
 
-def fsdp1(depth=2):
+def fsdp1(*, depth=2):
     device = begin()
     model = Decoder(depth).cuda()
     for number, layer in enumerate(model.layers):
@@ -126,7 +129,7 @@ def fsdp1(depth=2):
     train(model, device)
 
 
-def tensor_parallel(tp=2, depth=2, after=lambda step: None):
+def tensor_parallel(*, tp=2, depth=2, after=None):
     """FSDP2 x tensor parallel x sequence parallel, as torchtitan's Llama."""
     device = begin()
     mesh = init_device_mesh("cuda", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))

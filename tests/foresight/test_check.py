@@ -11,7 +11,7 @@ from tests.foresight import programs
 from tests.foresight.planted import RANKS, plant
 
 # Names of collectives that torch 2.13 has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore::UserWarning:torch")
 
 
 def run(source, path):
@@ -68,7 +68,9 @@ def one_way():
 
 
 def test_message_without_a_partner_is_found():
-    with pytest.raises(CollectiveMismatch, match=r"send to rank 1 of 32 bytes.*test_check.py:\d+ on rank 0 has no partner"):
+    with pytest.raises(
+        CollectiveMismatch, match=r"send to rank 1 of 32 bytes.*test_check.py:\d+ on rank 0 has no partner"
+    ):
         foresee(one_way, 2)
 
 
@@ -79,10 +81,10 @@ def logs_on_rank_0(step):
 
 def test_collective_of_one_rank_among_those_of_fsdp_is_found():
     with pytest.raises(CollectiveMismatch, match=r"test_check.py:\d+ on rank 0, but none on rank 1.*programs.py:\d+"):
-        foresee(lambda: programs.fsdp(1, after=logs_on_rank_0), 2)
+        foresee(lambda: programs.fsdp(depth=1, after=logs_on_rank_0), 2)
 
 
 def test_reduction_in_bfloat16_is_a_problem():
-    seen = foresee(lambda: programs.fsdp(1, reduce_dtype=torch.bfloat16), 2)
+    seen = foresee(lambda: programs.fsdp(depth=1, reduce_dtype=torch.bfloat16), 2)
     assert [problem.kind for problem in seen.problems] == ["narrow reduction"]
     assert "bfloat16" in str(seen.problems[0])

@@ -33,7 +33,7 @@ class ForeseeOptions:
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
     steps: Annotated[int, value("COUNT", "Steps to run; the last one is foreseen, the others warm up.")] = 2
-    tokens: Annotated[float | None, value("COUNT", "Tokens of all ranks in a step, for tokens per second.")] = None
+    tokens: Annotated[int | None, value("COUNT", "Tokens of all ranks in a step, for tokens per second.")] = None
     seed: Annotated[int, value("SEED", "Seed of the random ranks that confirm a role.")] = 0
     allow_writes: Annotated[
         bool, typer.Option("--allow-writes", help="Let the script write files, such as logs, but no checkpoints.")
@@ -71,9 +71,9 @@ class ForeseeOptions:
 def foresee(options: ForeseeOptions) -> int:
     """Foresees a training step of a script on a cluster: time, memory, exposed communication, mistakes.
 
-    Needs no GPU, and computes nothing: the script runs with tensors that have shapes but no values, on one rank for each
-    role. Nothing is written to files. The exit status is 0, or 1 if the script does not fit into memory, fails, or its
-    ranks disagree. Options go before SCRIPT; words after it are passed to the script.
+    Needs no GPU, and computes nothing: the script runs with tensors that have shapes but no values, on one rank for
+    each role. Nothing is written to files. The exit status is 0, or 1 if the script does not fit into memory, fails, or
+    its ranks disagree. Options go before SCRIPT; words after it are passed to the script.
     """
     options.check()
     assert options.num_ranks is not None, "checked"
@@ -93,7 +93,8 @@ def foresee(options: ForeseeOptions) -> int:
     seen = outcome.foreseen
     assert seen is not None
     written = write_files((options.png, seen.timeline.draw), (options.chrome, seen.timeline.to_chrome))
-    print(json.dumps(_as_json(seen, options.tokens)) if options.json else _as_text(seen, options.tokens))
+    report = seen.report(options.tokens, options.program)
+    print(json.dumps({**report.to_json(), **_by_rank(seen)}) if options.json else str(report), end="")
     for path in written:
         shown.say(f"wrote {path}")
     return 0 if seen.fits else 1
@@ -114,27 +115,11 @@ def _hosts(text: str | None) -> int | list[int] | None:
     return numbers[0] if "," not in text else numbers
 
 
-def _as_text(seen: Foreseen, tokens: float | None) -> str:
-    rate = "" if tokens is None else f"\n{seen.tokens_per_second(tokens):,.0f} tokens per second"
-    return f"{seen}{rate}"
-
-
-def _as_json(seen: Foreseen, tokens: float | None) -> dict[str, Any]:
+def _by_rank(seen: Foreseen) -> dict[str, Any]:
     return {
-        "world_size": seen.world_size,
-        "gpu": seen.device.name,
-        "step_seconds": seen.step_seconds,
-        "tokens_per_second": None if tokens is None else seen.tokens_per_second(tokens),
-        "mfu": seen.mfu,
-        "fits": seen.fits,
+        "classes": list(seen.classes),
         "peak_memory": list(seen.peak_memory),
         "live_memory": list(seen.live_memory),
-        "exposed": [
-            {"group": name.group, "place": name.place, "seconds": seconds} for name, seconds in seen.exposed.items()
-        ],
-        "roles": {str(role): seen.classes.count(role) for role in sorted(set(seen.classes))},
-        "problems": [{"kind": problem.kind, "text": problem.text} for problem in seen.problems],
-        "assumptions": list(seen.assumptions),
         "skipped": list(seen.skipped),
     }
 

@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     kind: str
     """Such as "narrow reduction"."""
     text: str
-    """What happens, where, and what to do."""
+    """Sentence with the line and a remedy."""
 
     def __str__(self) -> str:
         return self.text
@@ -101,19 +101,20 @@ def _compare(one: _Side, other: _Side, group: Group) -> None:
         left, right = _described(one, mine), _described(other, theirs)
         parted = _parted(one, other, number - 1)
         raise CollectiveMismatch(
-            f"call {number} of a step in {name} is {left}, but {right}{parted}: every rank of a group must call the same "
-            "collectives in the same order, with tensors of equal size",
+            f"call {number} of a step in {name} is {left}, but {right}{parted}: every rank of a group must call the "
+            "same collectives in the same order, with tensors of equal size",
             rank=other.rank,
             theirs=right,
         )
 
 
 def _parted(one: _Side, other: _Side, end: int) -> str:
-    """Returns where two ranks parted before their calls differed, as by a call more of the same kind. Empty if nowhere."""
+    """Returns the first lines that differ before the calls do, as after a call too many. Empty if there are none."""
     for number, (mine, theirs) in enumerate(zip(one.calls[:end], other.calls[:end], strict=True), 1):
         places = [side.trace.places[call.place] for side, call in ((one, mine), (other, theirs)) if call.place >= 0]
         if len(set(places)) == 2:
-            return f"; their lines differ from call {number} on, {places[0]} on rank {one.rank} and {places[1]} on {other.rank}"
+            sides = f"{places[0]} on rank {one.rank} and {places[1]} on rank {other.rank}"
+            return f"; their lines differ from call {number} on, {sides}"
     return ""
 
 
@@ -175,10 +176,10 @@ def check_messages(traces: Mapping[int, Trace]) -> None:
                 continue
             rank, found = (src, send) if send is not None else (dst, receive)
             assert found is not None
-            missing = "receives" if send is not None else "sends"
+            missing = f"rank {dst} receives" if send is not None else f"rank {src} sends"
             raise CollectiveMismatch(
-                f"{text_of(traces[rank], found)} on rank {rank} has no partner: rank {dst if send is not None else src} "
-                f"{missing} nothing that fits it, with tag {tag}, in the same step"
+                f"{text_of(traces[rank], found)} on rank {rank} has no partner: {missing} nothing that fits it, with "
+                f"tag {tag}, in the same step"
             )
 
 
@@ -303,7 +304,9 @@ class _Order:
     def _is_complete(self, rank: int, number: int, stream: _Stream) -> bool:
         if (rank, number) not in self._of:  # begun in an earlier step
             return True
-        if (rank, number) in self._begun and all(each in self._begun for each in self._partners.get((rank, number), ())):
+        if (rank, number) in self._begun and all(
+            each in self._begun for each in self._partners.get((rank, number), ())
+        ):
             return True
         stream.waits_for = self._of[rank, number]
         return False
@@ -317,8 +320,10 @@ class _Order:
             partners = self._partners.get((rank, waited.number), [])
             late = sorted(other for other, each in partners if (other, each) not in self._begun)
             lines.append(f"rank {rank} waits for {_listed(late)} in {text_of(self._traces[rank], waited)}")
-        return "ranks wait for each other for ever: " + "; ".join(lines or ["no rank can go on"]) + (
-            ": all ranks must start operations that depend on each other in the same order"
+        return (
+            "ranks wait for each other for ever: "
+            + "; ".join(lines or ["no rank can go on"])
+            + (": all ranks must start operations that depend on each other in the same order")
         )
 
 
@@ -345,7 +350,9 @@ def narrow_reductions(traces: Mapping[int, Trace]) -> Iterator[Problem]:
     for trace in traces.values():
         # Groups of tensor parallelism reduce activations in their own type, forward and backward.
         forward = {
-            entry.group for entry in trace.entries if isinstance(entry, Collective) and entry.op and entry.phase == "forward"
+            entry.group
+            for entry in trace.entries
+            if isinstance(entry, Collective) and entry.op and entry.phase == "forward"
         }
         for entry in trace.entries:
             if not (isinstance(entry, Collective) and entry.op in ("sum", "mean") and entry.dtype in _NARROW):

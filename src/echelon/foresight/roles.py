@@ -1,9 +1,9 @@
 """Choice of the ranks that are recorded, one for each role, and of the role that stands for each rank. Pure.
 
-A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel. Along each
-axis both ends are recorded. If they do the same, all points between them are taken to do the same; if not, the axis is
-divided in the middle, and so on. A rank off the axes has the role of the point with the first coordinates of its
-intervals. One random rank of each role, which has not stood for others yet, is recorded in confirmation.
+A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel. Along
+each axis both ends are recorded. If they do the same, all points between them are taken to do the same; if not, the
+axis is divided in the middle, and so on. A rank off the axes has the role of the point with the first coordinates of
+its intervals. One random rank of each role, which has not stood for others yet, is recorded in confirmation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from echelon.foresight.digest import digest
@@ -35,12 +35,12 @@ class Axis(NamedTuple):
 def axes_of(trace: Trace) -> tuple[Axis, ...]:
     """Returns the axes of the grid that a rank's groups span, from the outermost to the innermost.
 
-    Groups of equal distances are axes. What they leave out of the world becomes axes of its own.
+    Groups of equal distances are axes. Further axes fill the gaps, so that all ranks are points.
     """
     found: set[Axis] = set()
     for group in trace.groups:
         ranks = group.ranks
-        steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
+        steps = {after - before for before, after in pairwise(ranks)}
         if len(steps) == 1 and 1 < len(ranks) < trace.world_size and min(steps) > 0:
             found.add(Axis(len(ranks), steps.pop()))
     axes: list[Axis] = []
@@ -60,7 +60,7 @@ def axes_of(trace: Trace) -> tuple[Axis, ...]:
 
 @dataclass
 class Roles:
-    """Recorded ranks so far, and those to be recorded next."""
+    """Recorded ranks so far, and the choice of the next ones."""
 
     world_size: int
     seed: int = 0

@@ -19,6 +19,7 @@ from echelon.foresight.play.played import Exposed, Played
 from echelon.foresight.play.player import play
 from echelon.foresight.record.cuda_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
+from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Allocate, Trace
 from echelon.launch.call import rank_call
@@ -150,19 +151,18 @@ class Foreseen:
         cluster = cluster_of(network, device, self.world_size, hosts)
         return replace(self, played=play(self.traces, self.classes, device, cluster), network=network)
 
+    def report(self, tokens: int | None = None, title: str = "") -> Report:
+        """Returns the figures as a report, of which `str` is a table, and `to_json` has plain values.
+
+        Args:
+            tokens: tokens of all ranks in a step. None: not known.
+            title: name of the program.
+        """
+        notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
+        return Report(self.played, tokens, [str(problem) for problem in self.problems], notes, title=title)
+
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.world_size} x {self.device.name}: {self.step_seconds:.4g} s a step, MFU {self.mfu:.1%}",
-                f"memory of the fullest rank: {max(self.peak_memory) / _GIB:.1f} GiB reserved, "
-                f"{max(self.live_memory) / _GIB:.1f} GiB of tensors",
-                *(f"exposed: {seconds:.4g} s of {name.group or 'world'} at {name.place}"
-                  for name, seconds in self.exposed.items()),
-                *map(str, self.problems),
-                *(f"assumed: {text}" for text in self.assumptions),
-                *(f"skipped: {text}" for text in self.skipped),
-            ]
-        )  # fmt: skip
+        return str(self.report())
 
 
 def foresee(
@@ -242,7 +242,7 @@ def _facts_of(device: Device) -> Gpu:
 
 
 def _too_little(trace: Trace, memory: Memory, device: Device) -> str:
-    """Returns the text for a rank that does not fit: what is alive at the peak, by line and module."""
+    """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
     kinds = ", ".join(f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20)
     largest: dict[str, int] = {}
     for storage in memory.alive_at_peak:

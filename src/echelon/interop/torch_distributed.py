@@ -119,4 +119,6 @@ def _batch(
 _library.impl("batch_p2p_ops", _batch, "CPU")  # type: ignore[no-untyped-call]
 for _device in ("CPU", "CUDA"):
     _library.impl("all_gather_into_tensor_out", _all_gather_out, _device)  # type: ignore[no-untyped-call]
-dist.Backend.register_backend(NAME, lambda options, _: EchelonProcessGroup(*make_group(options)), extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(
+    NAME, lambda options, _: EchelonProcessGroup(*make_group(options)), extended_api=True, devices=["cpu"]
+)

@@ -114,7 +114,7 @@ class RecordedGroup(EchelonProcessGroup):
             # Only the root has the whole array.
             num_bytes = len(self.ranks) * min(map(_num_bytes, filter(None, (outputs, inputs))))
         root = getattr(opts, "rootRank", -1) if form.kind in ("broadcast", "reduce", "gather", "scatter") else -1
-        op = getattr(opts, "reduceOp", dist.ReduceOp(dist.ReduceOp.SUM))
+        op: Any = getattr(opts, "reduceOp", None)
         is_async = getattr(opts, "asyncOp", True)
         log, number = recording.log, recording.memory.number
         phase, place, module = log.where(inputs)
@@ -125,7 +125,7 @@ class RecordedGroup(EchelonProcessGroup):
             group=log.group(self.described),
             num_bytes=num_bytes,
             dtype=_dtype(inputs or outputs),
-            op=_OPS.get(op.op, "sum") if form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
+            op=_OPS[op.op] if op is not None and form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
             root=self.ranks[root] if root >= 0 else -1,
             blocking=not is_async,
             reads=tuple((number(each), each.numel() * each.element_size()) for each in inputs),

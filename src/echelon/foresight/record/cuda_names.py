@@ -1,4 +1,4 @@
-"""Names of `torch.cuda` on a machine without a GPU: streams are stand-ins, facts are those of the foreseen device."""
+"""Names of `torch.cuda` on a machine without a GPU: streams that only record, and facts of the foreseen device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon._torch_private import FakeTensor, backward_with, devices_as_on_gpu, move_fake, optimizers_as_on_gpu, real_tensors
+from echelon._torch_private import (
+    FakeTensor,
+    backward_with,
+    ddp_checks_by,
+    devices_as_on_gpu,
+    move_fake,
+    objects_packed_by,
+    optimizers_as_on_gpu,
+    real_tensors,
+)
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, mapped
 from echelon.foresight.record.here import Recording, recording_here
@@ -61,7 +70,8 @@ def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
         stack.enter_context(backward_with(lambda: OnDevice() if recording_here() is not None else nullcontext()))
         for name in ("__init__", "__getitem__", "_flatten"):
             replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
-        replace(dist, "_verify_params_across_processes", _with_values(dist._verify_params_across_processes))
+        stack.enter_context(ddp_checks_by(_with_values))
+        stack.enter_context(objects_packed_by(_with_values))
         replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__))
         replace(torch.nn.Module, "_apply", _applying(torch.nn.Module._apply))
         replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
@@ -69,7 +79,7 @@ def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
         yield
 
 
-# Names with a stand-in
+# Replacements of names
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -203,7 +213,11 @@ def _memory_names(gpu: Gpu) -> dict[str, Any]:
             recording.memory.peak = recording.memory.num_bytes
 
     def stats(*_: object) -> dict[str, int]:
-        names = {"allocated_bytes": (live(), peak()), "reserved_bytes": (peak(), peak()), "active_bytes": (live(), peak())}
+        names = {
+            "allocated_bytes": (live(), peak()),
+            "reserved_bytes": (peak(), peak()),
+            "active_bytes": (live(), peak()),
+        }
         found = {f"{name}.all.{kind}": value for name, (now, most) in names.items()
                  for kind, value in (("current", now), ("peak", most))}  # fmt: skip
         return {**found, "num_alloc_retries": 0, "num_ooms": 0}
@@ -257,7 +271,7 @@ def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method by which modules move. torch swaps fake parameters by another way than those of a GPU."""
+    """Wraps the method by which modules move. torch swaps fake parameters, but overwrites parameters of a GPU."""
 
     @functools.wraps(original)
     def apply(module: torch.nn.Module, function: Callable[..., Any], recurse: bool = True) -> Any:
@@ -283,7 +297,9 @@ def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the constructor of DDP, which takes no device for modules on the CPU."""
 
     @functools.wraps(original)
-    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         if recording_here() is not None:
             device_ids = output_device = None
         original(self, module, device_ids, output_device, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Function mode that puts on the CPU what a program asks to be on a GPU, and takes the operators of a GPU there.
+"""Function mode that maps devices of CUDA to the CPU, and chooses operators as on a GPU.
 
 torch's autograd on fake tensors of CUDA needs a build for CUDA, and a GPU. So the tensors of a recorded rank are on the
-CPU for torch, and on the device for the recorder. Where torch chooses an operator by the device, as for attention and for
-autocast, this mode makes the choice of a GPU.
+CPU for torch, and on the device for the recorder. Where torch chooses an operator by the device, as for attention and
+for autocast, this mode makes the choice of a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mapped(value: Any) -> Any:
     return value
 
 
-class OnDevice(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class OnDevice(TorchFunctionMode):
     """Maps devices of CUDA, and chooses operators as on a GPU."""
 
     def __torch_function__(
@@ -105,7 +105,7 @@ def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 # Attention
 
 
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes attention by the kernel that PyTorch chooses on a GPU: flash, memory-efficient, or matrix products."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -117,12 +117,12 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(low) for each in (query, key, value))
-    width = query.shape[-1]
-    if mask is None and query.dtype in (torch.float16, torch.bfloat16) and width <= _FLASH_WIDTH:
-        if torch.backends.cuda.flash_sdp_enabled():
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout, is_causal, False, scale=scale)[0]
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype != torch.float64:
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    flash_is_enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    if mask is None and is_half and query.shape[-1] <= _FLASH_WIDTH and flash_is_enabled:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout, is_causal, False, scale=scale)[0]
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype != torch.float64:  # type: ignore[no-untyped-call]
         if query.shape[1] != key.shape[1]:
             copies = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
@@ -154,11 +154,58 @@ def _widened(value: Any) -> Any:
 
 
 _IN_FLOAT32 = frozenset(
-    "__pow__ __rpow__ __rdiv__ acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow "
-    "softplus layer_norm group_norm norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
-    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
-    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits "
-    "dist pdist cdist renorm logsumexp cross_entropy prod softmax log_softmax cumprod cumsum sum".split()
+    [
+        "__pow__",
+        "__rpow__",
+        "__rdiv__",
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+        "pow",
+        "softplus",
+        "layer_norm",
+        "group_norm",
+        "norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "pdist",
+        "cdist",
+        "renorm",
+        "logsumexp",
+        "cross_entropy",
+        "prod",
+        "softmax",
+        "log_softmax",
+        "cumprod",
+        "cumsum",
+        "sum",
+    ]
 )
 """Functions that autocast computes in float32 on a GPU."""
 
@@ -174,4 +221,3 @@ _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     "scaled_dot_product_attention": _attention,
 }
 """Functions of torch that a GPU treats otherwise, by name."""
-

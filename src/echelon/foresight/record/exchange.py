@@ -19,6 +19,7 @@ from echelon.backends.collective import Collective, CollectiveExecutor, Run
 from echelon.backends.formats.wire import Tag, readable, signed
 from echelon.backends.memory import new_tensor
 from echelon.backends.work import Work
+from echelon.call_site import calling_place, source_of
 from echelon.collectives.calls.plan_executor import PlannedExecutor
 from echelon.errors import CollectiveMismatch
 from echelon.operation_records import OperationRecord
@@ -26,7 +27,6 @@ from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
 from echelon.simulation.values import Calls, result_of, snapshot
 from echelon.simulation.world import World
-from echelon.call_site import calling_place, source_of
 
 
 @dataclass

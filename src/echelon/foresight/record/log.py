@@ -1,4 +1,4 @@
-"""Log of one rank's step: entries in the order of the host, and the tables of lines, modules and groups they refer to."""
+"""Log of one rank's step: entries in the order of the host, and tables of their lines, modules and groups."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from echelon._torch_private import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, line_of
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
+
 
 class Index(dict[str, int]):
     """Numbers of texts, in the order of their first use."""
@@ -119,7 +120,7 @@ class Log:
     # Tables
 
     def new_group(self, ranks: tuple[int, ...]) -> int:
-        """Returns the number of a new group among those of the same ranks."""
+        """Returns the number of a new group among all groups of the same ranks."""
         self._num_groups[ranks] += 1
         return self._num_groups[ranks] - 1
 
@@ -139,8 +140,8 @@ class Log:
         """Returns entries, with the kinds of storages that are known by now."""
         kinds = self.kinds
         return [
-            entry._replace(kind=kinds[entry.storage]) if isinstance(entry, Allocate) and entry.storage in kinds else entry
+            entry._replace(kind=kinds[entry.storage])
+            if isinstance(entry, Allocate) and entry.storage in kinds
+            else entry
             for entry in entries
         ]
-
-

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from types import FrameType
 
 import torch
 
 from echelon._torch_private import FakeTensor, is_in_backward, local_part, storage_address
+from echelon.call_site import is_own
 from echelon.foresight.record.log import Log
 from echelon.foresight.trace import Allocate, Free, MemoryKind
 
+_BETWEEN = tuple(os.path.join("torch", *parts) for parts in (("_ops.py",), ("storage.py",), ("_tensor.py",)))
+"""Files of torch between a tensor and the code that makes it."""
+_PARALLEL = tuple(os.path.join(os.sep, "torch", "distributed", name, "") for name in ("fsdp", "_composable"))
+_REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 _BLOCK = 512
 """Bytes to which the allocator rounds."""
 
@@ -40,7 +48,7 @@ class Memory:
         number = self._log.new_storage()
         # The object lives as long as the storage, since torch keeps it for the next caller.
         self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
-        self._allocate(number, storage.nbytes())
+        self._allocate(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return number
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -85,9 +93,22 @@ class Memory:
     def _kind(self) -> MemoryKind:
         if self._log.optimizer_depth:
             return "other"
+        if _is_for_communication():
+            return "communication"
         if is_in_backward() or self._log.module() >= 0:
             return "activations"
         return "other"
+
+
+def _is_for_communication() -> bool:
+    """Whether torch's own code for parallelism makes a tensor, such as the buffers of FSDP and the buckets of DDP."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and (is_own(path := frame.f_code.co_filename) or path.endswith(_BETWEEN)):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    path = frame.f_code.co_filename
+    return any(folder in path for folder in _PARALLEL) or path.endswith(_REPLICAS)
 
 
 def _rounded(num_bytes: int) -> int:

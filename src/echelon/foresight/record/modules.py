@@ -39,7 +39,8 @@ class Modules:
 
     def _leave(self, *_: Any) -> None:
         # A forward that recomputes may be stopped early: torch then calls the hooks of the modules that it was in.
-        self._stack.pop()
+        if self._stack:
+            self._stack.pop()
         # Nodes that a backward makes outside of modules belong to none.
         self._log.enter(self._stack[-1] if self._stack else -1)
 
@@ -47,11 +48,9 @@ class Modules:
         if self._stack:  # made after its parent was first called
             self._names[root] = f"{list(self._log.modules)[self._stack[-1]]}.{type(root).__name__}"
             return
-        first = "module" if type(root).__name__ in _REPLICAS else None
+        first = ["module"] if type(root).__name__ in _REPLICAS else None
         for path, module in root.named_modules():
             parts = [part for part in path.split(".") if part not in _WRAPPERS]
-            if parts[0] == first:
+            if parts[:1] == first:
                 parts = parts[1:]
             self._names[module] = ".".join(parts) or type(module).__name__
-
-

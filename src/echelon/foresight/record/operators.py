@@ -13,26 +13,73 @@ from torch.utils.flop_counter import flop_registry
 from echelon._torch_private import facts_of
 from echelon.foresight.trace import Kind
 
-Role: TypeAlias = Literal["kernel", "view", "read", "collective"]
-"""Meaning of an operator for the recorder. A view launches nothing, a read brings a value to the host."""
+Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]
+"""Meaning of an operator for the recorder. A view and an allocation launch nothing. A read brings a value to the host."""
 
 Shape: TypeAlias = tuple[int, ...]
 
 _NO_KERNEL = frozenset(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach detach_ alias lift lift_fresh "
-    "resize_ set_ record_stream is_pinned is_same_size sym_size sym_stride sym_numel _has_same_storage_numel "
-    "_reshape_alias_copy _unsafe_view _nested_tensor_from_mask_left_aligned is_nonzero _assert_tensor_metadata "
-    "_resize_output_ resize_storage_bytes_ unsafe_split unsafe_chunk device layout".split()
+    [
+        "detach",
+        "detach_",
+        "alias",
+        "lift",
+        "lift_fresh",
+        "resize_",
+        "set_",
+        "record_stream",
+        "is_pinned",
+        "is_same_size",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "_has_same_storage_numel",
+        "_reshape_alias_copy",
+        "_unsafe_view",
+        "_nested_tensor_from_mask_left_aligned",
+        "is_nonzero",
+        "_assert_tensor_metadata",
+        "_resize_output_",
+        "resize_storage_bytes_",
+        "unsafe_split",
+        "unsafe_chunk",
+        "device",
+        "layout",
+    ]
 )
-"""Operators that launch nothing on a GPU, or that only allocate."""
+"""Operators that launch nothing on a GPU."""
 _READS = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero"})
 _BY_OUTPUT = frozenset(
-    "embedding index_select gather index nll_loss_forward nll_loss_backward embedding_dense_backward take "
-    "masked_select slice_backward select_backward".split()
+    [
+        "embedding",
+        "index_select",
+        "gather",
+        "index",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "embedding_dense_backward",
+        "take",
+        "masked_select",
+        "slice_backward",
+        "select_backward",
+    ]
 )
 """Operators that read about as many bytes as they write, though an input is larger."""
 _OVERWRITES = frozenset(
-    "copy_ zero_ fill_ _foreach_zero_ _foreach_copy_ normal_ uniform_ random_ bernoulli_ exponential_ zero fill".split()
+    [
+        "copy_",
+        "zero_",
+        "fill_",
+        "_foreach_zero_",
+        "_foreach_copy_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "zero",
+        "fill",
+    ]
 )
 """Operators that write their first argument without having read it."""
 _FINDS_OVERFLOW = frozenset({"isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_"})
@@ -72,7 +119,11 @@ def operator(func: Any) -> Operator:
     return Operator(
         name=name,
         role=_role(facts.namespace, name, facts.may_return_view and not facts.writes),
-        kind="attention" if name in _ATTENTION else "matmul" if shape or func.overloadpacket in flop_registry else "other",
+        kind="attention"
+        if name in _ATTENTION
+        else "matmul"
+        if shape or func.overloadpacket in flop_registry
+        else "other",
         writes=facts.writes,
         may_return_view=facts.may_return_view,
         is_sparse=name in _BY_OUTPUT,
@@ -88,6 +139,8 @@ def operator(func: Any) -> Operator:
 def _role(namespace: str, name: str, is_view: bool) -> Role:
     if namespace in ("c10d", "_c10d_functional", "c10d_functional", "_dtensor"):
         return "collective"
+    if "empty" in name and not name.endswith("_"):
+        return "allocation"
     if namespace == "prim" or is_view or name in _NO_KERNEL:
         return "view"
     return "read" if name in _READS else "kernel"
@@ -104,7 +157,7 @@ def flops_and_shape(facts: Operator, args: Sequence[Any], kwargs: Mapping[str, A
     """Returns floating-point operations, and the shape that a device model needs, of a kernel of matrix products."""
     if facts.kind == "attention":
         assert facts.flops is not None
-        return facts.flops(args, kwargs), _attention_shape(facts.name, args)
+        return int(facts.flops(args, kwargs)), _attention_shape(facts.name, args)
     flops = int(facts.flops(*args, **kwargs, out_val=out)) if facts.flops else 0
     return flops, facts.shape(args) if facts.shape else ()
 
@@ -153,7 +206,7 @@ def _attention_flops(name: str, causal: int, args: Sequence[Any], kwargs: Mappin
     # Two products forward. Five backward, one of which computes the scores again.
     flops = products * 5 // 2 if first else products
     is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
-    return flops // 2 if is_causal and queries == key.shape[2] else flops
+    return int(flops) // 2 if is_causal and queries == key.shape[2] else int(flops)
 
 
 _CAUSAL = {

@@ -58,6 +58,10 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         if facts.role == "view":
             return func(*args, **kwargs)
+        if facts.role == "allocation":
+            out = func(*args, **kwargs)
+            self.memory.number(out)
+            return out
         if facts.role == "kernel":
             return self._kernel(func, facts, inputs, args, kwargs)
         if facts.role == "collective":
@@ -153,7 +157,7 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
 
 
 def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:
-    """Yields the tensors of arguments, and those in their lists."""
+    """Yields the tensors of arguments and of lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -180,6 +184,6 @@ def _by_storage(tensors: Iterable[tuple[int, Tensor]]) -> dict[int, int]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of memory that a kernel moves for a tensor: those of its storage if it is expanded."""
+    """Returns the bytes that a kernel moves for a tensor: at most the size of its storage, as of an expanded one."""
     size = tensor.numel() * tensor.element_size()
     return size if size <= 4096 else min(size, tensor.untyped_storage().nbytes())

@@ -118,10 +118,8 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
     fn, world_size = request.fn, len(request.hosts)
     recorded_tensors()  # imports torch's compiler, which has to see the names of torch.cuda as they are
     with only_simulation():
-        world = World(
-            world_size, 0, link_function(None, world_size), FaultPlan((), world_size, has_costs=False), None, None, False,
-            request.hosts, False, True, False,
-        )  # fmt: skip
+        link, no_faults = link_function(None, world_size), FaultPlan((), world_size, has_costs=False)
+        world = World(world_size, 0, link, no_faults, None, None, False, request.hosts, False, True, False)
         world.clock.draw = _first_come
         run = _Run(world, request, choose)
         states = process_states(run.torch, 0, request.hosts)

@@ -1,4 +1,4 @@
-"""Stand-ins for the streams and events of a device, whose methods write into the log of the calling rank."""
+"""Streams and events of a device that only write into the log of the calling rank."""
 
 from __future__ import annotations
 

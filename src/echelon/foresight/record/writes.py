@@ -1,28 +1,40 @@
-"""Writes of a recorded program, which are skipped: a checkpoint of tensors without values must replace none that has some.
+"""Writes of a recorded program, which are skipped: tensors without values must not overwrite a checkpoint.
 
-Functions of libraries are replaced wherever a module holds them, since programs import them by name. In threads that are
-no recorded rank's, and were not started by one, each of them does what it did before.
+Functions of libraries are replaced wherever a module holds them, since programs import them by name. Threads of no
+recorded rank, and not started by one, call the original ones.
 """
 
 from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from echelon.foresight.record.here import Recording, recording_here
 
-_CHANGES = ("mkdir", "makedirs", "remove", "unlink", "rmdir", "rename", "renames", "replace", "link", "symlink", "truncate")
+_CHANGES = (
+    "mkdir",
+    "makedirs",
+    "remove",
+    "unlink",
+    "rmdir",
+    "rename",
+    "renames",
+    "replace",
+    "link",
+    "symlink",
+    "truncate",
+)
 """Functions of `os` that change folders."""
 
 
@@ -61,8 +73,7 @@ def no_writes(*, allow_files: bool) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(threading.Thread, "start", _inheriting(threading.Thread.start)))
-        for original, replacement in _checkpoints():
-            stack.enter_context(_replaced_everywhere(original, replacement))
+        stack.enter_context(_replaced_everywhere(dict(_checkpoints())))
         if not allow_files:
             for module in (builtins, io):
                 stack.enter_context(patch.object(module, "open", _opening(builtins.open)))
@@ -73,16 +84,15 @@ def no_writes(*, allow_files: bool) -> Iterator[None]:
 
 
 def _checkpoints() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Yields functions that write tensors, with what replaces them."""
+    """Yields functions that write tensors, with their replacements."""
     yield torch.save, _skipping(torch.save, "torch.save")
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     yield dcp.save, _skipping(dcp.save, "torch.distributed.checkpoint.save")
     yield dcp.async_save, _skipping(dcp.async_save, "torch.distributed.checkpoint.async_save", _done)
-    safetensors = sys.modules.get("safetensors.torch")
-    if safetensors is None:
-        try:
-            import safetensors.torch as safetensors
-        except ImportError:
-            return
+    try:
+        safetensors: Any = importlib.import_module("safetensors.torch")
+    except ImportError:
+        return
     for name in ("save_file", "save_model"):
         yield getattr(safetensors, name), _skipping(getattr(safetensors, name), f"safetensors.torch.{name}")
 
@@ -138,18 +148,20 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _replaced_everywhere(original: Any, replacement: Any) -> Iterator[None]:
-    """Inside, every module that holds a function holds another one in its place."""
-    _exchange(original, replacement)
+def _replaced_everywhere(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, every module that holds one of some functions holds its replacement."""
+    _exchange(replacements)
     try:
         yield
     finally:
-        _exchange(replacement, original)  # also where a module has got it meanwhile
+        # Also in modules that have been imported meanwhile.
+        _exchange({replacement: original for original, replacement in replacements.items()})
 
 
-def _exchange(old: Any, new: Any) -> None:
+def _exchange(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    by_id = {id(old): new for old, new in replacements.items()}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if type(names) is dict:
-            for name in [name for name, value in names.items() if value is old]:
-                names[name] = new
+            found = [(name, new) for name, value in names.items() if (new := by_id.get(id(value))) is not None]
+            names.update(found)

@@ -1,0 +1,164 @@
+"""`echelon.foresee`, from a program to figures."""
+
+import importlib
+import json
+import pkgutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon
+from echelon import InvalidWorldSize, LaunchError
+from echelon.cli import main as command
+from echelon.foresight.play.devices import device_named
+from tests.foresight import programs
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore::UserWarning:torch")
+
+
+def test_figures_of_a_step():
+    seen = echelon.foresee(lambda: programs.ddp(depth=1), 16, gpu="a100", hosts=2, network="infiniband-200g")
+    assert seen.world_size == len(seen.peak_memory) == len(seen.live_memory) == 16
+    assert set(seen.classes) == {0}
+    assert seen.step_seconds > 0
+    assert seen.tokens_per_second(1000) == 1000 / seen.step_seconds
+    assert 0 < seen.mfu < 1
+    assert seen.peak_memory[5] >= seen.live_memory[5] > 0
+    assert seen.fits
+    assert seen.problems == []
+    (name,) = seen.exposed
+    assert name.place.startswith("tests/foresight/programs.py:")
+    other = seen.on(gpu="h100", hosts=4)
+    assert other.mfu < seen.mfu  # as short, since the host takes as long
+    assert other.cluster.hosts == (4, 4, 4, 4)
+    assert other.live_memory == seen.live_memory
+    assert "16 x a100 on 2 hosts, 1 role" in str(seen)
+    assert seen.timeline.starts
+
+
+def uneven():
+    """Three rows on two ranks: the last rank has one row less."""
+    device = programs.begin()
+    rows = 2 - dist.get_rank() // 2
+    model = torch.nn.Linear(512, 512, bias=False).to(device)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(rows, 512, device=device)).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+
+
+def test_ranks_that_differ_are_roles():
+    assert echelon.foresee(uneven, 4).classes == (0, 0, 2, 2)
+
+
+def too_large():
+    model = torch.nn.Linear(65536, 65536, device="cuda")
+    optimizer = torch.optim.Adam(model.parameters())
+    while True:
+        model(torch.ones(1, 65536, device="cuda")).sum().backward()
+        optimizer.step()
+
+
+def test_too_little_memory_is_a_problem_with_lines():
+    seen = echelon.foresee(too_large, 1, gpu="a100-40g")
+    (problem,) = seen.problems
+    assert not seen.fits
+    assert problem.kind == "out of memory"
+    assert "test_foresee.py:" in problem.text
+    assert seen.live_memory[0] >= 4 * 4 * 65536**2
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"world_size": 0}, InvalidWorldSize),
+        ({"gpu": "h1000"}, LaunchError),
+        ({"network": "string"}, LaunchError),
+        ({"hosts": 3}, LaunchError),
+        ({"steps": 0}, LaunchError),
+        ({"args": (1,)}, LaunchError),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(options, error):
+    def main():
+        raise AssertionError("ran")
+
+    with pytest.raises(error):
+        echelon.foresee(main, **{"world_size": 8, **options})
+
+
+def test_a_device_of_ones_own_is_taken():
+    device = device_named("a100")
+    assert echelon.foresee(too_large, 1, gpu=device).device is device
+
+
+def test_the_function_stays_one_after_all_modules_are_imported():
+    for module in pkgutil.walk_packages(echelon.__path__, "echelon."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    assert callable(echelon.foresee)
+
+
+SCRIPT = """
+import atexit, os, sys, torch, torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256).cuda(), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+atexit.register(print, "exit", rank)
+try:
+    while True:
+        model(torch.ones(8, 256, device="cuda")).sum().backward()
+        if "wrong" in sys.argv and rank == 1:
+            dist.barrier()
+        optimizer.step()
+        if "large" in sys.argv:
+            kept = torch.empty(1 << 38, dtype=torch.uint8, device="cuda")
+finally:
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path / "train.py"
+
+
+def run(*words, capsys):
+    status = command(["foresee", "-n", "2", *words])
+    return status, capsys.readouterr()
+
+
+def test_command(script, capfd):
+    status, shown = run("--gpu", "a100", "--json", "train.py", capsys=capfd)
+    assert status == 0, shown.err
+    lines = shown.out.splitlines()
+    assert {"[0] exit 0", "[1] exit 1"} <= set(lines)
+    found = json.loads(lines[-1])
+    assert found["step_seconds"] > 0
+    assert found["skipped"] == ["torch.save at train.py:19"]
+    assert not (script.parent / "model.pt").exists()
+
+
+def test_command_fails_for_a_mistake(script, capfd):
+    status, shown = run("train.py", "wrong", capsys=capfd)
+    assert status == 1
+    assert "CollectiveMismatch" in shown.err
+    assert "train.py:14" in shown.err
+
+
+def test_command_says_that_a_script_does_not_fit(script, capfd):
+    status, shown = run("train.py", "large", capsys=capfd)
+    assert status == 1
+    assert "DOES NOT FIT" in shown.out
+
+
+def test_command_refuses_a_wrong_option(script, capfd):
+    assert run("--gpu", "h1000", "train.py", capsys=capfd)[0] == 2
+    assert run("--hosts", "many", "train.py", capsys=capfd)[0] == 2

@@ -1,0 +1,235 @@
+"""Steps of unmodified programs, recorded on fake tensors."""
+
+import os
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import CollectiveMismatch
+from echelon.foresight.digest import digest
+from echelon.foresight.record.run import record
+from echelon.foresight.trace import Allocate, Collective, Free, HostWait, Kernel, Wait, WaitEvent
+from tests.foresight import programs
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore::UserWarning:torch")
+
+NUM_PARAMETERS = sum(each.numel() for each in programs.Decoder().parameters())
+
+
+def traced(program, world_size=4, **options):
+    return record(lambda: program(**options), world_size)[0]
+
+
+def kernels(trace, **facts):
+    found = [entry for entry in trace.entries if isinstance(entry, Kernel)]
+    return [each for each in found if all(getattr(each, name) == value for name, value in facts.items())]
+
+
+def collectives(trace):
+    return [entry for entry in trace.entries if isinstance(entry, Collective)]
+
+
+def num_bytes_of(trace, kind):
+    return sum(entry.num_bytes for entry in trace.live if entry.kind == kind)
+
+
+def test_fsdp_step():
+    trace = traced(programs.fsdp)
+    calls = [(each.kind, each.phase, each.op, each.dtype) for each in collectives(trace)]
+    assert Counter(calls) == {
+        ("all_gather", "forward", "", "bfloat16"): 3,
+        ("all_gather", "backward", "", "bfloat16"): 2,
+        ("reduce_scatter", "backward", "mean", "float32"): 3,
+    }
+    assert len({each.stream for each in collectives(trace)}) == 2  # FSDP2's own streams
+    assert any(isinstance(entry, WaitEvent) for entry in trace.entries)
+    blocks = [trace.modules[each.module] for each in collectives(trace) if each.phase == "forward"]
+    assert blocks[1:] == ["layers.0", "layers.1"]
+    assert all("programs.py" in trace.places[each.place] for each in collectives(trace))
+    # Forward is a third of all products. Attention of causal masks is half, and its backward 2.5 times that.
+    flops = {
+        phase: sum(each.flops for each in kernels(trace, phase=phase, kind="matmul"))
+        for phase in ("forward", "backward")
+    }
+    assert flops["backward"] == 2 * flops["forward"] > 0
+    attention = kernels(trace, kind="attention")
+    assert [each.flops for each in attention] == [4 * 2 * 4 * 32 * 32 * 16 // 2] * 2 + [
+        10 * 2 * 4 * 32 * 32 * 16 // 2
+    ] * 2
+    assert attention[0].shape == (2, 4, 32, 32, 16)
+    assert not trace.assumptions
+
+
+def test_memory_of_the_state_is_exact():
+    trace = traced(programs.fsdp, width=128)
+    state = sum(each.numel() for each in programs.Decoder(width=128).parameters()) * 4 // 4
+    rounding = 512 * 17  # at most a block for each parameter
+    assert 0 <= num_bytes_of(trace, "parameters") - state < rounding
+    assert 0 <= num_bytes_of(trace, "gradients") - state < rounding
+    assert 0 <= num_bytes_of(trace, "optimizer") - 2 * state < 2 * rounding
+    # The step ends with as much as it began with.
+    sizes = {entry.storage: entry.num_bytes for entry in trace.live}
+    live = before = sum(sizes.values())
+    for entry in trace.entries:
+        if isinstance(entry, Allocate):
+            sizes[entry.storage] = entry.num_bytes
+            live += entry.num_bytes
+        elif isinstance(entry, Free):
+            live -= sizes.pop(entry.storage)
+    assert live == before
+
+
+@pytest.mark.parametrize("recompute", ["full", "reentrant", "selective"])
+def test_checkpointing_repeats_the_forward(recompute):
+    trace = traced(programs.fsdp, recompute=recompute)
+    repeated = Counter(each.name for each in kernels(trace, phase="recompute"))
+    assert repeated["silu"] == 2
+    assert repeated["mm"] == ({"selective": 0, "full": 10, "reentrant": 12}[recompute])
+
+
+def test_ddp_step():
+    trace = traced(programs.ddp)
+    (call,) = collectives(trace)
+    assert (call.kind, call.op, call.num_bytes, call.blocking) == ("all_reduce", "sum", 4 * NUM_PARAMETERS, False)
+    (wait,) = (entry for entry in trace.entries if isinstance(entry, Wait))
+    assert wait.number == call.number
+    assert len(kernels(trace, phase="optimizer")) < 10  # foreach, as on a GPU
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
+)
+def test_options_of_ddp(options):
+    assert [each.kind for each in collectives(traced(programs.ddp, **options))] == ["all_reduce"]
+
+
+def test_tensor_parallel_step():
+    trace = traced(programs.tensor_parallel)
+    by_group = Counter(trace.groups[each.group].name for each in collectives(trace))
+    assert by_group == {"tp": 26, "dp": 8}
+    assert {trace.groups[each.group].ranks for each in collectives(trace)} == {(0, 1), (0, 2)}
+    waits = {entry.number for entry in trace.entries if isinstance(entry, Wait)}
+    assert waits >= {each.number for each in collectives(trace) if not each.blocking}
+
+
+@pytest.mark.slow
+def test_fsdp1_step():
+    calls = Counter(each.kind for each in collectives(traced(programs.fsdp1)))
+    assert calls == {"all_gather": 5, "reduce_scatter": 3}
+
+
+def test_autocast_computes_as_on_a_gpu():
+    trace = traced(programs.ddp, autocast=torch.bfloat16)
+    assert {each.dtype for each in kernels(trace, kind="matmul")} == {"bfloat16"}
+    assert {each.dtype for each in kernels(trace, name="_log_softmax")} == {"float32"}
+
+
+def test_microbatches_are_one_step():
+    trace = traced(programs.ddp, accumulate=3)
+    assert len(kernels(trace, name="embedding")) == 3
+
+
+def scaled():
+    """Mixed precision with a GradScaler, a check of the loss, and data from workers."""
+    device = programs.begin()
+    model = programs.Decoder(1).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+    data = DataLoader(TensorDataset(torch.randint(0, programs.VOCAB, (64, 32))), 4, num_workers=2, pin_memory=True)
+    for (tokens,) in data:
+        tokens = tokens.to(device, non_blocking=True)
+        with torch.autocast("cuda", torch.float16):
+            loss = model(tokens).float().square().mean()
+        if torch.isnan(loss):
+            raise ValueError("the loss is not a number")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        print(f"loss {loss.item():.3f} {torch.cuda.max_memory_allocated() >> 20}")
+
+
+def test_values_are_assumed_with_their_lines(capsys):
+    trace = record(scaled, 2)[0]
+    assert trace.is_step
+    assert [text.rpartition(":")[0] for text in trace.assumptions] == [
+        "no value is infinite or not a number at tests/foresight/test_record.py",
+        "a value of a tensor is 1 at tests/foresight/test_record.py",
+    ]
+    assert capsys.readouterr().out.startswith("loss 1.000")
+    assert any(isinstance(entry, HostWait) for entry in trace.entries)
+
+
+def test_program_without_an_optimizer_is_recorded_whole():
+    def main():
+        programs.begin()
+        dist.all_reduce(torch.ones(8, device="cuda"))
+
+    trace = record(main, 2)[0]
+    assert not trace.is_step
+    assert [each.num_bytes for each in collectives(trace)] == [32]
+
+
+def test_the_record_is_deterministic_and_equal_on_equal_ranks():
+    first = record(programs.fsdp, 4, (0, 3))
+    again = record(programs.fsdp, 4, (2,))
+    assert len({digest(trace) for trace in (*first.values(), *again.values())}) == 1
+
+
+def names_of_cuda():
+    return {name: value for name, value in vars(torch.cuda).items() if not name.startswith("__")}
+
+
+def test_the_process_is_as_before():
+    before = names_of_cuda(), dict(vars(torch.cpu)), dict(os.environ), torch.save, open, torch.UntypedStorage.resize_
+    methods = torch.nn.Module._apply, torch.optim.Optimizer.__init__, torch.autocast.__init__, DataLoader.__init__
+    foreign = {name: vars(module).get("save") for name, module in sys.modules.items() if module is not None}
+    record(programs.ddp, 2)
+    after = names_of_cuda(), dict(vars(torch.cpu)), dict(os.environ), torch.save, open, torch.UntypedStorage.resize_
+    assert before == after
+    assert methods == (
+        torch.nn.Module._apply,
+        torch.optim.Optimizer.__init__,
+        torch.autocast.__init__,
+        DataLoader.__init__,
+    )
+    assert foreign == {name: vars(sys.modules[name]).get("save") for name in foreign}
+    assert not torch.cuda.is_available()
+    assert not dist.is_initialized()
+    assert type(torch.ones(1)) is torch.Tensor
+    torch.testing.assert_close(programs.Mlp()(torch.zeros(1, programs.WIDTH)), torch.zeros(1, programs.WIDTH))
+
+
+def exchanging():
+    """Ranks that tell each other Python objects, some of which only one rank has."""
+    programs.begin()
+    rank, n = dist.get_rank(), dist.get_world_size()
+    names = [None] * n
+    dist.all_gather_object(names, "same")
+    told = [f"from {rank}"]
+    dist.broadcast_object_list(told, src=n - 1)
+    dist.barrier()
+    dist.all_reduce(torch.ones(8 if told == [f"from {n - 1}"] and names == ["same"] * n else 1, device="cuda"))
+
+
+def test_objects_are_real_and_a_rank_that_has_one_is_run():
+    traces = record(exchanging, 8)
+    assert list(traces) == [0, 7]
+    assert collectives(traces[0])[-1].num_bytes == 32
+
+
+def disagreeing():
+    programs.begin()
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.broadcast_object_list([1], src=1)
+
+
+def test_collectives_of_objects_are_compared():
+    with pytest.raises(CollectiveMismatch, match=r"test_record.py:\d+.*test_record.py:\d+"):
+        record(disagreeing, 2, (0, 1))
