@@ -155,7 +155,8 @@ def table(study: Study, rows: list[Row], shows_all: bool) -> None:
         seen: set[str] = set()
         if shows_all:
             print_head(
-                "model | GPUs | batch | AC | measured tok/s | predicted | error | mm / attn / other / exposed % | GiB live"
+                "model | GPUs | batch | AC | measured tok/s | predicted | error | "
+                "mm / attn / other / exposed % | GiB live"
             )
         for row in (row for row in rows if row.gpu == gpu):
             found = study.predict(row, device_of(row))

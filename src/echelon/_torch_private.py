@@ -227,6 +227,17 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the value of a fake tensor of one element, where torch knows it, as of `torch.tensor(1)`. Else None."""
+    value: torch.Tensor | None = getattr(tensor, "constant", None)
+    return value
+
+
+def set_known_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets the value of a fake tensor that has a known one."""
+    tensor.constant = value  # type: ignore[attr-defined] # of FakeTensor
+
+
 def move_fake(tensor: torch.Tensor, moved: torch.Tensor) -> None:
     """Gives a fake tensor the memory, the dtype and the device of another one, as `tensor.data = moved` does."""
     if moved is not tensor:

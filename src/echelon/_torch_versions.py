@@ -48,6 +48,7 @@ PRIVATE_NAMES = (
     "torch.autograd._get_sequence_nr",
     "torch.autograd.forward_ad._current_level",
     "torch.autograd.profiler.profile._prepare_trace",
+    "torch.autograd.graph.Node._sequence_nr",
     "torch.distributed.ProcessGroup._allgather_base",
     "torch.distributed.ProcessGroup._register_backend",
     "torch.distributed.ProcessGroup._set_default_backend",

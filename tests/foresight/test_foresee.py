@@ -30,7 +30,7 @@ def test_figures_of_a_step():
     (name,) = seen.exposed
     assert name.place.startswith("tests/foresight/programs.py:")
     other = seen.on(gpu="h100", hosts=4)
-    assert other.step_seconds != seen.step_seconds
+    assert other.mfu < seen.mfu  # as short, since the host takes as long
     assert other.cluster.hosts == (4, 4, 4, 4)
     assert other.live_memory == seen.live_memory
     assert "16 x a100 on 2 hosts, 1 role" in str(seen)
@@ -142,7 +142,7 @@ def test_command(script, capfd):
     assert {"[0] exit 0", "[1] exit 1"} <= set(lines)
     found = json.loads(lines[-1])
     assert found["step_seconds"] > 0
-    assert found["skipped"] == ["torch.save at train.py:20"]
+    assert found["skipped"] == ["torch.save at train.py:19"]
     assert not (script.parent / "model.pt").exists()
 
 

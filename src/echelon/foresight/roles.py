@@ -19,8 +19,9 @@ from typing import NamedTuple
 from echelon.foresight.digest import digest
 from echelon.foresight.trace import Message, Trace
 
-_FEW = 20_000
-"""Entries of all ranks up to which every rank is recorded: some seconds."""
+_FEW_ENTRIES = 20_000
+_FEW_RANKS = 16
+"""Ranks, and entries of all of them, up to which every rank is recorded: some seconds."""
 _MOST_POINTS = 1024
 """Ranks that are recorded at most."""
 
@@ -86,7 +87,7 @@ class Roles:
         if not self.traces:
             return [0]
         num_entries = sum(len(trace.entries) for trace in self.traces.values()) / len(self.traces)
-        if num_entries * self.world_size <= _FEW:
+        if self.world_size <= _FEW_RANKS and num_entries * self.world_size <= _FEW_ENTRIES:
             missing = [rank for rank in range(self.world_size) if rank not in self.traces]
             if not missing:
                 self._fold(range(self.world_size))

@@ -180,7 +180,7 @@ def foresee(
     """Foresees a step of a training program on a cluster. Needs no GPU, and computes nothing.
 
     The program runs unchanged, with tensors that have shapes but no values: on one rank for each role, as rank 0, the
-    last one, and those that differ from them. Collectives are compared between roles. The recorded step is then played
+    last one, and others that differ from them. Collectives are compared between roles. The recorded step is then played
     on a model of the devices and their network. Nothing is written to files.
 
     Args:

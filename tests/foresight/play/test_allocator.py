@@ -156,6 +156,13 @@ def test_a_step_that_does_not_fit_says_where():
     assert (memory.fits, memory.first_failure) == (False, 1)
 
 
+def test_a_step_counts_how_often_the_device_was_full():
+    # Each stream's request finds the segment of the other one in its way.
+    step = Step().allocate(1, 40 * MIB, stream=1).free(1).allocate(2, 40 * MIB).free(2)
+    assert memory_of(step.trace(), 64 * MIB).retries == 2
+    assert memory_of(step.trace()).retries == 0
+
+
 def test_the_state_of_an_optimizer_divides_the_memory_of_its_first_step():
     # In the first step 100 MiB are free when the state of 10 MiB comes. In the second they have a hole less.
     step = Step().allocate(1, 100 * MIB).free(1).kernel(1, phase="optimizer")

@@ -1,10 +1,10 @@
 """Memory of a step: bytes of tensors exactly, and bytes that PyTorch's caching allocator reserves for them. Pure.
 
 The allocator takes memory from the device in segments. A request of at most 1 MiB is a part of a segment of 2 MiB. One
-below 10 MiB is a part of a segment of 20 MiB. A larger one gets a segment of its own, rounded to 2 MiB. A free block goes
-to the smallest request that fits it best, and is split unless the rest would be too small to keep. Free neighbours are
-merged. Blocks belong to the stream that they were allocated for. If the device is full, segments that are wholly free
-are given back. With expandable segments a stream has one segment of each kind, which grows at its end.
+below 10 MiB is a part of a segment of 20 MiB. A larger one gets a segment of its own, rounded to 2 MiB. A request takes
+the smallest free block that is large enough. The block is split unless the rest would be too small to keep. Free
+neighbours are merged. Blocks belong to the stream that they were allocated for. If the device is full, segments that
+are wholly free are given back. With expandable segments a stream has one segment of each kind, which grows at its end.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Memory:
     """Whether every request was met within the device's memory."""
     first_failure: int
     """Index of the first allocation that did not fit. -1 if all did."""
+    retries: int
+    """Times in the step that the device was full and free segments were given back, which slows the step down."""
     live: tuple[tuple[int, int], ...]
     """(index of the entry, bytes) after each change."""
     reserved: tuple[tuple[int, int], ...]
@@ -84,6 +86,8 @@ class CachingAllocator:
     def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
         self.reserved = 0
         self.peak = 0
+        self.retries = 0
+        """Times that the device was full and free segments were given back. Each one waits for all kernels."""
         self._limit = limit
         self._expandable = expandable
         self._free: dict[tuple[int, bool], list[_Slot]] = defaultdict(list)
@@ -102,6 +106,7 @@ class CachingAllocator:
         pool = stream, size <= SMALL
         block = self._best_fit(pool, size) or self._grow(pool, size)
         if block is None:
+            self.retries += 1
             self._give_back()
             block = self._grow(pool, size)
             if block is None:
@@ -247,6 +252,7 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
     """
     allocator = CachingAllocator(limit, expandable)
     failure = _warm_up(allocator, trace)
+    earlier_retries = allocator.retries
     alive: dict[int, Allocate] = {entry.storage: entry for entry in trace.live}
     live = sum(entry.num_bytes for entry in trace.live)
     start = peak = live
@@ -292,6 +298,7 @@ def memory_of(trace: Trace, limit: int | None = None, expandable: bool = False) 
         alive_at_peak=tuple(sorted(at_peak.values(), key=lambda each: -each.num_bytes)),
         fits=failure < 0,
         first_failure=failure,
+        retries=allocator.retries - earlier_retries,
         live=tuple(curve),
         reserved=tuple(reserved),
     )

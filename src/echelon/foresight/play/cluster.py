@@ -33,7 +33,7 @@ class Cluster:
         latency: Seconds between hosts for a message without bytes.
         local_bandwidth: Bytes per second of a ring inside a host.
         local_latency: Seconds between ranks of a host for a message without bytes.
-        rails: Networks between hosts to which NICs are joined, one after another: the NICs of equal place on their hosts
+        rails: Networks between hosts to which NICs are joined, one after another. NICs of equal place on their hosts
             share a rail. 0 for a single network that joins all NICs.
         oversubscription: Bytes per second that the NICs of a host can send, by those that leave the switch of a host.
         generation: Row of NCCL's tuning tables, as in `Device`. "" for links without NCCL.

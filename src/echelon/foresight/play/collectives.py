@@ -1,8 +1,8 @@
 """Time of collectives and messages on a cluster. Pure.
 
-With NCCL: each algorithm (ring, tree) and protocol (LL, LL128, Simple) has a latency and a bandwidth. The fastest counts,
-as NCCL chooses. Latencies and ratios are those of NCCL's own tuning (NVIDIA/nccl, src/graph/tuning.cc, version 2.29:
-measured by its authors). NVLS, CollNet and PAT are left out.
+With NCCL: each algorithm (ring, tree) and protocol (LL, LL128, Simple) has a latency and a bandwidth. The fastest one
+counts, as NCCL chooses. Latencies and ratios are those of NCCL's own tuning (NVIDIA/nccl at 5067397c,
+src/graph/tuning.cc: measured by its authors). NVLS, CollNet and PAT are left out.
 
 Without NCCL: a ring or a binary tree of messages, by their closed forms (latency alpha, seconds per byte beta).
 """

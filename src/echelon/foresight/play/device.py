@@ -1,9 +1,9 @@
 """Time of kernels on a device, by their shapes. Pure.
 
-A matrix product is cut into tiles, which the multiprocessors work off in waves. A wave with few tiles takes as long as a
-full one. Each tile also pays for its start and for the writing of its result, so a short inner dimension costs. Attention
-reaches a share of the peak that grows with the length of the sequence. Every other kernel is as fast as memory. No
-kernel is shorter than its launch on the device.
+A matrix product is cut into tiles, which the multiprocessors work off in waves. A wave with few tiles takes as long as
+a full one. Each tile also pays for its start and for the writing of its result, so a short inner dimension costs.
+Attention reaches a share of the peak that grows with the length of the sequence. Every other kernel is as fast as
+memory. No kernel is shorter than its launch on the device.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Device:
         return hash((self.name, self.matmul_share, self.attention_share, self.memory_bandwidth))
 
     def peak_of(self, dtype: str) -> float:
-        """Returns the dense FLOP/s of a dtype. Those of float32 for a dtype that the device does not list."""
+        """Returns the dense FLOP/s of a dtype. A dtype that is not listed counts as float32."""
         return self.peak.get(dtype) or self.peak["float32"]
 
     def seconds(self, kernel: Kernel) -> float:

@@ -61,7 +61,7 @@ class PlayedRole:
 
     @cached_property
     def computing(self) -> tuple[tuple[float, float], ...]:
-        """Intervals in which any stream computes, without gaps between those that touch."""
+        """Intervals in which any stream computes. Intervals that touch are one."""
         merged: list[tuple[float, float]] = []
         for run in sorted(self.runs, key=lambda run: run.start):
             if merged and run.start <= merged[-1][1]:
@@ -213,7 +213,7 @@ class Played:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs by those of all devices at their dense bfloat16 peak in the same time."""
+        """Model FLOPs by the FLOPs of all devices at their dense bfloat16 peak in the same time."""
         peak = self.device.peak_of("bfloat16") * self.world_size
         return self.model_flops / (self.seconds * peak) if self.seconds else 0.0
 

@@ -2,7 +2,8 @@
 
 A role stands for all ranks of its class. Two roles of one group meet if the group has members of both classes. The
 group that a role was recorded with need not have the other role's own rank: then the other role has a group of the
-same composition, and these two count as one. A message to a rank that is not recorded is answered by the role of its class.
+same composition, and these two count as one. A message to a rank that is not recorded is answered by the role of its
+class.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Roles:
         return Channel(src, dst, is_class, message.tag)
 
     def _matching_channels(self) -> set[Channel]:
-        """Returns channels between recorded ranks, and those between classes with as many receives as sends."""
+        """Returns channels between recorded ranks, and channels between classes with as many receives as sends."""
         sends: Counter[Channel] = Counter()
         receives: Counter[Channel] = Counter()
         for role, trace in self._traces.items():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon._torch_private import FakeTensor, real_tensors, resolve_process_group
+from echelon._torch_private import FakeTensor, known_value, real_tensors, resolve_process_group, set_known_value
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
@@ -135,7 +135,16 @@ class RecordedGroup(EchelonProcessGroup):
             module=module,
         )
         log.entries.append(entry)
+        if form.kind == "all_reduce":
+            self._reduce_known(outputs, entry.op)
         return self._keep(RecordedWork(log, entry.number, outputs, entry.blocking))
+
+    def _reduce_known(self, tensors: Sequence[Tensor], op: str) -> None:
+        """Reduces values that are known, such as of a flag. They are taken to be equal on all ranks."""
+        for tensor in tensors:
+            if op == "sum" and (value := known_value(tensor)) is not None:
+                with real_tensors():
+                    set_known_value(tensor, value * len(self.ranks))
 
     def record_message(self, recording: Recording, is_send: bool, tensor: Tensor, peer: int, tag: int) -> RecordedWork:
         """Records a send or a receive of a fake tensor and returns its Work."""

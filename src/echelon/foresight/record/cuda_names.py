@@ -23,6 +23,7 @@ from echelon._torch_private import (
     objects_packed_by,
     optimizers_as_on_gpu,
     real_tensors,
+    storage_address,
 )
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, mapped
@@ -76,6 +77,7 @@ def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
         replace(torch.nn.Module, "_apply", _applying(torch.nn.Module._apply))
         replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
         replace(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_))
+        replace(torch.UntypedStorage, "data_ptr", _addressing(torch.UntypedStorage.data_ptr))
         yield
 
 
@@ -305,6 +307,18 @@ def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, module, device_ids, output_device, *args, **kwargs)
 
     return init
+
+
+def _addressing(original: Callable[..., int]) -> Callable[..., int]:
+    """Wraps the address of a storage. Fake ones all have 0, but programs tell storages apart by it."""
+
+    @functools.wraps(original)
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        if recording_here() is not None and storage.device.type == "meta":
+            return storage_address(storage) if storage.nbytes() else 0
+        return original(storage)
+
+    return data_ptr
 
 
 def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:

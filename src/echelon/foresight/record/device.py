@@ -102,6 +102,14 @@ def _formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return str(func(*args, **kwargs))
 
 
+def _address(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the address of a tensor, which no other storage has."""
+    tensor = args[0]
+    if isinstance(tensor, FakeTensor):
+        return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+    return int(func(*args, **kwargs))
+
+
 # Attention
 
 
@@ -218,6 +226,7 @@ _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     "numpy": _array,
     "__array__": _array,
     "__format__": _formatted,
+    "data_ptr": _address,
     "scaled_dot_product_attention": _attention,
 }
 """Functions of torch that a GPU treats otherwise, by name."""

@@ -49,6 +49,8 @@ class Log:
         self.kinds: dict[int, MemoryKind] = {}
         """Kind of storages whose holder is known by now. It replaces the kind in `Allocate`."""
         self.assumptions, self.skipped = Index(), Index()
+        self.folders: set[str] = set()
+        """Folders that the program believes to have made."""
         self.pending: dict[int, int] = {}
         """Functional collectives that nothing waits for yet: their numbers, by the storage of the result."""
         self.new_storage = count(1).__next__

@@ -48,7 +48,7 @@ class Memory:
         number = self._log.new_storage()
         # The object lives as long as the storage, since torch keeps it for the next caller.
         self._known[address] = number, weakref.ref(storage, partial(self._died, address, number))
-        self._allocate(number, storage.nbytes())
+        self._allocate(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return number
 
     def resized(self, storage: torch.UntypedStorage) -> None:

@@ -13,19 +13,13 @@ from torch.utils.flop_counter import flop_registry
 from echelon._torch_private import facts_of
 from echelon.foresight.trace import Kind
 
-Role: TypeAlias = Literal["kernel", "view", "read", "collective"]
-"""Meaning of an operator for the recorder. A view launches nothing, a read brings a value to the host."""
+Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]
+"""Meaning of an operator for the recorder. Views and allocations launch nothing. A read brings a value to the host."""
 
 Shape: TypeAlias = tuple[int, ...]
 
 _NO_KERNEL = frozenset(
     [
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "new_empty",
-        "new_empty_strided",
         "detach",
         "detach_",
         "alias",
@@ -53,7 +47,7 @@ _NO_KERNEL = frozenset(
         "layout",
     ]
 )
-"""Operators that launch nothing on a GPU, or that only allocate."""
+"""Operators that launch nothing on a GPU."""
 _READS = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero"})
 _BY_OUTPUT = frozenset(
     [
@@ -145,6 +139,8 @@ def operator(func: Any) -> Operator:
 def _role(namespace: str, name: str, is_view: bool) -> Role:
     if namespace in ("c10d", "_c10d_functional", "c10d_functional", "_dtensor"):
         return "collective"
+    if "empty" in name and not name.endswith("_"):
+        return "allocation"
     if namespace == "prim" or is_view or name in _NO_KERNEL:
         return "view"
     return "read" if name in _READS else "kernel"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon._torch_private import DispatchMode, FakeTensor, real_tensors, tree_leaves
+from echelon._torch_private import DispatchMode, FakeTensor, known_value, real_tensors, tree_leaves
 from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.log import Log
@@ -58,6 +58,10 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         if facts.role == "view":
             return func(*args, **kwargs)
+        if facts.role == "allocation":
+            out = func(*args, **kwargs)
+            self.memory.number(out)
+            return out
         if facts.role == "kernel":
             return self._kernel(func, facts, inputs, args, kwargs)
         if facts.role == "collective":
@@ -65,8 +69,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return self._read(facts, args)
 
     def _read(self, facts: Operator, args: Sequence[Any]) -> object:
-        """Returns an assumed value of a tensor: finite, 1, or true."""
+        """Returns the value of a tensor if it is known, else an assumed one: finite, 1, or true."""
         log = self.log
+        if facts.name == "_local_scalar_dense" and (value := known_value(args[0])) is not None:
+            with real_tensors():
+                return value.item()
         log.entries.append(HostWait(log.stream, -1, log.place()))
         if facts.name != "_local_scalar_dense":
             log.assume("two tensors are equal")

@@ -77,6 +77,7 @@ def no_writes(*, allow_files: bool) -> Iterator[None]:
         if not allow_files:
             for module in (builtins, io):
                 stack.enter_context(patch.object(module, "open", _opening(builtins.open)))
+            stack.enter_context(patch.object(os, "listdir", _listing(os.listdir)))
             for name in _CHANGES:
                 if hasattr(os, name):
                     stack.enter_context(patch.object(os, name, _skipping(getattr(os, name), f"os.{name}")))
@@ -130,9 +131,24 @@ def _skipping(original: Callable[..., Any], name: str, result: Callable[[], Any]
         if recording is None:
             return original(*args, **kwargs)
         recording.log.skip(name)
+        if name in ("os.mkdir", "os.makedirs"):
+            recording.log.folders.add(os.path.abspath(args[0] if args else kwargs["name"]))
         return result()
 
     return skip
+
+
+def _listing(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Wraps `os.listdir`: a folder that was not made is empty."""
+
+    @functools.wraps(original)
+    def listdir(path: Any = ".") -> list[Any]:
+        recording = None if isinstance(path, int) else _writer()
+        if recording is None or os.path.abspath(path or ".") not in recording.log.folders or os.path.isdir(path):
+            return original(path)
+        return []
+
+    return listdir
 
 
 def _opening(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ class Environment(State):
     def put(self, state: _Variables) -> None:  # noqa: D102
         os.environ._data = state  # type: ignore[attr-defined] # as above
 
-    def finish(self, states: Sequence[_Variables]) -> None:  # noqa: ARG002
+    def finish(self, states: Sequence[_Variables]) -> None:
         """Takes back the changes of ranks that C code sees."""
         outside = self._outside
         changed = {
