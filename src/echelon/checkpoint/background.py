@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import echelon
 from echelon.checkpoint.lock import FileLock, name_of, note, noted
 from echelon.errors import FileError
 
@@ -68,7 +67,7 @@ class BackgroundWriter:
         note(self._job, job)
         files = (memory, record.fileno, self._job)
         # Not "-m": the writer finds the package where this process did. -I and -S: no module of the user's is imported.
-        root = str(Path(echelon.__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         code = f"import sys; sys.path.insert(0, {root!r}); from echelon.checkpoint.writer import main; main{files!r}"
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
