@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import subprocess
@@ -82,9 +83,10 @@ class BackgroundWriter:
         weakref.finalize(self, _let_go, self._process)
         note(record.fileno, name_of(self._process.pid) | {"writes": True})
         record.close()
-        # It begins now: its notes come after this one.
+        # It begins now: its notes come after this one. A byte, since a child that another thread forks may keep the pipe.
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # it may have died
+            pipe.write(b".")
 
     def wait(self) -> dict[str, Any]:
         """Waits for the process and returns its outcome: {"ok": True}, or an error and its kind."""
