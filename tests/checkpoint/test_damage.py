@@ -221,6 +221,18 @@ def test_only_blocks_with_wanted_elements_are_read(two):
         checkpoint.read([Wanted("weight", last.part.stop - 11, out)])
 
 
+def test_the_header_of_a_file_is_checked_with_any_of_its_tensors(two):
+    name = "rank-00000.safetensors"
+    layout = Folder(two.parent).manifest(2).tensors.layouts[0]
+    last = next(place for place in layout.placed if place.part.name == "weight")
+    assert last.end > BLOCK
+    with (two / name).open("r+b") as file:
+        file.seek(20)
+        file.write(b"!")
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: bytes 0 to {BLOCK}"):
+        open_checkpoint(two.parent).read([Wanted("weight", last.part.stop - 11, torch.empty(11))])
+
+
 def test_a_file_that_is_a_pipe_does_not_block(two):
     import os
 

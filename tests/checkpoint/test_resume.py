@@ -10,7 +10,9 @@ from torch import nn
 import echelon
 from echelon.checkpoint import PerRank, Store
 from echelon.data_parallel import LocalSGD, PowerSGD
+from echelon.data_parallel.ddp import unwrap
 from tests.helpers.checkpoint_layouts import LAYOUTS, batch, build, make_net, whole_state
+from tests.helpers.models import fill
 
 STEPS = 5
 QUICK = {"dp 3", "zb-v 2", "zero 2 pp 2"}
@@ -118,6 +120,38 @@ def test_companions_go_on_too(hook, tmp_path):
     expected = simulated(str(tmp_path / "whole"), 0, STEPS)
     simulated(str(tmp_path / "stopped"), 0, 3)
     assert_same_end(simulated(str(tmp_path / "stopped"), 3, STEPS, seed=7), expected, 3)
+
+
+class OtherOrder(nn.Module):
+    """Module that runs its layers in another order than it has them. Buckets follow the first once it is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(90 + 7 * index, 90 + 7 * ((index + 5) % 8)) for index in range(8))
+        fill(self)
+
+    def forward(self, inputs):
+        for index in (3, 0, 5, 2, 7, 4, 1, 6):
+            inputs = self.layers[index](inputs).tanh()
+        return inputs
+
+
+def learned_order(group, path):
+    """Returns the layout of the buckets after a step, or after the load of a checkpoint."""
+    ddp = echelon.DDP(OtherOrder(), group, bucket_mb=0.05)
+    store = Store(path)
+    if store.load(model=ddp) is None:
+        ddp(torch.ones(3, 111)).sum().backward()
+        store.save(1, model=ddp)
+    reducer = unwrap(ddp).reducer
+    return reducer.learned, str(reducer.layout)
+
+
+def test_buckets_go_on_in_the_learned_order(tmp_path):
+    """Over messages the order of additions can depend on the place in the bucket, so bits can."""
+    learned = echelon.simulate(learned_order, 3, (str(tmp_path),), order="tcp").results
+    assert learned[0][0].order[0].startswith("layers.6")
+    assert echelon.simulate(learned_order, 3, (str(tmp_path),), order="tcp").results == learned
 
 
 def on_processes(group, name, path, first, last):

@@ -174,7 +174,7 @@ def disagree(group, path, what):
 
 DISAGREEMENTS = {
     "step": "InvalidArgument: rank 1 saves another step than rank 0, 2 and 1: pass the same on all ranks",
-    "data": "InvalidArgument: rank 1 saves another data than rank 0",
+    "data": "InvalidArgument: rank 1 saves another data than rank 0: pass the same on all ranks",
     "shape": "InvalidArgument: a is float32[3] on rank 0 and float32[4] on rank 1: give it the same shape and dtype",
     "missing": "CheckpointError: no rank holds elements 0 to 1 of a: save from all ranks of the model",
     "dtype": "CheckpointError: rank 1: b has the dtype torch.qint8, which no checkpoint holds: convert it",

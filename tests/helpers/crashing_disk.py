@@ -237,6 +237,9 @@ class _Input(Input):
         out[: len(data)] = data
         return len(data)
 
+    def prefetch(self, position, size):
+        pass
+
     def close(self):
         pass
 

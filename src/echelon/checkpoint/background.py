@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import echelon
 from echelon.checkpoint.lock import FileLock, name_of, note, noted
 from echelon.errors import FileError
 
@@ -68,7 +68,7 @@ class BackgroundWriter:
         note(self._job, job)
         files = (memory, record.fileno, self._job)
         # Not "-m": the writer finds the package where this process did. -I and -S: no module of the user's is imported.
-        root = str(Path(echelon.__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         code = f"import sys; sys.path.insert(0, {root!r}); from echelon.checkpoint.writer import main; main{files!r}"
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
@@ -83,9 +83,10 @@ class BackgroundWriter:
         weakref.finalize(self, _let_go, self._process)
         note(record.fileno, name_of(self._process.pid) | {"writes": True})
         record.close()
-        # It begins now: its notes come after this one.
+        # It begins now: its notes come after this one. A byte, as a child that another thread forks may keep the pipe.
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # it may have died
+            pipe.write(b".")
 
     def wait(self) -> dict[str, Any]:
         """Waits for the process and returns its outcome: {"ok": True}, or an error and its kind."""

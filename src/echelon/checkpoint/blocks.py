@@ -21,6 +21,10 @@ RING = 3
 """Buffers for blocks that are made one by one."""
 
 
+_AHEAD = 2
+"""Blocks that are read from the disk ahead of their use."""
+
+
 class Read(NamedTuple):
     """Bytes of a file to be read into memory: from `begin` on, as many as `out` has."""
 
@@ -129,7 +133,10 @@ class CheckedFile:
                 by_block.setdefault(number, []).append((inside, out[done : done + count]))
                 done += count
         spare = self._spare()
-        for number in sorted(by_block):
+        numbers = sorted(by_block)
+        for place, number in enumerate(numbers):
+            if place + _AHEAD < len(numbers):  # the disk goes on while a checksum is computed
+                self._file.prefetch(numbers[place + _AHEAD] * BLOCK, BLOCK)
             self._read_block(number, by_block[number], spare)
 
     def check(self) -> Iterator[str]:

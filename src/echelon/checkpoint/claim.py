@@ -59,7 +59,10 @@ def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENC
     """
     if not fs.is_folder(folder) or not _records(fs, folder):
         return
-    lock = fs.lock(f"{folder}/{_LOCK}")
+    try:
+        lock = fs.lock(f"{folder}/{_LOCK}")
+    except PermissionError:  # a job that may only read is not the next start of one that saves
+        return
     try:
         if lock.try_take():
             settle(fs, folder, patience)

@@ -40,6 +40,10 @@ class Input(ABC):
         """Fills `out` from a position on. Returns the number of bytes, fewer at the end of the file."""
 
     @abstractmethod
+    def prefetch(self, position: int, size: int) -> None:
+        """Begins to read bytes that are wanted soon."""
+
+    @abstractmethod
     def close(self) -> None:
         """Frees the file. A second call does nothing."""
 
@@ -208,6 +212,9 @@ class _DiskInput(Input):
         while done < len(out) and (count := os.preadv(self._file, [out[done:]], position + done)):
             done += count
         return done
+
+    def prefetch(self, position: int, size: int) -> None:
+        os.posix_fadvise(self._file, position, size, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         file, self._file = self._file, -1

@@ -73,9 +73,10 @@ def agree(group: ProcessGroup | None, call: dict[str, Any], state: State, run: s
     for rank, value in enumerate(values):
         for what, given in value["call"].items():
             if given != values[0]["call"][what]:
+                shown = "" if what == "data" else f", {given} and {values[0]['call'][what]}"  # of data it is a digest
                 raise InvalidArgument(
-                    f"rank {rank} saves another {what} than rank 0, {given} and {values[0]['call'][what]}: pass the "
-                    "same on all ranks, and a value of one rank as PerRank(value)"
+                    f"rank {rank} saves another {what} than rank 0{shown}: pass the same on all ranks, and a value of "
+                    "one rank as PerRank(value)"
                 )
     digests = [value["digest"] for value in values]
     if last is None or last.digests != digests:

@@ -431,4 +431,5 @@ def _fill(source: Source, targets: Iterable[Target]) -> None:
         source.read([Wanted(target.name, target.start, copy)])
         with torch.no_grad():
             tensor.copy_(copy.view(tensor.shape))
+        del copy  # before the next one is made
     source.read(direct)

@@ -37,7 +37,7 @@ def main(memory: int, record: int, job: int) -> None:
     note(job, {"died": True})
     try:
         os.nice(_NICE)
-        sys.stdin.read()  # until the rank has noted this process, or has died
+        os.read(sys.stdin.fileno(), 1)  # once the rank has noted this process, or has died
         _write(task, memory, record)
         if task["rank"] == 0:
             _commit(task)

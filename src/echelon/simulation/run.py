@@ -101,8 +101,9 @@ def simulate(
     Exactly one rank runs at a time. The virtual clock decides which, and the seed where times are equal, so the same
     seed gives the same run. Inside, `echelon.init()` returns the rank's group, so a script's main function runs
     unchanged. Each rank has its own random states (Python's, NumPy's, torch's for the CPU), environment, `sys.argv`,
-    groups of torch.distributed and settings of torch, and computes with one thread. Ranks share the modules and the other
-    state of the process. Calls that concern the whole process, such as `os._exit`, act for the rank or are refused.
+    groups of torch.distributed and settings of torch, and computes with one thread. Ranks share the modules and the
+    other state of the process. Calls that concern the whole process, such as `os._exit`, act for the rank or are
+    refused.
 
     Args:
         fn: function that each rank runs.
