@@ -6,14 +6,19 @@ import threading
 import pytest
 
 import echelon
+from echelon.simulation.process.random_state import cores_here
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux can tell")
 
 
 def where_it_runs(group):
     group.backend.lanes.start(group.backend.messages.barrier, "beside").wait()
+<<<<<<< HEAD
     # By its number: for 0 a rank is told the cores of the process.
     return os.sched_getaffinity(threading.get_native_id()), os.sched_getscheduler(0)
+=======
+    return cores_here(), os.sched_getscheduler(0)  # os.sched_getaffinity tells a rank the cores of the process
+>>>>>>> mend
 
 
 def test_all_ranks_share_one_core_and_hand_over_in_good_order():
