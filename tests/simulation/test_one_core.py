@@ -1,7 +1,6 @@
 """All threads of a simulation are on one core, and the caller is afterwards as before."""
 
 import os
-import threading
 
 import pytest
 
@@ -13,12 +12,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="on
 
 def where_it_runs(group):
     group.backend.lanes.start(group.backend.messages.barrier, "beside").wait()
-<<<<<<< HEAD
-    # By its number: for 0 a rank is told the cores of the process.
-    return os.sched_getaffinity(threading.get_native_id()), os.sched_getscheduler(0)
-=======
     return cores_here(), os.sched_getscheduler(0)  # os.sched_getaffinity tells a rank the cores of the process
->>>>>>> mend
 
 
 def test_all_ranks_share_one_core_and_hand_over_in_good_order():
