@@ -65,5 +65,6 @@ def fetched(into: Path) -> Path:
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{ADDRESS} did not answer within {SECONDS:g} s") from None
         if done.returncode:
-            raise Unreachable((done.stderr.strip().splitlines() or ["git failed"])[-1])
+            told = [line for line in done.stderr.splitlines() if line.startswith("fatal")]
+            raise Unreachable(told[0] if told else "git failed")
     return tree

@@ -287,3 +287,11 @@ def test_the_first_cause_is_the_first_failure_that_blames_no_other_rank():
     later = report.RankFailure(2, 3.0, "raised ValueError", "text")
     assert report.first_cause([consequence, later, cause]) is cause
     assert report.first_cause([consequence]) is consequence
+
+
+# A rank whose error was raised twice, once inside of the handling of the other, was described for ever.
+def test_a_circle_of_errors_is_described():
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__context__, second.__context__ = second, first
+    failure = report.describe(1, first)
+    assert (failure.summary, failure.blames) == ("raised RuntimeError: first", None)
