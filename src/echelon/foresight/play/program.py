@@ -1,8 +1,8 @@
 """A trace lowered for the player: kernels of one stream in a row become one operation. Pure.
 
-Kernels that follow each other on a stream act on two clocks, that of the host and that of the stream, in a way that has
-a closed form. Kernel i takes d_i on the device and h_i on the host. If the host comes at time a and the stream is free
-at time s, the host leaves at a + sum h, and the last kernel ends at max(s + sum d, a + c). Here c is the largest
+Kernels that follow each other on a stream act on two clocks, those of the host and of the stream. Their effect has a
+closed form. Kernel i takes d_i on the device and h_i on the host. The host comes at time a. The stream is free from
+time s on. The host leaves at a + sum h. The last kernel ends at max(s + sum d, a + c), where c is the largest
 h_1 + ... + h_i + d_i + ... + d_n. So a step of 5,000 entries is played as some hundred operations.
 """
 
