@@ -107,6 +107,21 @@ def test_a_range_of_a_tensor_is_read(tmp_path):
         checkpoint.read([Wanted("wight", 0, torch.empty(11))])
 
 
+def test_ranges_of_all_lengths_that_overlap(tmp_path):
+    """Long ones are read in place, short ones and those that overlap by way of other memory."""
+    values = torch.rand(1_500_000)
+    Saver(tmp_path).save(1, state_of({"a": values}))
+    checkpoint = open_checkpoint(tmp_path)
+    for ranges in (
+        [(5, 7), (900, 100_000), (100_000, 1_200_000), (1_200_003, 1_200_004), (1_200_004, 1_500_000)],
+        [(0, 1_500_000), (17, 900_000), (17, 900_000), (3, 5)],
+    ):
+        outs = [torch.zeros(stop - start) for start, stop in ranges]
+        checkpoint.read([Wanted("a", start, out) for (start, _), out in zip(ranges, outs, strict=True)])
+        for (start, stop), out in zip(ranges, outs, strict=True):
+            assert torch.equal(out, values[start:stop])
+
+
 def test_views_and_lazy_conjugates_are_stored_by_value(tmp_path):
     matrix = torch.rand(4, 6, dtype=torch.complex64)
     values = {"t": matrix.t(), "conj": matrix.conj(), "expanded": torch.rand(3, 1).expand(3, 5)}

@@ -83,7 +83,7 @@ class BackgroundWriter:
         weakref.finalize(self, _let_go, self._process)
         note(record.fileno, name_of(self._process.pid) | {"writes": True})
         record.close()
-        # It begins now: its notes come after this one. A byte, as a child that another thread forks may keep the pipe.
+        # It begins now: its notes come after this one. A byte, since a forked child may keep the pipe open.
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # it may have died
             pipe.write(b".")
