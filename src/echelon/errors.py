@@ -160,8 +160,11 @@ class DeadlockError(EchelonError, RuntimeError):
     """Deadlock: every rank waits for another one."""
 
 
-class PeerFailed(EchelonError, ConnectionError):
-    """Failure of another rank: it died, closed its connections or left with an exception."""
+class PeerFailed(EchelonError, ConnectionError, RuntimeError):
+    """Failure of another rank: it died, closed its connections or left with an exception.
+
+    A RuntimeError too, as programs of torch.distributed expect.
+    """
 
     def __init__(self, rank: int, reason: str, operation: str = "", *, has_closed: bool = False) -> None:
         """Records the failure.
@@ -199,8 +202,11 @@ class ProtocolError(EchelonError, ConnectionError):
     """Peer that violates the protocol: another version of Echelon, or another program."""
 
 
-class Timeout(EchelonError, TimeoutError):
-    """Operation that did not finish within its timeout."""
+class Timeout(EchelonError, TimeoutError, RuntimeError):
+    """Operation that did not finish within its timeout.
+
+    A RuntimeError too, as programs of torch.distributed expect.
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         """Records the world's ranks that were waited for, which are late or do not answer. Empty: unknown."""
