@@ -61,7 +61,7 @@ def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
             replace_all(module, _STREAMS)
         replace_all(torch.cuda, {**_memory_names(gpu), **_device_names(num_devices, gpu), **_RANDOM})
         replace_all(torch.accelerator, {**_memory_names(gpu), **_accelerator_names(num_devices, gpu)})
-        replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event})
+        replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator})
         for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
             replace(torch.cuda.nvtx, name, _nothing)
         replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
@@ -120,6 +120,23 @@ _RANDOM: dict[str, Any] = {
     "set_rng_state": _nothing,
     "set_rng_state_all": _nothing,
 }
+
+
+_GENERATOR = torch.Generator
+
+
+class _AnyGenerator(type(_GENERATOR)):  # type: ignore[misc]
+    """Type by which generators from before the recording are instances of `torch.Generator`, too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _GENERATOR)
+
+
+class _Generator(_GENERATOR, metaclass=_AnyGenerator):
+    """Generator of a GPU, in place of `torch.Generator`: one of the CPU, as tensors have no values."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, mapped(device))  # type: ignore[call-arg]
 
 
 def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
