@@ -19,11 +19,11 @@ The type says who is to blame, the fields say where, the message says what happe
     ├── FileError            (OSError)             you: a file that cannot be written or read
     ├── CheckpointError      (RuntimeError)        the files: a damaged checkpoint, or a save that failed
     ├── DeadlockError        (RuntimeError)        the program: every rank waits for another
-    ├── PeerFailed           (ConnectionError)     the world: another rank died or gave up
+    ├── PeerFailed           (ConnectionError, RuntimeError) the world: another rank died or gave up
     ├── ConnectError         (ConnectionError)     the world: a rank never came
     ├── AuthenticationError  (ConnectionError)     the world: a peer without the secret
     ├── ProtocolError        (ConnectionError)     the world: a peer that speaks something else
-    └── Timeout              (TimeoutError)        the world or you: it took too long
+    └── Timeout              (TimeoutError, RuntimeError) the world or you: it took too long
 
 Each also derives from the closest builtin, so `except TimeoutError` and `except ValueError` work.
 

@@ -2,8 +2,9 @@
 
 A rank is a point in the grid that the groups of recorded ranks span, such as data parallel x tensor parallel. Along
 each axis both ends are recorded. If they do the same, all points between them are taken to do the same; if not, the
-axis is divided in the middle, and so on. A rank off the axes has the role of the point with the first coordinates of
-its intervals. One random rank of each role, which has not stood for others yet, is recorded in confirmation.
+axis is divided: next to its first point, next to its last one, then in the middle, and so on. A rank off the axes has
+the role of the point with the first coordinates of its intervals. One random rank of each role, which has not stood for
+others yet, is recorded in confirmation.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class Roles:
             low, high = edges[index], edges[index + 1]
             if self.digests[rank(low)] != self.digests[rank(high)]:
                 if high - low > 1:
-                    middle = (low + high) // 2
+                    # Often the first or the last rank alone differs, as one that prints.
+                    middle = low + 1 if low == 0 else high - 1 if high == axis.size - 1 else (low + high) // 2
                     if missing := self._unrecorded([rank(middle)]):
                         return [], missing
                     edges.insert(index + 1, middle)

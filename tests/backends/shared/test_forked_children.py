@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,6 +24,11 @@ from echelon.backends.shared.memory import mapping
 from echelon.backends.tcp.backend import TcpBackend
 from echelon.group.group import ProcessGroup
 from tests.helpers.worlds import SECRET, free_address
+
+# Simulated ranks refuse to fork.
+ON_PROCESSES = pytest.mark.parametrize(
+    "run", ["processes", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True
+)
 
 LARGE = 100_000
 """Numbers in a message that is received where its sender wrote it."""
@@ -91,6 +97,7 @@ def let_a_child_write(group):
     return child, parent, sums(shared, gradient), sums(exchange(group, 3.0))
 
 
+@ON_PROCESSES
 def test_what_a_child_writes_stays_there(run):
     for child, parent, later, message in run(let_a_child_write, 2):
         assert child == [[LARGE, 2000.0, 10.0], [7.0 * LARGE, 7000.0, 70.0]]
@@ -266,6 +273,7 @@ def use_in_a_child(group):
     return os.getpid(), said, group.all_reduce(torch.ones(3)).tolist()
 
 
+@ON_PROCESSES
 def test_a_group_says_in_a_child_that_it_is_the_parents(run):
     for pid, said, total in run(use_in_a_child, 2):
         assert total == [2.0] * 3
@@ -289,6 +297,7 @@ def wait_in_a_child(group):
     return os.getpid(), said, [work.wait().sum().item() for work in works]
 
 
+@ON_PROCESSES
 def test_work_of_the_parent_does_not_make_a_child_wait(run):
     for pid, said, results in run(wait_in_a_child, 2):
         assert all(f"process {pid}, and this is its forked child" in text for text in said), said
