@@ -233,3 +233,16 @@ def disagreeing():
 def test_collectives_of_objects_are_compared():
     with pytest.raises(CollectiveMismatch, match=r"test_record.py:\d+.*test_record.py:\d+"):
         record(disagreeing, 2, (0, 1))
+
+
+def draw_by_a_generator():
+    device = programs.begin()
+    generator = torch.Generator(device).manual_seed(1)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert torch.randint(5, (3,), device=device, generator=generator).shape == (3,)
+
+
+def test_generators_of_a_gpu_can_be_made():
+    original = torch.Generator
+    assert record(draw_by_a_generator, 2)[0].rank == 0
+    assert torch.Generator is original

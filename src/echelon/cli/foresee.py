@@ -92,7 +92,9 @@ def foresee(options: ForeseeOptions) -> int:
         return outcome.failure.status
     seen = outcome.foreseen
     assert seen is not None
-    written = write_files((options.png, seen.timeline.draw), (options.chrome, seen.timeline.to_chrome))
+    written = write_files(
+        (options.png, seen.timeline.draw), (options.chrome, seen.played.timeline(kernels=True).to_chrome)
+    )
     report = seen.report(options.tokens, options.program)
     print(json.dumps({**report.to_json(), **_by_rank(seen)}) if options.json else str(report), end="")
     for path in written:

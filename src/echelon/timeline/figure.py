@@ -259,7 +259,9 @@ def _legends(panels: list[_Panel]) -> list[list[_Swatch]]:
         lines.append([(color(hue, "F"), _microbatches(hue, count)) for hue in range(min(count, NUM_HUES))])
     # A planned and a measured timeline usually have the same names, which then need one line only.
     for panel in panels:
-        names = [(color(hue, "F"), name) for hue, name in enumerate(panel.boxes.names[:NUM_HUES]) if name]
+        # Hues repeat here, too.
+        sharing = [[name for name in panel.boxes.names[hue::NUM_HUES] if name] for hue in range(NUM_HUES)]
+        names = [(color(hue, "F"), ", ".join(names)) for hue, names in enumerate(sharing) if names]
         if names and names not in lines:
             lines.append(names)
     return lines

@@ -136,7 +136,7 @@ class PlayedRole:
         return {stream: tuple(spans) for stream, spans in streams.items()}
 
     def phase_spans(self) -> tuple[Span, ...]:
-        """Returns the default stream's kernels by phase and block of the model, such as "backward layers.3"."""
+        """Returns the default stream's kernels by phase, such as "backward"."""
         trace, seconds = self.program.trace, self.program.kernel_seconds
         spans: list[Span] = []
         for run in self.runs:
@@ -148,13 +148,11 @@ class PlayedRole:
             for index in run.entries:
                 kernel = trace.entries[index]
                 assert isinstance(kernel, Kernel)
-                block = _block(trace.modules[kernel.module]) if kernel.module >= 0 else ""
-                name = f"{kernel.phase} {block}".strip()
                 end = min(time + seconds[index] * stretch, run.end)
-                if spans and spans[-1].step == name and time - spans[-1].end <= 1e-9:
-                    spans[-1] = Span(name, spans[-1].start, end)
+                if spans and spans[-1].step == kernel.phase and time - spans[-1].end <= 1e-9:
+                    spans[-1] = Span(kernel.phase, spans[-1].start, end)
                 else:
-                    spans.append(Span(name, time, end))
+                    spans.append(Span(kernel.phase, time, end))
                 time = end
         return tuple(spans)
 
@@ -230,7 +228,7 @@ class Played:
         """Returns a timeline with a row for each role: its default stream, beside it other streams and groups.
 
         Args:
-            kernels: Whether each kernel is a span. Otherwise a phase of a block of the model is one.
+            kernels: Whether each kernel is a span. Otherwise a phase, such as backward, is one.
         """
         rows: list[tuple[Span, ...]] = []
         beside: list[tuple[tuple[Span, ...], ...]] = []
@@ -261,12 +259,3 @@ def _communication_lanes(role: PlayedRole) -> list[tuple[Span, ...]]:
             level += 1
         lanes.setdefault((entry.group, level), []).append(Span(f"{kind} {group.name}".strip(), span.start, span.end))
     return [tuple(spans) for _, spans in sorted(lanes.items())]
-
-
-def _block(module: str) -> str:
-    """Returns the part of a module's name up to its first number, such as "layers.3" of "layers.3.attention.wq"."""
-    parts = module.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return parts[0]
