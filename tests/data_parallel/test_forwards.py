@@ -186,6 +186,7 @@ def compiled_steps(group, own, skips):
 
 
 @pytest.mark.parametrize("own", [False, True])
+@pytest.mark.slow
 def test_steps_of_a_compiled_optimizer_count(pool, own):
     """No hook is called in compiled code; a rank whose optimizer made one step more was not told."""
     assert pool.run(compiled_steps, 2, own, False, timeout=120.0) == [None, None]

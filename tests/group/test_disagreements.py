@@ -122,7 +122,7 @@ def play_one_case(group, pair, odd):
     return play(group, pair[group.rank != odd])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_on_deterministic_ranks(world_size):
     for pair, odd in cases(world_size):
         check(echelon.simulate(play_one_case, world_size, (pair, odd), late_sends=True).results, pair, odd)
@@ -133,7 +133,7 @@ def play_every_case(group, every):
 
 
 def test_over_shared_memory(pool):
-    every = list(cases(3))[::9]
+    every = list(cases(3))[::18]
     by_rank = pool.run(play_every_case, 3, every, backend="shm")
     for outcomes, (pair, odd) in zip(zip(*by_rank, strict=True), every, strict=True):
         check(outcomes, pair, odd)

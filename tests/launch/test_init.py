@@ -174,6 +174,7 @@ def test_under_torchrun_gloo_does_the_collectives(script):
     assert lines == [f"{rank} of 2: [3.0, 3.0, 3.0]" for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_a_job_over_gloo(script):
     status, _, err = finish(start("-m", "echelon", "run", "-n", "2", script, "die", ECHELON_BACKEND="gloo"))
     assert status == 137

@@ -59,7 +59,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_no_process_is_left_when_the_parent_is_interrupted(tmp_path, number):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

@@ -16,7 +16,8 @@ WAYS = ("whole", "messages")
 
 @pytest.mark.parametrize("order", ["shm", "tcp"])
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(5, marks=pytest.mark.slow)]
+    "world_size",
+    [pytest.param(2, marks=pytest.mark.slow), 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))],
 )
 def test_reductions_have_the_bits_of_real_processes(pool, world_size, order):
     real = pool.run(digests, world_size, backend=order)
@@ -401,7 +402,8 @@ def train_like_fsdp(group, num_bytes):
         group.broadcast(shard, 0)
 
 
-@pytest.mark.parametrize("way", ["whole", pytest.param("messages", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left_after_fifty_simulations(way):
     def run():
         echelon.simulate(train_like_fsdp, 4, (4096,), network="10GbE", collectives=way)

@@ -103,6 +103,7 @@ def test_an_exit_without_a_word_is_a_failure(pool):
         pool.run(rank_functions.exit_with, 1, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_after_the_failure_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("echelon.launch.spawn.GRACE", 0.3)
     with RankPool() as own:

@@ -13,6 +13,7 @@ def test_operations_on_shared_tensors(pool, world_size):
     pool.run(shared_memory_checks.check_symmetric, world_size, backend="shm")
 
 
+@pytest.mark.slow
 def test_on_other_backends_it_is_ordinary_memory(pool):
     pool.run(shared_memory_checks.check_symmetric, 2, backend="tcp")
     pool.run(shared_memory_checks.check_symmetric, 1)
