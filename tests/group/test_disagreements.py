@@ -133,7 +133,7 @@ def play_every_case(group, every):
 
 
 def test_over_shared_memory(pool):
-    every = list(cases(3))[::18]
+    every = list(cases(3))[::9]
     by_rank = pool.run(play_every_case, 3, every, backend="shm")
     for outcomes, (pair, odd) in zip(zip(*by_rank, strict=True), every, strict=True):
         check(outcomes, pair, odd)
