@@ -386,7 +386,9 @@ def test_dtypes_of_torch_that_no_checkpoint_holds():
     """All others are there: a new one of torch shows here."""
     every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     refused = {str(dtype)[6:] for dtype in every if not _is_stored(dtype)}
-    assert all(name.startswith(("qint", "quint", "bits", "int", "uint", "float4", "bcomplex")) for name in refused), refused
+    assert all(name.startswith(("qint", "quint", "bits", "int", "uint", "float4", "bcomplex")) for name in refused), (
+        refused
+    )
     assert set(DTYPES) <= {dtype for dtype in every if _is_stored(dtype)}
 
 
