@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -38,10 +39,10 @@ def test_this_torch_has_every_private_name():
 
 
 def private_names_used():
-    """Returns the private names in the source of `_torch_private.py`, each without its module or class."""
-    tree = ast.parse((ROOT / "src/echelon/_torch_private.py").read_text())
+    """Returns the private names in the source of `_torch_private`, each without its module or class."""
     found = set()
-    for node in ast.walk(tree):
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "src/echelon/_torch_private").glob("*.py")]
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("torch"):
             modules, names = set(node.module.split(".")), {alias.name for alias in node.names}
             if any(part.startswith("_") for part in modules | names):
@@ -54,7 +55,7 @@ def private_names_used():
 
 
 def is_own(node):
-    """Whether an attribute is one that `_torch_private.py` gives to its own objects."""
+    """Whether an attribute is one that `_torch_private` gives to its own objects."""
     return isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
@@ -73,7 +74,7 @@ GONE = "_current_graph_task_id"
 
 @pytest.fixture
 def newer_torch(monkeypatch):
-    """Takes two private names away from torch, one of which `_torch_private.py` imports at once."""
+    """Takes two private names away from torch, one of which `_torch_private` imports at once."""
     monkeypatch.delattr(torch._C, GONE)
     monkeypatch.delattr(torch._C._distributed_c10d, "_register_work")
     monkeypatch.setattr(torch, "__version__", "9.9.0")

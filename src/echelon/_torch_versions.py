@@ -76,7 +76,7 @@ PRIVATE_NAMES = (
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_unflatten",
 )
-"""Private names that `_torch_private.py` uses. A name of instances is listed under its class, or one instance."""
+"""Private names that `_torch_private` uses. A name of instances is listed under its class, or one instance."""
 
 GLOO_NAMES = (
     "torch.distributed.ProcessGroupGloo._Options._devices",

@@ -80,7 +80,8 @@ def _place_in(frame: FrameType | None) -> Place | None:
 
 def sharded_module(frame: FrameType) -> str:
     """Returns the name of the module for which FSDP2 communicates in a frame of `OF_FSDP2`. Empty if it has none."""
-    from echelon._torch_private import module_of_parameters  # late: parts without torch have call sites, too
+    # Late: parts without torch have call sites, too.
+    from echelon._torch_private.distributed import module_of_parameters
 
     return module_of_parameters(frame.f_locals.get("self"))
 

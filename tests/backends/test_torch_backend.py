@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import echelon
 from echelon import functional
-from echelon._torch_private import is_in_backward
+from echelon._torch_private.autograd import is_in_backward
 from echelon.backends.collective import Collective
 from echelon.backends.formats.wire import Tag
 from echelon.backends.operators import operator

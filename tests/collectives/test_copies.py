@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from echelon._torch_private import DispatchMode
+from echelon._torch_private.tensors import DispatchMode
 from echelon.backends.tcp import reader
 from echelon.group.group import ProcessGroup
 from tests.helpers.worlds import start, tcp_world

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import echelon
 from echelon import functional
-from echelon._torch_private import fake_tensors
+from echelon._torch_private.tensors import fake_tensors
 from echelon.data_parallel import DistributedDataParallel, SyncBatchNorm, ZeroOptimizer
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.pipeline import Pipeline

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 import echelon
-from echelon._torch_private import fake_tensors
+from echelon._torch_private.tensors import fake_tensors
 from tests.helpers.collective_cases import Case, bytes_of, cases, check, expected, input_of, laid_out, splits_of
 
 MODES = ("plain", "no_grad", "inference")

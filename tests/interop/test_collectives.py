@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon._torch_private import fake_tensors, operators_of, resolve_process_group
+from echelon._torch_private.distributed import resolve_process_group
+from echelon._torch_private.tensors import fake_tensors, operators_of
 from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
 from tests.helpers.torch_groups import all_gather_single, reduce_scatter_single

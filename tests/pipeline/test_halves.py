@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon._torch_private import DispatchMode
+from echelon._torch_private.tensors import DispatchMode
 from echelon.pipeline.stage.split_backward import CannotSplit
 from echelon.pipeline.stage.stage import Forward, Made, Stage
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echelon._torch_private import forward_ad_level, is_dual, is_faking, transform_stack, wraps_new_tensors
+from echelon._torch_private.autograd import forward_ad_level, is_dual
+from echelon._torch_private.tensors import is_faking, transform_stack, wraps_new_tensors
 from echelon.errors import UnsupportedOp
 
 ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)

@@ -8,7 +8,8 @@ import math
 
 import torch
 
-from echelon._torch_private import dispatch_depth, forward_ad_level, transform_stack
+from echelon._torch_private.autograd import forward_ad_level
+from echelon._torch_private.tensors import dispatch_depth, transform_stack
 from echelon.backends.admission import (
     FAR_ADDRESS,
     ORDINARY_TYPES,

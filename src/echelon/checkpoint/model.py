@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from echelon._torch_private import COMPILED, RECOMPUTED
+from echelon._torch_private.modules import COMPILED, RECOMPUTED
 from echelon.arguments import named
 from echelon.backends.admission import check_values
 from echelon.checkpoint.state import Spec

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from echelon._torch_private import version_of
+from echelon._torch_private.tensors import version_of
 from echelon.backends.admission import check_values, has_values
 from echelon.backends.memory import new_tensor
 from echelon.data_parallel.broadcast import kind_of

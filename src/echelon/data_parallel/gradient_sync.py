@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from echelon._torch_private import at_end_of_backward, hooks_after_gradient
+from echelon._torch_private.autograd import at_end_of_backward, hooks_after_gradient
 from echelon.data_parallel.broadcast import Buffers, broadcast_tensors, check_same_model, synchronize_buffers
 from echelon.data_parallel.hooks import GradientHook
 from echelon.data_parallel.join import Joining, Next, first_active

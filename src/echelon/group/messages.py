@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from echelon._torch_private import wraps_new_tensors
+from echelon._torch_private.tensors import wraps_new_tensors
 from echelon.arguments import check_seconds, named
 from echelon.backends.memory import describe, is_ordinary, plain
 from echelon.backends.messages import PreparedReceive, PreparedSend

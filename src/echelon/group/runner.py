@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from echelon._torch_private import wraps_new_tensors
+from echelon._torch_private.tensors import wraps_new_tensors
 from echelon.arguments import check_seconds
 from echelon.backends.admission import check_mode
 from echelon.backends.base import Backend

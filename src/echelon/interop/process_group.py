@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
-from echelon._torch_private import backend_config, never_compiled
+from echelon._torch_private.distributed import backend_config
+from echelon._torch_private.modules import never_compiled
 from echelon.backends.admission import check_values
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # public, by its docs
 
-from echelon._torch_private import DistributedBackendOptions, all_gather_into, register_work, resolve_process_group
+from echelon._torch_private.distributed import (
+    DistributedBackendOptions,
+    all_gather_into,
+    register_work,
+    resolve_process_group,
+)
 from echelon.errors import LaunchError
 from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup, ranks_as_name

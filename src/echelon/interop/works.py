@@ -20,13 +20,9 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
-from echelon._torch_private import (
-    at_end_of_backward,
-    fail_when_unwrapped,
-    is_at_end_of_backward,
-    is_in_backward,
-    never_compiled,
-)
+from echelon._torch_private.autograd import at_end_of_backward, is_at_end_of_backward, is_in_backward
+from echelon._torch_private.distributed import fail_when_unwrapped
+from echelon._torch_private.modules import never_compiled
 from echelon.backends.work import Work
 from echelon.errors import UnsupportedOp
 from echelon.group.group import ProcessGroup

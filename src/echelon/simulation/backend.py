@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from echelon._torch_private import never_compiled
+from echelon._torch_private.modules import never_compiled
 from echelon.backends.base import Backend, check_rank
 from echelon.backends.control import ControlPlane
 from echelon.backends.delivery import ANY, Receive

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from echelon._torch_private import DispatchMode
+from echelon._torch_private.tensors import DispatchMode
 from echelon.backends.formats.wire import Tag, as_sent, readable
 from echelon.backends.matching import Mailbox
 from echelon.backends.memory import as_bytes, describe

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # public, by its docs
 
-from echelon._torch_private import all_gather_into, is_in_backward, make_process_group
+from echelon._torch_private.autograd import is_in_backward
+from echelon._torch_private.distributed import all_gather_into, make_process_group
 from echelon.backends.formats.wire import Tag
 from echelon.backends.host_copies import AcceleratorStreamScope, StreamScope
 from echelon.backends.lanes import wait_checking

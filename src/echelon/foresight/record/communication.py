@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon._torch_private import FakeTensor, known_value, real_tensors, resolve_process_group, set_known_value
+from echelon._torch_private.distributed import resolve_process_group
+from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory

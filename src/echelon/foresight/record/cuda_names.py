@@ -14,17 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon._torch_private import (
-    FakeTensor,
-    backward_with,
-    ddp_checks_by,
-    devices_as_on_gpu,
-    move_fake,
-    objects_packed_by,
-    optimizers_as_on_gpu,
-    real_tensors,
-    storage_address,
-)
+from echelon._torch_private.autograd import backward_with
+from echelon._torch_private.distributed import ddp_checks_by, objects_packed_by
+from echelon._torch_private.modules import devices_as_on_gpu, optimizers_as_on_gpu
+from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.foresight.record import streams
 from echelon.foresight.record.device import OnDevice, mapped
 from echelon.foresight.record.here import Recording, recording_here

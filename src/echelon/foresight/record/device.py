@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from echelon._torch_private import FakeTensor, real_tensors
+from echelon._torch_private.tensors import FakeTensor, real_tensors
 
 _CUDA = "cuda"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from echelon._torch_private import is_in_backward, next_node_number, node_number
+from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, line_of
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 

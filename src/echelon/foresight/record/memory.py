@@ -11,7 +11,8 @@ from types import FrameType
 
 import torch
 
-from echelon._torch_private import FakeTensor, is_in_backward, local_part, storage_address
+from echelon._torch_private.autograd import is_in_backward
+from echelon._torch_private.tensors import FakeTensor, local_part, storage_address
 from echelon.call_site import is_own
 from echelon.foresight.record.log import Log
 from echelon.foresight.trace import Allocate, Free, MemoryKind

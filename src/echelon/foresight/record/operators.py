@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from echelon._torch_private import facts_of
+from echelon._torch_private.tensors import facts_of
 from echelon.foresight.trace import Kind
 
 Role: TypeAlias = Literal["kernel", "view", "allocation", "read", "collective"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon._torch_private import DispatchMode, FakeTensor, known_value, real_tensors, tree_leaves
+from echelon._torch_private.tensors import DispatchMode, FakeTensor, known_value, real_tensors, tree_leaves
 from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
 from echelon.foresight.record.log import Log

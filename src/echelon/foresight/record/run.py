@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from echelon._torch_private import DistributedBackendOptions, real_tensors, recorded_tensors
+from echelon._torch_private.distributed import DistributedBackendOptions
+from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from echelon._torch_private import draws_random_numbers, writes_in_place
+from echelon._torch_private.tensors import draws_random_numbers, writes_in_place
 from echelon.errors import PartitionError
 from echelon.pipeline.cut.tracing import Constant, Positional, Trace, Weight
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from echelon._torch_private import tree_flatten, tree_leaves, tree_unflatten
+from echelon._torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
 from echelon.backends.modes import normal_mode
 from echelon.errors import ScheduleError, SizeMismatch
 from echelon.pipeline.cut.graph_cut import GraphCut

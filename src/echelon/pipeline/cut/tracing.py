@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
-from echelon._torch_private import TreeSpec, fake_tensors, guards_of, tree_flatten, tree_leaves, tree_map
+from echelon._torch_private.tensors import TreeSpec, fake_tensors, guards_of, tree_flatten, tree_leaves, tree_map
 from echelon.errors import PartitionError
 
 logger = logging.getLogger("echelon")
@@ -71,7 +71,7 @@ class Trace:
         inputs_spec: Structure of the positional inputs.
         plain_inputs: Leaves of the positional inputs that are no tensors, by number.
         keywords: Keyword arguments of the example, with TENSOR in place of each tensor.
-        guards: Check that inputs take the path that was traced; see `echelon._torch_private.guards_of`.
+        guards: Check that inputs take the path that was traced; see `_torch_private.tensors.guards_of`.
         modules: Modules that the graph calls by name: graphs inside of the graph.
     """
 

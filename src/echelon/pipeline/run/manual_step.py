@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from echelon._torch_private import tree_leaves
+from echelon._torch_private.tensors import tree_leaves
 from echelon.backends.admission import check_values
 from echelon.backends.memory import describe
 from echelon.errors import ScheduleError, SizeMismatch

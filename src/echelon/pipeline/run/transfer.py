@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from echelon._torch_private import storage_users
+from echelon._torch_private.tensors import storage_users
 from echelon.backends.admission import check_values
 from echelon.backends.formats.wire import MAX_NOTE_BYTES, Tag
 from echelon.backends.memory import plain

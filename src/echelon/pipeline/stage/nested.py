@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from echelon._torch_private import tree_flatten, tree_unflatten
+from echelon._torch_private.tensors import tree_flatten, tree_unflatten
 from echelon.backends.admission import check_values
 from echelon.errors import ProtocolError, SizeMismatch, UnsupportedOp
 

@@ -25,7 +25,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from echelon._torch_private import run_backward, version_of
+from echelon._torch_private.autograd import run_backward
+from echelon._torch_private.tensors import version_of
 from echelon.errors import UnsupportedOp
 
 Gradient: TypeAlias = torch.Tensor | None

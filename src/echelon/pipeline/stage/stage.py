@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from echelon._torch_private import run_backward
+from echelon._torch_private.autograd import run_backward
 from echelon.errors import ScheduleError
 from echelon.pipeline.stage.nested import Value, map_tensors, tensors_of
 from echelon.pipeline.stage.replay import Autocast, outside_autocast, same_buffers

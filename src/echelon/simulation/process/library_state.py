@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from echelon._torch_private import hooks_of_all_modules
+from echelon._torch_private.modules import hooks_of_all_modules
 from echelon.simulation.process.environment import Attribute
 from echelon.simulation.process.state import State
 

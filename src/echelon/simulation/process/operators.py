@@ -17,7 +17,7 @@ import torch
 import torch.library
 from torch.library import Library
 
-from echelon._torch_private import destroy_library
+from echelon._torch_private.tensors import destroy_library
 from echelon.call_site import is_foreign
 
 Rank: TypeAlias = Callable[[], int | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from echelon._torch_private import profilers_that_ask
+from echelon._torch_private.modules import profilers_that_ask
 from echelon.errors import UnsupportedOp
 
 

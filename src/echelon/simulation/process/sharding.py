@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
-from echelon._torch_private import Shardings, is_faking, shardings
+from echelon._torch_private.distributed import Shardings, shardings
+from echelon._torch_private.tensors import is_faking
 
 
 class _OfOneRank(Exception):

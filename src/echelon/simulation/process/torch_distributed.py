@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import constants, distributed_c10d
 
-from echelon._torch_private import (
+from echelon._torch_private.distributed import (
     GROUP_GLOBALS,
     GroupRegistry,
     forget_groups_of_thread,
@@ -27,8 +27,8 @@ from echelon._torch_private import (
     group_registry,
     groups_made_by,
     groups_of_each_thread,
-    real_tensors,
 )
+from echelon._torch_private.tensors import real_tensors
 from echelon.call_site import Place, calling_place, source_of
 from echelon.errors import CollectiveMismatch, LaunchError, UnsupportedOp
 from echelon.group.group import ProcessGroup

@@ -1,0 +1,129 @@
+"""Private interfaces of torch about backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
+# Without a frame of Python, because every small operation asks: the level of forward-mode AD, below 0 outside of it.
+forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent of forward-mode AD."""
+    # Fast path: without an active level there are no tangents. The public `unpack_dual` takes 10 times as long.
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def at_end_of_backward(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
+    """Calls `finish` at the end of the current backward pass, or `abandon` if the pass fails.
+
+    Call it from a hook of a backward pass, or from a `finish`: the new callback then runs after all earlier ones.
+    Exceptions of `finish` propagate out of `backward()`.
+
+    torch has no public way. A hook sees one tensor and cannot know which is the last, since an unused parameter has
+    none. `register_multi_grad_hook` runs before the last gradient is accumulated, and for `torch.autograd.grad` too.
+    Autograd's engine owns the callback; it drops the callback uncalled if the pass fails.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(_End(finish, abandon))
+
+
+class _End:
+    _called = True  # until `__init__` has ended: an interrupt in it leaves nothing to abandon
+
+    def __init__(self, finish: Callable[[], None], abandon: Callable[[], None]) -> None:
+        self._finish = finish
+        self._abandon = abandon
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._finish()
+
+    def __del__(self) -> None:
+        if not self._called:  # dropped by the engine: the backward pass has failed
+            self._abandon()
+
+
+def run_backward(
+    roots: Sequence[tuple[GradientEdge, torch.Tensor]],
+    *,
+    inputs: Sequence[GradientEdge] = (),
+    into_leaves: bool = False,
+    keep_graph: bool = False,
+) -> list[torch.Tensor | None]:
+    """Runs backward from `roots` and returns the gradients of `inputs`, None for unreachable ones.
+
+    Skips the argument checks of `torch.autograd.grad` and `.backward`, which take longer than the backward of a small
+    layer.
+
+    Args:
+        roots: edges to start from, each with its gradient.
+        inputs: edges to stop at; empty: at all leaves, which needs `into_leaves`.
+        into_leaves: accumulate the gradients of leaves into their .grad, and return an empty list.
+        keep_graph: keep the graph for another run.
+    """
+    edges, gradients = zip(*roots, strict=True)
+    found = torch.autograd.Variable._execution_engine.run_backward(
+        edges, gradients, keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=into_leaves
+    )
+    return [] if into_leaves else list(found)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is computing a backward. torch has no public way."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_at_end_of_backward() -> bool:
+    """Whether this thread runs a callback at the end of a backward, after its last node. torch has no public way."""
+    return is_in_backward() and torch._C._current_autograd_node() is None
+
+
+def hooks_after_gradient(parameter: torch.nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
+    """Returns the hooks registered by `register_post_accumulate_grad_hook`. torch has no public way."""
+    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
+    return list((hooks or {}).values())
+
+
+@contextmanager
+def backward_with(mode: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, each backward runs in a context. torch leaves modes of functions for the time of a backward."""
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return original(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+
+def next_node_number() -> int:
+    """Returns the number of the next node of autograd's graph that this thread makes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def node_number() -> int:
+    """Returns the number of the node whose backward runs in this thread. -1 if there is none, as in callbacks."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def node_name() -> str:
+    """Returns the name of the node whose backward runs in this thread. Empty if there is none."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()

@@ -1,0 +1,103 @@
+"""Private interfaces of torch about modules, optimizers, the compiler and the profiler."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from echelon._torch_private.tensors import FakeTensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+COMPILED, RECOMPUTED = "_orig_mod", "_checkpoint_wrapped_module"
+"""Attributes in which wrappers hold their module, of torch.compile and of activation checkpoints. In the names of
+parameters and buffers they are left out: a checkpoint has the names of the plain model."""
+
+
+def never_compiled(function: F) -> F:
+    """Decorator of a function that torch.compile does not compile, nor any function that it calls.
+
+    `torch.compiler.disable` does the same in each call, and imports torch's compiler, which takes a second.
+    """
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def hooks_of_all_modules() -> dict[str, Any]:
+    """Returns torch's hooks for every module, such as of `register_module_forward_hook`, by their private names."""
+    return {name: value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
+
+
+@contextmanager
+def devices_as_on_gpu() -> Iterator[None]:
+    """Inside, torch finds an accelerator, "cuda", and FSDP1 computes on the CPU in its place.
+
+    Both are found by private functions. FSDP1 compares the device that it has found with that of its tensors.
+    """
+    init: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+    find, find_accelerator = init._get_compute_device, torch._C._get_accelerator
+
+    def compute_device(*args: Any, **kwargs: Any) -> torch.device:
+        device: torch.device = find(*args, **kwargs)
+        return torch.device("cpu") if device.type == "cuda" else device
+
+    init._get_compute_device = compute_device
+    torch._C._get_accelerator = lambda *_: torch.device("cuda")
+    try:
+        yield
+    finally:
+        init._get_compute_device, torch._C._get_accelerator = find, find_accelerator
+
+
+@contextmanager
+def optimizers_as_on_gpu() -> Iterator[None]:
+    """Inside, optimizers and gradient clipping handle many parameters at once by default, as for tensors of a GPU.
+
+    torch asks private functions which devices and types of tensors can be handled so.
+    """
+    name = "_get_foreach_kernels_supported_devices"
+    optimizers: Any = importlib.import_module("torch.optim.optimizer")  # no attribute of its package
+    original, types = optimizers._get_foreach_kernels_supported_devices, optimizers._foreach_supported_types
+    modules = torch.utils._foreach_utils, optimizers
+    for module in modules:
+        setattr(module, name, lambda: [*original(), "cpu"])
+    types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        types.remove(FakeTensor)
+        for module in modules:
+            setattr(module, name, original)
+
+
+@contextmanager
+def profilers_that_ask(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Inside, every profiler of torch calls `begin` before its session starts, and `end` after it has ended.
+
+    `torch.profiler` starts the sessions of `torch.autograd.profiler` by a private method, for which there is no hook.
+    """
+    profiler: Any = torch.autograd.profiler.profile
+    prepare, leave = profiler._prepare_trace, profiler.__exit__
+
+    def prepare_trace(self: Any) -> Any:
+        begin()
+        return prepare(self)
+
+    def exit_session(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            if self.enabled:
+                end()
+
+    profiler._prepare_trace, profiler.__exit__ = prepare_trace, exit_session
+    try:
+        yield
+    finally:
+        profiler._prepare_trace, profiler.__exit__ = prepare, leave

@@ -1,0 +1,173 @@
+"""Private interfaces of torch about tensors, their memory, and operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispatchModeKey
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+# Only names of torch that are passed on.
+__all__ = ["FakeTensor", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+# FakeTensor: tensor with a shape, a dtype and a device, but no data.
+# tree_...: torch.export flattens inputs and outputs with them. Libraries register their own containers there.
+
+# Without a frame of Python each, because every small operation asks: the depth of the stack of dispatch modes; and the
+# innermost transform of torch.func, or None.
+dispatch_depth: Callable[[], int] = _len_torch_dispatch_stack
+transform_stack: Callable[[], object] = peek_interpreter_stack
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Base of modes whose `__torch_dispatch__` sees every operation of a thread, in backward too.
+
+    Documented, but in a private module. torch's own class imports torch.compile at the first operation, to keep the
+    mode out of compiled code; that takes more than a second in the first step.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def is_faking() -> bool:
+    """Whether FakeTensorMode is active in this thread, so that every new tensor is fake. torch has no public way."""
+    # The depth of the stack first: it takes a third of the time.
+    return _len_torch_dispatch_stack() > 0 and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+
+
+def wraps_new_tensors() -> bool:
+    """Whether new tensors of this thread can be without memory, in FakeTensorMode or a transform of torch.func.
+
+    Inside of `torch.func.grad`, `jvp` and `functionalize` even `torch.empty` returns a wrapper.
+    """
+    return peek_interpreter_stack() is not None or is_faking()
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """Returns the number of owners of a tensor's memory: tensors, this one included, and others.
+
+    torch has no public way: views of views and tensors saved by autograd own the memory without the original tensor.
+    """
+    storage = tensor.untyped_storage()  # counts itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns the version counter: in-place changes of a tensor and of its views.
+
+    torch compares it for tensors that it saves for backward, but not for those in `saved_tensors_hooks`.
+    """
+    return tensor._version
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Returns a context in which new tensors have a shape, a dtype and a device, but no data.
+
+    The meta device is no substitute: its tensors do not mix with those of the device that a model will run on.
+    """
+    return FakeTensorMode()
+
+
+def recorded_tensors() -> AbstractContextManager[object]:
+    """Returns a context as `fake_tensors`, in which tensors with data may be mixed with fake ones."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Inside, no mode of torch is active in this thread, so that new tensors have data."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the value of a fake tensor of one element, where torch knows it, as of `torch.tensor(1)`. Else None."""
+    value: torch.Tensor | None = getattr(tensor, "constant", None)
+    return value
+
+
+def set_known_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets the value of a fake tensor that has a known one."""
+    tensor.constant = value  # type: ignore[attr-defined] # of FakeTensor
+
+
+def move_fake(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Gives a fake tensor the memory, the dtype and the device of another one, as `tensor.data = moved` does."""
+    if moved is not tensor:
+        tensor.data = moved
+        tensor.fake_device = moved.fake_device  # type: ignore[attr-defined] # of FakeTensor
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Returns a number that no other living storage has. Fake storages have no `data_ptr`."""
+    return int(storage._cdata)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor of this rank inside of a DTensor, without autograd. Other tensors are returned as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+class OperatorFacts(NamedTuple):
+    """Facts of an operator's schema."""
+
+    namespace: str
+    name: str
+    """Name without namespace and overload, such as "mm"."""
+    writes: tuple[int | str, ...]
+    """Arguments that it changes: their positions, or names of arguments that have to be named."""
+    may_return_view: bool
+
+
+def facts_of(operator: Any) -> OperatorFacts:
+    """Returns the facts of one of torch's operators."""
+    schema = operator._schema
+    namespace, _, name = schema.name.partition("::")
+    writes = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    may_return_view = any(each.alias_info is not None for each in schema.returns)
+    return OperatorFacts(namespace, name, writes, may_return_view)
+
+
+def guards_of(exported: ExportedProgram) -> torch.nn.Module | None:
+    """Returns the guards of an exported program, to be called with the flat inputs. None if it has none.
+
+    They raise AssertionError unless the inputs take the exported path. torch makes them only as a child of the unlifted
+    module, under a private name.
+    """
+    return dict(exported.module().named_children()).get("_guards_fn")
+
+
+def writes_in_place(operation: object) -> bool:
+    """Whether one of torch's operators changes its arguments. Only its schema knows, which has no public name."""
+    return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
+
+
+def draws_random_numbers(operation: object) -> bool:
+    """Whether one of torch's operators draws random numbers from its device's generator."""
+    return isinstance(operation, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def operators_of(namespace: str) -> tuple[str, ...]:
+    """Returns the names of all operators of a namespace, sorted. `dir(torch.ops...)` lists only used ones."""
+    known = [each.partition("::") for each in torch._C._dispatch_get_all_op_names()]
+    return tuple(sorted(name for space, _, name in known if space == namespace))
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Removes the operators of a library from torch.
+
+    torch itself does so once the library is collected. It never is if the function of an operator refers to it.
+    """
+    library._destroy()  # type: ignore[no-untyped-call]
