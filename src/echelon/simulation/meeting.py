@@ -217,23 +217,19 @@ class Meeting:
 
     def needs(self, rank: int, peer: int) -> bool:
         """Whether a rank of the group cannot end if a rank of the world has failed."""
-        index = self._hall.index.get(peer)
-        if index is None:
-            return False
-        seat = self._seats[index]
-        if seat is not None and seat.work.has_ended:
-            return False
-        return self._all_need_all or bool(self._waves.needs[rank] >> index & 1)
+        index = self._busy(peer)
+        return index is not None and (self._all_need_all or bool(self._waves.needs[rank] >> index & 1))
 
     def sends_to(self, rank: int, peer: int) -> bool:
         """Whether a rank of the group exchanges messages with a rank of the world, which has not ended its part."""
+        index = self._busy(peer)
+        return index is not None and (self._all_need_all or index in self._waves.neighbours[rank])
+
+    def _busy(self, peer: int) -> int | None:
+        """Returns a rank's number in the group. None if it is not in the group, or has ended its part."""
         index = self._hall.index.get(peer)
-        if index is None:
-            return False
-        seat = self._seats[index]
-        if seat is not None and seat.work.has_ended:
-            return False
-        return self._all_need_all or index in self._waves.neighbours[rank]
+        seat = None if index is None else self._seats[index]
+        return None if seat is not None and seat.work.has_ended else index
 
     def awaited_by(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks of the world that have not come, for which a rank of the group waits."""

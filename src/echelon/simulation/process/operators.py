@@ -47,7 +47,7 @@ class Operators:
         """Libraries of the ranks. A rank may drop its own before another rank has called the operators."""
 
     def replacements(self) -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
-        """Returns the replaced functions: owner, name, and a function that makes the replacement from the original."""
+        """Returns (owner, name, make) of each function to replace: make(original) is its replacement."""
         return [
             (torch.library, "custom_op", lambda original: functools.partial(self._custom_op, original)),
             (Library, "__init__", self._making),
