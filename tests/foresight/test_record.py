@@ -256,3 +256,23 @@ def test_reductions_have_names_also_if_torch_has_new_ones():
     assert known["SUM"] == known["PREMUL_SUM"] == "sum"
     assert known["BXOR"] == "bxor"
     assert reduction_of(SimpleNamespace(op=SimpleNamespace(name="NEW"))) == "new"
+
+
+def compiled():
+    programs.begin()
+    model = torch.nn.Linear(8, 8).cuda()
+    model.compile(mode="max-autotune")
+    whole, loss = torch.compile(model), torch.compile(dynamic=False)(torch.sum)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        loss(whole(torch.ones(2, 8, device="cuda"))).backward()
+        optimizer.step()
+
+
+def test_compiled_programs_run_as_eager_ones_and_say_so():
+    before = torch.compile, torch.nn.Module.compile
+    trace = traced(compiled, 2)
+    assert {text.rpartition(" at ")[0] for text in trace.assumptions} == {"torch.compile was taken as eager code"}
+    assert len(trace.assumptions) == 2  # by line
+    assert kernels(trace, name="addmm")
+    assert (torch.compile, torch.nn.Module.compile) == before
