@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import echelon
-from echelon import InvalidWorldSize, LaunchError
+from echelon import InvalidArgument, InvalidWorldSize, LaunchError
 from echelon.cli import main as command
 from echelon.foresight.play.devices import device_named
 from tests.foresight import programs
@@ -23,6 +23,9 @@ def test_figures_of_a_step():
     assert set(seen.classes) == {0}
     assert seen.step_seconds > 0
     assert seen.tokens_per_second(1000) == 1000 / seen.step_seconds
+    for tokens in (-1, "many", float("nan")):
+        with pytest.raises(InvalidArgument, match="tokens="):
+            seen.tokens_per_second(tokens)
     assert 0 < seen.mfu < 1
     assert seen.peak_memory[5] >= seen.live_memory[5] > 0
     assert seen.fits
@@ -79,6 +82,13 @@ def test_too_little_memory_is_a_problem_with_lines():
         ({"hosts": 3}, LaunchError),
         ({"steps": 0}, LaunchError),
         ({"args": (1,)}, LaunchError),
+        ({"hosts": [4, 8]}, LaunchError),
+        ({"hosts": -1}, LaunchError),
+        ({"gpu": ""}, LaunchError),
+        ({"network": ""}, LaunchError),
+        ({"seed": None}, LaunchError),  # would differ from run to run
+        ({"seed": "1"}, LaunchError),
+        ({"allow_writes": "no"}, LaunchError),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(options, error):
@@ -162,3 +172,4 @@ def test_command_says_that_a_script_does_not_fit(script, capfd):
 def test_command_refuses_a_wrong_option(script, capfd):
     assert run("--gpu", "h1000", "train.py", capsys=capfd)[0] == 2
     assert run("--hosts", "many", "train.py", capsys=capfd)[0] == 2
+    assert run("--tokens", "-1", "train.py", capsys=capfd)[0] == 2

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import CollectiveMismatch
 from echelon.foresight.digest import digest
+from echelon.foresight.record.communication import reduction_of
 from echelon.foresight.record.run import record
 from echelon.foresight.trace import Allocate, Collective, Free, HostWait, Kernel, Wait, WaitEvent
 from tests.foresight import programs
@@ -246,3 +248,31 @@ def test_generators_of_a_gpu_can_be_made():
     original = torch.Generator
     assert record(draw_by_a_generator, 2)[0].rank == 0
     assert torch.Generator is original
+
+
+def test_reductions_have_names_also_if_torch_has_new_ones():
+    known = {name: reduction_of(SimpleNamespace(op=op)) for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+    assert known["AVG"] == "mean"
+    assert known["SUM"] == known["PREMUL_SUM"] == "sum"
+    assert known["BXOR"] == "bxor"
+    assert reduction_of(SimpleNamespace(op=SimpleNamespace(name="NEW"))) == "new"
+
+
+def compiled():
+    programs.begin()
+    model = torch.nn.Linear(8, 8).cuda()
+    model.compile(mode="max-autotune")
+    whole, loss = torch.compile(model), torch.compile(dynamic=False)(torch.sum)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        loss(whole(torch.ones(2, 8, device="cuda"))).backward()
+        optimizer.step()
+
+
+def test_compiled_programs_run_as_eager_ones_and_say_so():
+    before = torch.compile, torch.nn.Module.compile
+    trace = traced(compiled, 2)
+    assert {text.rpartition(" at ")[0] for text in trace.assumptions} == {"torch.compile was taken as eager code"}
+    assert len(trace.assumptions) == 2  # by line
+    assert kernels(trace, name="addmm")
+    assert (torch.compile, torch.nn.Module.compile) == before

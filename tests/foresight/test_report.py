@@ -1,7 +1,11 @@
 """The report of a foreseen step, as text of 80 columns and as JSON."""
 
 import json
+import math
+import re
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +71,26 @@ def test_the_figures_are_json(step):
     assert figures["exposed"] == [{"group": "g0", "place": "train.py:2", "seconds": 2}]
     assert figures["memory"]["kinds"] == {"activations": GIB // 2, "gradients": GIB // 4}
     assert figures["memory"]["fits"] is True
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "foresee"
+TITLES = {"h100": "H100 80 GB", "h100-500w": "H100 96 GB, HBM2e, 500 W", "a100": "A100 80 GB", "a100-40g": "A100 40 GB"}
+
+
+def errors_of(gpu):
+    """Returns the errors of the benchmark's rows that were not fitted, sorted."""
+    part = re.search(rf"^## {re.escape(gpu)}$(.*?)(?=^## |\Z)", (BENCHMARK / "rows.md").read_text(), re.M | re.S)
+    cells = [line.split(" | ")[6] for line in part[1].splitlines() if line.startswith("| ") and "%" in line]
+    return sorted(abs(float(cell.rstrip("%"))) / 100 for cell in cells[1:] if "fit" not in cell)
+
+
+@pytest.mark.parametrize("gpu", ACCURACY)
+def test_the_accuracy_is_that_of_the_benchmark(gpu):
+    accuracy, errors = ACCURACY[gpu], errors_of(gpu)
+    found = (len(errors), statistics.median(errors), errors[math.ceil(0.9 * len(errors)) - 1])
+    assert accuracy[:3] == (found[0], pytest.approx(found[1], abs=6e-4), pytest.approx(found[2], abs=6e-4))
+    row = f"| {TITLES[gpu]} | {{}} | {accuracy.num_rows} | {accuracy.median:.1%} |".replace("%", " %")
+    head, _, rest = row.partition("{}")
+    (line,) = [each for each in (BENCHMARK / "README.md").read_text().splitlines() if each.startswith(head)]
+    assert rest in line
+    assert f"{100 * accuracy.largest_of_nine_in_ten:.1f} %" in line

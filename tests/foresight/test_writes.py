@@ -1,14 +1,29 @@
 """A foreseen program overwrites nothing."""
 
+import gzip
+import io
+import json
 import logging
 import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from os import remove as remove_by_name
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import save
 from torch.distributed.checkpoint import save as save_distributed
 
+from echelon import UnsupportedOp
 from echelon.foresight.record.run import Request, record, record_in_turn
 from echelon.launch.call import rank_call
 from tests.foresight import programs
@@ -85,3 +100,210 @@ def test_checkpoints_are_read_as_shapes(tmp_path):
     torch.save(programs.Mlp().state_dict(), tmp_path / "model.pt")
     trace = record(loading, 2, args=(tmp_path / "model.pt",))[0]
     assert not trace.assumptions
+
+
+FILES = ("a.txt", "b.txt", "data.bin", "base.db", "folder/c.txt", "old/d.txt")
+
+
+def descriptor(folder):
+    number = os.open(folder / "a.txt", os.O_WRONLY | os.O_TRUNC)
+    os.write(number, b"new")
+    os.close(number)
+
+
+def in_folder(folder):
+    number = os.open(folder, os.O_RDONLY)
+    os.unlink("a.txt", dir_fd=number)
+    os.close(number)
+
+
+def database(folder):
+    connection = sqlite3.connect(folder / "base.db")
+    connection.execute("create table rows(x)")
+    connection.commit()
+    connection.close()
+
+
+def mapped(folder):
+    values = np.memmap(folder / "data.bin", np.uint8)
+    assert list(values) == list(b"real")
+    values[:] = 0
+    values.flush()
+
+
+def new_map(folder):
+    values = np.memmap(folder / "new.bin", np.uint8, "w+", shape=(4,))
+    values[:] = 1
+    values.flush()
+
+
+def zipped(folder):
+    with zipfile.ZipFile(folder / "a.txt", "w") as file:
+        file.writestr("name", "content")
+    assert zipfile.ZipFile(folder / "a.txt").namelist() == ["name"]
+    with gzip.open(folder / "b.txt", "wb") as file:
+        file.write(b"new")
+
+
+def unbuffered(folder):
+    with io.FileIO(str(folder / "a.txt"), "w") as file:
+        file.write(b"new")
+    with open(folder / "b.txt", "rb", buffering=0) as file:
+        assert isinstance(file, io.FileIO)
+
+
+def read_back(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text("{}")
+    assert json.loads((folder / "run" / "config.json").read_text()) == {}
+    assert os.listdir(folder / "run") == ["config.json"]
+    assert "run" in os.listdir(folder)
+    with open(folder / "a.txt", "a+") as file:
+        file.write("more")
+        file.seek(0)
+        assert file.read() == "realmore"
+    shutil.rmtree(folder / "run")
+    assert not (folder / "run").exists()
+
+
+def replaced(folder):
+    with tempfile.NamedTemporaryFile("w", dir=folder) as file:
+        file.write("new")
+    os.replace(file.name, folder / "a.txt")
+    assert (folder / "a.txt").read_text() == "new"
+
+
+def temporary(folder):
+    with tempfile.TemporaryDirectory() as inner:
+        (Path(inner) / "x").write_text("x")
+        assert os.listdir(inner) == ["x"]
+    with tempfile.TemporaryFile() as file:
+        file.write(b"x")
+        file.seek(0)
+        assert file.read() == b"x"
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("x")
+        file.flush()
+        assert Path(file.name).read_text() == "x"
+    tempfile.mkdtemp()
+    tempfile.mkstemp(dir=folder)
+
+
+def scripted():
+    with warnings.catch_warnings(action="ignore"):
+        return torch.jit.script(torch.nn.Linear(2, 2))
+
+
+WAYS = {
+    "os.open": descriptor,
+    "os.unlink in a folder": in_folder,
+    "os.remove by its name": lambda folder: remove_by_name(folder / "a.txt"),
+    "a link": lambda folder: (folder / "new").symlink_to("a.txt"),
+    "a hard link": lambda folder: (folder / "new").hardlink_to(folder / "a.txt"),
+    "touch": lambda folder: ((folder / "new").touch(), (folder / "a.txt").touch()),
+    "chmod": lambda folder: (folder / "a.txt").chmod(0o400),
+    "utime": lambda folder: os.utime(folder / "a.txt", (1, 1)),
+    "truncate": lambda folder: os.truncate(folder / "a.txt", 0),
+    "nodes": lambda folder: (os.mkfifo(folder / "fifo"), os.mknod(folder / "node")),
+    "rename": lambda folder: (folder / "a.txt").rename(folder / "b.txt"),
+    "copies": lambda folder: (
+        shutil.copy(folder / "a.txt", folder / "new"),
+        shutil.copy2(folder / "a.txt", folder / "b.txt"),
+        shutil.copytree(folder / "folder", folder / "other"),
+        shutil.move(folder / "a.txt", folder / "other"),
+    ),
+    "rmtree": lambda folder: (shutil.rmtree(folder / "folder"), shutil.rmtree(folder / "none", ignore_errors=True)),
+    "arrays": lambda folder: (
+        np.save(folder / "a.txt", np.ones(2)),
+        np.savez(folder / "a.npz", np.ones(2)),
+        np.savetxt(folder / "b.txt", np.ones(2)),
+        np.ones(2).tofile(folder / "a.txt"),
+    ),
+    "a database": database,
+    "a map": mapped,
+    "a new map": new_map,
+    "archives": zipped,
+    "no buffer": unbuffered,
+    "processes": lambda folder: (
+        subprocess.run(["touch", folder / "new"], check=True),
+        subprocess.run(f"rm {folder / 'a.txt'}", shell=True, check=True),
+        os.system(f"rm {folder / 'b.txt'}"),
+        os.popen(f"touch {folder / 'new'}").close(),
+    ),
+    "a script": lambda folder: torch.jit.save(scripted(), folder / "new"),
+    "arrays in safetensors": lambda folder: save_arrays({"x": np.ones(2)}, folder / "a.txt"),
+}
+
+
+def facts(folder):
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_mode,
+            path.stat().st_mtime_ns,
+            path.is_file() and path.read_bytes(),
+        )
+        for path in folder.rglob("*")
+    }
+
+
+def ways(folder, done):
+    for name, way in done.items():
+        try:
+            way(folder)
+        except Exception as error:
+            error.add_note(f"by {name}")
+            raise
+
+
+def changed(tmp_path, done):
+    """Returns whether files differ after a recording."""
+    for name in FILES:
+        path = tmp_path / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"" if name.endswith(".db") else b"real")
+    before = facts(tmp_path / "files")
+    trace = record(ways, 1, args=(tmp_path / "files", done))[0]
+    assert trace.skipped
+    return facts(tmp_path / "files") != before
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_way_of_writing_changes_a_file(name, tmp_path):
+    assert not changed(tmp_path, {name: WAYS[name]})
+
+
+def test_what_a_program_wrote_it_reads_back(tmp_path):
+    assert not changed(tmp_path, {"reading": read_back, "replacing": replaced})
+
+
+def test_temporary_files_are_gone_afterwards(tmp_path, monkeypatch):
+    outer = tmp_path / "temporary"
+    outer.mkdir()
+    (outer / "of another program").write_text("real")
+    monkeypatch.setattr(tempfile, "tempdir", str(outer))
+    assert not changed(tmp_path, {"temporary": temporary})
+    assert os.listdir(outer) == ["of another program"]
+
+
+@pytest.mark.parametrize("name", ["execv", "execve"])
+def test_a_program_does_not_replace_the_process(name):
+    with pytest.raises(UnsupportedOp, match=f"os.{name} at .*use subprocess"):
+        record(lambda: getattr(os, name)("/bin/true", ["true"], *([{}] if name == "execve" else [])), 1)
+
+
+def test_processes_of_libraries_run(tmp_path):
+    def program():
+        import ctypes.util
+
+        assert ctypes.util.find_library("c")
+
+    assert not record(program, 1)[0].skipped
+
+
+def test_functions_are_as_before():
+    names = [(owner, name) for owner in (os, shutil, io, tempfile, sqlite3) for name in dir(owner)]
+    before = {(owner.__name__, name): getattr(owner, name) for owner, name in names if name != "environ"}
+    record(lambda: None, 1)
+    assert {(owner.__name__, name): getattr(owner, name) for owner, name in names if name != "environ"} == before
+    assert remove_by_name is os.remove
+    assert sys.modules["builtins"].open is io.open

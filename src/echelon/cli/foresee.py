@@ -54,6 +54,8 @@ class ForeseeOptions:
             raise InvalidWorldSize(f"-n {self.num_ranks}: give at least 1 rank")
         if self.steps < 1:
             raise LaunchError(f"--steps {self.steps}: give at least 1")
+        if self.tokens is not None and self.tokens < 1:
+            raise LaunchError(f"--tokens {self.tokens}: give at least 1")
         check_suffixes(None, self.png)
 
     def arguments(self) -> dict[str, Any]:

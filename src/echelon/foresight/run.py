@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from echelon.arguments import check_world_size, is_count
-from echelon.errors import LaunchError
+from echelon.arguments import check_world_size, is_amount, is_count, shown
+from echelon.errors import InvalidArgument, LaunchError
 from echelon.foresight.check import Problem, check
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.allocator import Memory
@@ -72,7 +72,12 @@ class Foreseen:
 
         Args:
             tokens: tokens of all ranks in a step.
+
+        Raises:
+            InvalidArgument: `tokens` is not a number of at least 0.
         """
+        if not is_amount(tokens):
+            raise InvalidArgument(f"tokens={shown(tokens)}: give the tokens of all ranks in a step, 0 or more")
         return tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -205,6 +210,10 @@ def foresee(
     call = rank_call(fn, args)
     if not is_count(steps, 1):
         raise LaunchError(f"steps={steps!r}: give a whole number, at least 1")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise LaunchError(f"seed={shown(seed)}: give a whole number")
+    if not isinstance(allow_writes, bool):
+        raise LaunchError(f"allow_writes={shown(allow_writes)}: give True or False")
     device = _device(gpu)
     cluster = cluster_of(network, device, world_size, hosts)
     roles = Roles(world_size, seed)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["matmul", "attention", "other"]
@@ -172,9 +171,7 @@ class Trace:
     """Qualified names of modules, as "layers.2.attention"."""
     is_step: bool
     """False if the program has no optimizer: the entries are then those of the whole program."""
-    tokens: int | None = None
     assumptions: tuple[str, ...] = ()
     """Assumed values and approximations, each with its line."""
     skipped: tuple[str, ...] = ()
     """Writes to files that were skipped, each with its line."""
-    annotations: Mapping[str, object] = field(default_factory=dict)

@@ -20,17 +20,8 @@ from echelon.group.group import ProcessGroup
 from echelon.interop.process_group import EchelonProcessGroup
 from echelon.interop.works import Done, Options, Runner, seconds
 
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-    dist.ReduceOp.PREMUL_SUM: "sum",
-}
+_OPS = {"AVG": "mean", "PREMUL_SUM": "sum"}
+"""Names of reductions that are not torch's own in small letters."""
 _KEPT = 4096
 """Works that are kept: torch's C++ may hold a Work whose Python half nobody holds, and asks that half later."""
 
@@ -68,6 +59,12 @@ _FORMS: Mapping[str, _Form] = {
     "alltoall_base": _Form("all_to_all"),
 }
 """Collectives of torch's process group, by the name of the method."""
+
+
+def reduction_of(op: Any) -> str:
+    """Returns the name of one of torch's reductions, such as "mean" for AVG. A new one has torch's own name."""
+    name: str = op.op.name
+    return _OPS.get(name, name.lower())
 
 
 class _AtOnce(Runner):
@@ -126,7 +123,7 @@ class RecordedGroup(EchelonProcessGroup):
             group=log.group(self.described),
             num_bytes=num_bytes,
             dtype=_dtype(inputs or outputs),
-            op=_OPS[op.op] if op is not None and form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
+            op=reduction_of(op) if op is not None and form.kind in ("all_reduce", "reduce", "reduce_scatter") else "",
             root=self.ranks[root] if root >= 0 else -1,
             blocking=not is_async,
             reads=tuple((number(each), each.numel() * each.element_size()) for each in inputs),

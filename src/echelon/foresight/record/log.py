@@ -14,6 +14,7 @@ import torch
 
 from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, line_of
+from echelon.foresight.record.overlay import Overlay
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 
 
@@ -49,8 +50,8 @@ class Log:
         self.kinds: dict[int, MemoryKind] = {}
         """Kind of storages whose holder is known by now. It replaces the kind in `Allocate`."""
         self.assumptions, self.skipped = Index(), Index()
-        self.folders: set[str] = set()
-        """Folders that the program believes to have made."""
+        self.overlay = Overlay()
+        """Files that the program believes to have written."""
         self.pending: dict[int, int] = {}
         """Functional collectives that nothing waits for yet: their numbers, by the storage of the result."""
         self.new_storage = count(1).__next__

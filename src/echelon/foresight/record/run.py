@@ -22,6 +22,7 @@ from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup
+from echelon.foresight.record.compiling import not_compiled
 from echelon.foresight.record.cuda_names import Gpu, cuda_names
 from echelon.foresight.record.device import OnDevice
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
@@ -141,6 +142,7 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
                 steps_noted(run.steps_here),
                 no_writes(allow_files=request.allow_writes),
                 loading_here(),
+                not_compiled(),
             ):
                 return run.run()
         finally:

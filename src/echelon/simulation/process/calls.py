@@ -39,6 +39,8 @@ _CUDA_FOLDERS = tuple(os.path.join(os.path.dirname(torch.__file__), name, "") fo
 
 _REFUSED: Sequence[tuple[Any, str, str]] = (
     (os, "abort", f"{_IN_CHILD}, which it would end: use sys.exit"),
+    (os, "execv", f"{_IN_CHILD}, which it would replace: use subprocess"),
+    (os, "execve", f"{_IN_CHILD}, which it would replace: use subprocess"),
     (signal, "alarm", f"no signal reaches a rank, because {_IN_CHILD}: use a timeout of the call"),
     (signal, "setitimer", f"no signal reaches a rank, because {_IN_CHILD}: use a timeout of the call"),
     (signal, "pause", f"no signal reaches a rank, because {_IN_CHILD}"),

@@ -1,0 +1,68 @@
+"""Files of a recorded program: they are written into a folder of the recording, from which the program reads them back.
+
+Real files stay as they are. A path that the program has written to, or a folder that it has made, stands for a path of
+the recording.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+
+
+class Overlay:
+    """Files of one recorded rank."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, str] = {}
+        """Path of the recording that stands for a path of the program."""
+
+    def find(self, path: str) -> str | None:
+        """Returns the path that stands for a path of the program. None if the real one does."""
+        if not self._paths:
+            return None
+        path = os.path.abspath(path)
+        parent, rest = path, ""
+        while (found := self._paths.get(parent)) is None:
+            above, name = os.path.split(parent)
+            if above == parent:
+                return None
+            parent, rest = above, os.path.join(name, rest) if rest else name
+        return os.path.join(found, rest) if rest else found
+
+    def put(self, path: str, real: str) -> None:
+        """Lets a path of the program stand for another one."""
+        self._paths[os.path.abspath(path)] = real
+
+    def drop(self, path: str) -> None:
+        """Lets a path of the program, and all paths in it, stand for themselves again."""
+        path = os.path.abspath(path)
+        inside = os.path.join(path, "")
+        for each in [each for each in self._paths if each == path or each.startswith(inside)]:
+            del self._paths[each]
+
+    def names_in(self, folder: str) -> list[str]:
+        """Returns names of a folder of the program that stand for other paths."""
+        folder = os.path.abspath(folder)
+        return [os.path.basename(each) for each in self._paths if os.path.dirname(each) == folder]
+
+
+class Scratch:
+    """Folder of a recording, in which each new file has a folder of its own. Nothing outside of it is ever changed."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.join(os.path.realpath(folder), "")
+        self.temporary = self._folder + "temporary"
+        """Folder of the program's temporary files."""
+        os.mkdir(self.temporary)
+        self._number = count().__next__
+
+    def path_for(self, path: str) -> str:
+        """Returns a new path with the name of another one."""
+        folder = self._folder + str(self._number())
+        os.mkdir(folder)
+        return os.path.join(folder, os.path.basename(os.path.abspath(path)) or "file")
+
+    def has(self, path: str) -> bool:
+        """Whether a path lies in the folder, also when links are followed."""
+        return os.path.realpath(path).startswith(self._folder)
