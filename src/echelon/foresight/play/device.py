@@ -78,6 +78,7 @@ class Device:
         communication_sms: Multiprocessors that a collective takes from kernels.
         generation: Row of NCCL's tuning tables: "ampere", "hopper", or "" for devices without NCCL.
         is_synchronous: Whether the host computes the kernels itself, as on a CPU.
+        cores: Processors that the ranks of a host share, if `is_synchronous`. 0: each rank has its own.
         sources: Source of each constant.
     """
 
@@ -97,6 +98,7 @@ class Device:
     communication_sms: int = 20
     generation: str = ""
     is_synchronous: bool = False
+    cores: int = 0
     sources: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
