@@ -17,7 +17,7 @@ from echelon.foresight.play.device import Device
 from echelon.foresight.play.devices import device_named
 from echelon.foresight.play.played import Exposed, Played
 from echelon.foresight.play.player import play
-from echelon.foresight.record.cuda_names import Gpu
+from echelon.foresight.record.device_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles
@@ -237,7 +237,9 @@ def _device(gpu: str | Device) -> Device:
     return device_named(gpu)
 
 
-def _facts_of(device: Device) -> Gpu:
+def _facts_of(device: Device) -> Gpu | None:
+    if device.is_synchronous:
+        return None
     return Gpu(device.name, device.memory_bytes, _CAPABILITIES.get(device.generation, (8, 0)), device.num_sms)
 
 

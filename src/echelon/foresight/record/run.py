@@ -22,8 +22,8 @@ from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup
-from echelon.foresight.record.cuda_names import Gpu, cuda_names
-from echelon.foresight.record.device import OnDevice
+from echelon.foresight.record.device import OnDevice, OnHost
+from echelon.foresight.record.device_names import Gpu, device_names
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
 from echelon.foresight.record.here import Recording, recorded
 from echelon.foresight.record.loading import loading_here
@@ -70,8 +70,8 @@ class Request(NamedTuple):
     """Number of each rank's host."""
     steps: int = 2
     """Steps to run. The last one is recorded."""
-    gpu: Gpu = Gpu()
-    """Facts that the program may ask for."""
+    gpu: Gpu | None = Gpu()
+    """Facts that the program may ask for. None: its hosts have no GPUs."""
     allow_writes: bool = False
     """Whether the program may write files."""
 
@@ -137,7 +137,7 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
                 without_locks(),
                 run.torch.installed(),
                 run.calls.replaced(),
-                cuda_names(request.hosts.count(0), request.gpu),
+                device_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
                 no_writes(allow_files=request.allow_writes),
                 loading_here(),
@@ -234,7 +234,7 @@ class _Run:
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 Modules(log).watch()
                 stack.enter_context(recorded_tensors())
-                stack.enter_context(OnDevice())
+                stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
                 stack.enter_context(Recorder(log, memory))
                 try:
                     self._request.call.run(group)
