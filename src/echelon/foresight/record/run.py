@@ -84,6 +84,7 @@ def record(
     args: Sequence[object] = (),
     steps: int = 2,
     hosts: Sequence[int] | None = None,
+    gpu: Gpu | None = Gpu(),  # noqa: B008 # it cannot be changed
 ) -> dict[int, Trace]:
     """Records the last of some steps of a program, on some ranks of a world. Blocks until they have ended.
 
@@ -96,6 +97,7 @@ def record(
         args: arguments of `fn` without the group.
         steps: steps to run; the first ones warm up.
         hosts: number of each rank's host. None: all are on one.
+        gpu: facts that the program may ask for. None: its hosts have no GPUs.
 
     Returns:
         The trace of each recorded rank.
@@ -106,7 +108,7 @@ def record(
         CollectiveMismatch: recorded ranks disagree on a collective of real values.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
-    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps)
+    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps, gpu)
     return record_in_turn(request, lambda traces: [] if traces else ranks)
 
 
