@@ -33,7 +33,10 @@ def cluster_of(
     Raises:
         LaunchError: the network is unknown, or the hosts do not have `world_size` ranks.
     """
-    chosen = Network.named(network) if isinstance(network, str) else network
+    if isinstance(network, str) and network in device.networks:
+        chosen = Network(*device.networks[network])
+    else:
+        chosen = Network.named(network) if isinstance(network, str) else network
     if not isinstance(chosen, Network):
         raise LaunchError(f"network={network!r}: give a Network or the name of one")
     if hosts is None and chosen.hosts is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.arguments import check_world_size, is_amount, is_count, shown
 from echelon.errors import InvalidArgument, LaunchError
+from echelon.foresight.calibrate import load
 from echelon.foresight.check import Problem, check
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.allocator import Memory
@@ -17,7 +18,7 @@ from echelon.foresight.play.device import Device
 from echelon.foresight.play.devices import device_named
 from echelon.foresight.play.played import Exposed, Played
 from echelon.foresight.play.player import play
-from echelon.foresight.record.cuda_names import Gpu
+from echelon.foresight.record.device_names import Gpu
 from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles
@@ -192,7 +193,7 @@ def foresee(
         fn: function of the ranks, called as by `echelon.simulate`.
         world_size: number of ranks.
         args: arguments of `fn` without the group.
-        gpu: device of every rank: the name of one, or a `Device`.
+        gpu: device of every rank: the name of one, the file of `echelon foresee --calibrate`, or a `Device`.
         hosts: how many hosts of equal size, or the ranks of each. None: as many as the devices need.
         network: network between the hosts: the name of one, or a `Network`.
         steps: steps to run. The last one is foreseen, the others warm up. A step ends when all optimizers have stepped.
@@ -242,11 +243,13 @@ def _device(gpu: str | Device) -> Device:
     if isinstance(gpu, Device):
         return gpu
     if not isinstance(gpu, str):
-        raise LaunchError(f"gpu={gpu!r}: give the name of a device, or a Device")
-    return device_named(gpu)
+        raise LaunchError(f"gpu={gpu!r}: give the name of a device, the path of a calibration file, or a Device")
+    return load(gpu) if gpu.endswith(".json") else device_named(gpu)
 
 
-def _facts_of(device: Device) -> Gpu:
+def _facts_of(device: Device) -> Gpu | None:
+    if device.is_synchronous:
+        return None
     return Gpu(device.name, device.memory_bytes, _CAPABILITIES.get(device.generation, (8, 0)), device.num_sms)
 
 

@@ -78,8 +78,15 @@ class Cluster:
 
     def placement(self, ranks: Sequence[int]) -> Placement:
         """Returns the distribution of a group over the hosts."""
-        counts = Counter(map(self.host_of, ranks))
-        return Placement(len(ranks), len(counts), min(counts.values()))
+        known = self._placements.get(ranks := tuple(ranks))
+        if known is None:
+            counts = Counter(map(self.host_of, ranks))
+            known = self._placements[ranks] = Placement(len(ranks), len(counts), min(counts.values()))
+        return known
+
+    @cached_property
+    def _placements(self) -> dict[tuple[int, ...], Placement]:
+        return {}
 
     def rail_of(self, rank: int) -> int:
         """Returns the rail of a rank's NIC. 0 if there are none."""

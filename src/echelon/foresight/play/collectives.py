@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from echelon.errors import EchelonError
 from echelon.foresight.play.cluster import Cluster, Placement
+from echelon.foresight.trace import Collective, Message, Trace
 
 _US = 1e-6
 
@@ -93,6 +94,14 @@ def _cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
     if cluster.generation:
         return _nccl(cluster, kind, placement, num_bytes)
     return _plain(cluster, kind, placement, num_bytes)
+
+
+def cost_of(cluster: Cluster, trace: Trace, rank: int, entry: Collective | Message) -> Cost:
+    """Returns the time of a recorded rank's communication, from the arrival of its last member."""
+    if isinstance(entry, Message):
+        src, dst = (rank, entry.peer) if entry.is_send else (entry.peer, rank)
+        return Cost(message_seconds(cluster, src, dst, entry.num_bytes), "message", "")
+    return collective_cost(cluster, entry.kind, cluster.placement(trace.groups[entry.group].ranks), entry.num_bytes)
 
 
 def message_seconds(cluster: Cluster, src: int, dst: int, num_bytes: float) -> float:

@@ -9,10 +9,11 @@ memory. No kernel is shorter than its launch on the device.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from echelon.foresight.trace import Kernel
 
@@ -57,6 +58,10 @@ ROUGH_PASSES: Mapping[str, float] = {
 """Bytes that a kernel moves, by its inputs and outputs, for operators that pass over their inputs several times."""
 
 
+Curve: TypeAlias = tuple[tuple[float, float], ...]
+"""Points of a function, by their abscissae, which are above 0. Between them it is a power."""
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU, or a CPU core, as its kernels see it.
@@ -78,6 +83,11 @@ class Device:
         communication_sms: Multiprocessors that a collective takes from kernels.
         generation: Row of NCCL's tuning tables: "ampere", "hopper", or "" for devices without NCCL.
         is_synchronous: Whether the host computes the kernels itself, as on a CPU.
+        curves: Measured times, for a device that was calibrated; then no constant above counts for kernels. By the name
+            of an operator, or "add" for others: (bytes moved, seconds). "attention", "attention_backward": (FLOPs,
+            seconds). "matmul_m", "matmul_n", "matmul_k": (length of this side, seconds for a FLOP), the others long.
+        networks: Measured (latency, bytes per second) of networks by name, in place of the general table.
+        cores: Processors that the ranks of a host share, if `is_synchronous`. 0: each rank has its own.
         sources: Source of each constant.
     """
 
@@ -97,6 +107,9 @@ class Device:
     communication_sms: int = 20
     generation: str = ""
     is_synchronous: bool = False
+    cores: int = 0
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    networks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -108,6 +121,8 @@ class Device:
 
     def seconds(self, kernel: Kernel) -> float:
         """Returns the time of a kernel that has the device to itself."""
+        if self.curves:
+            return _measured(self.curves, kernel)
         if kernel.kind == "matmul" and kernel.shape:
             return matmul_seconds(self, kernel.dtype, *kernel.shape)
         if kernel.kind == "attention" and kernel.shape:
@@ -173,3 +188,23 @@ def attention_seconds(device: Device, dtype: str, flops: float, queries: int, ke
     if head_dim <= 64:
         share *= SMALL_HEAD
     return max(flops / (device.peak_of(dtype) * share), device.kernel_seconds)
+
+
+def _measured(curves: Mapping[str, Curve], kernel: Kernel) -> float:
+    if kernel.kind == "matmul" and kernel.shape:
+        side, length = min(zip("mnk", kernel.shape[1:], strict=True), key=lambda each: each[1])
+        return kernel.flops * _value(curves[f"matmul_{side}"], max(length, 1))
+    if kernel.kind == "attention":
+        return _value(curves["attention_backward" if "backward" in kernel.name else "attention"], kernel.flops)
+    moved = sum([size for _, size in kernel.reads]) + sum([size for _, size in kernel.writes])
+    return _value(curves.get(kernel.name) or curves["add"], max(moved, 1))
+
+
+def _value(curve: Curve, at: float) -> float:
+    """Returns the value of a curve. Before its first point it is constant, after the last one it goes on as before."""
+    index = min(max(bisect_left(curve, (at, 0.0)), 1), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[index - 1], curve[index]
+    if at < curve[0][0]:
+        return y0
+    exponent = math.log(y1 / y0) / math.log(x1 / x0)
+    return y0 * float((at / x0) ** exponent)

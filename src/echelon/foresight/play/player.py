@@ -17,11 +17,12 @@ from typing import NamedTuple, TypeAlias
 
 from echelon.errors import DeadlockError
 from echelon.foresight.play.cluster import Cluster
-from echelon.foresight.play.collectives import Cost, collective_cost, message_seconds
+from echelon.foresight.play.collectives import Cost, cost_of
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
+from echelon.foresight.play.processors import play_on_processors
 from echelon.foresight.play.program import Await, HostAwait, Mark, Post, Program, Run, lower
-from echelon.foresight.play.roles import Channel, Meeting, Roles
+from echelon.foresight.play.roles import Channel, Meeting, Roles, waiting_text
 from echelon.foresight.trace import Collective, Message, Trace
 
 DEFAULT_STREAM = 0
@@ -41,6 +42,8 @@ def play(
     Raises:
         DeadlockError: ranks wait for each other for ever. It names them with their lines.
     """
+    if device.is_synchronous:
+        return play_on_processors(traces, classes, device, cluster)
     return _Player(traces, classes, device, cluster).run()
 
 
@@ -104,8 +107,6 @@ class _Role:
         self.queues: dict[tuple[str, int], _Line] = {}
         self.times: dict[_Key, float] = {}
         self.waiters: dict[_Key, list[_Line]] = {}
-        self.calls: dict[object, int] = {}
-        """Number of calls so far, by meeting or channel."""
         self.joined: dict[tuple[int, int], _Gathering] = {}
         """By operation and its part."""
         self.taken: list[tuple[float, float, float]] = []
@@ -143,7 +144,6 @@ class _Player:
         self._roles = {rank: _Role(rank, lower(trace, device)) for rank, trace in traces.items()}
         self._gatherings: dict[tuple[Meeting | Channel, int], _Gathering] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
-        self._costs: dict[tuple[tuple[int, ...], str, int], Cost] = {}
         self._communication_share = device.communication_sms / device.num_sms
 
     def run(self) -> Played:
@@ -161,7 +161,6 @@ class _Player:
     def _advance(self, role: _Role) -> None:
         """Lets the host of a role go on until it waits or has come to its end."""
         operations = role.program.operations
-        is_synchronous = self._device.is_synchronous
         while role.at < len(operations):
             operation = operations[role.at]
             if len(role.hosts) == role.at:
@@ -176,15 +175,8 @@ class _Player:
             else:
                 line = role.stream(operation.stream)
                 self._issue(role, line, _Task(operation, role.host, role.at))  # type: ignore[arg-type]
-                if type(operation) is Run and not is_synchronous:
+                if type(operation) is Run:
                     role.host += operation.host
-            if is_synchronous:
-                line = role.stream(operation.stream if operation.stream >= 0 else DEFAULT_STREAM)
-                if line.backlog is not None:
-                    role.is_waiting = True
-                    role.at += 1
-                    return
-                role.host = max(role.host, line.time)
             role.at += 1
 
     def _host_waits_for(self, role: _Role, wait: HostAwait) -> bool:
@@ -256,18 +248,7 @@ class _Player:
                 line.backlog = None
             if role.is_waiting:
                 role.is_waiting = False
-                if self._device.is_synchronous and not self._catch_up(role):
-                    role.is_waiting = True
-                else:
-                    self._advance(role)
-
-    def _catch_up(self, role: _Role) -> bool:
-        """Sets a host that computes itself to the time of its stream. Returns False if that still waits."""
-        lines = role.streams.values()
-        if any(line.backlog is not None for line in lines):
-            return False
-        role.host = max([role.host, *(line.time for line in lines)])
-        return True
+                self._advance(role)
 
     def _kernels(self, role: _Role, line: _Line, task: _Task, run: Run) -> None:
         start = max(line.time, task.issued)
@@ -276,7 +257,7 @@ class _Player:
             seconds += _lost(role.taken, start, seconds)
         end = max(line.time + seconds, task.issued + run.least)
         line.time = max(end, start + seconds)
-        if run.stream != DEFAULT_STREAM and not self._device.is_synchronous:
+        if run.stream != DEFAULT_STREAM:
             _insert(role.taken, (line.time - run.seconds, line.time, 1.0))
         role.runs.append(RunSpan(run.entries, run.stream, start, line.time))
 
@@ -303,42 +284,30 @@ class _Player:
         operation = role.program.operations[number]
         assert isinstance(operation, Post)
         entry = role.trace.entries[operation.entries[part]]
-        where: Meeting | Channel | None
-        if isinstance(entry, Collective):
-            where = self._matches.meeting(role.rank, entry.group)
-            members = {each for each, _ in where.composition} if where is not None else set()
-            side: object = where
-        else:
-            assert isinstance(entry, Message)
-            where = self._matches.channel(role.rank, entry)
-            # A class's role sends to itself where ranks of one class send to each other: its two sides are two members.
-            members = {0, 1}
-            side = where, entry.is_send
-        if where is None:
+        assert isinstance(entry, Collective | Message)
+        encounter = self._matches.encounter(role.rank, entry)
+        if encounter is None:
             return None
-        count = role.calls.get(side, 0)
-        role.calls[side] = count + 1
-        gathering = self._gatherings.get((where, count))
+        gathering = self._gatherings.get(encounter.key)
         if gathering is None:
-            gathering = self._gatherings[where, count] = _Gathering(members)
+            gathering = self._gatherings[encounter.key] = _Gathering(set(encounter.members))
         role.joined[number, part] = gathering
-        member = role.rank if isinstance(entry, Collective) else int(entry.is_send)
-        gathering.missing.discard(member)
-        gathering.arrived[member] = begin
+        gathering.missing.discard(encounter.member)
+        gathering.arrived[encounter.member] = begin
         gathering.lines.append((role, line))
         if not gathering.missing:
             gathering.start = max(gathering.arrived.values())
-            gathering.cost = self._cost(role, entry)
+            gathering.cost = cost_of(self._cluster, role.trace, role.rank, entry)
             gathering.end = gathering.start + gathering.cost.seconds
             self._woken.extend(gathering.lines)
-            del self._gatherings[where, count]
+            del self._gatherings[encounter.key]
         return gathering
 
     def _end(self, role: _Role, line: _Line, index: int, begin: float, gathering: _Gathering | None) -> None:
         entry = role.trace.entries[index]
         assert isinstance(entry, Collective | Message)
         if gathering is None:
-            cost = self._cost(role, entry)
+            cost = cost_of(self._cluster, role.trace, role.rank, entry)
             start = begin
             end = start + cost.seconds
         else:
@@ -349,18 +318,6 @@ class _Player:
         role.communication.append(span)
         if end > start and self._communication_share:
             _insert(role.taken, (start, end, self._communication_share))
-
-    def _cost(self, role: _Role, entry: Collective | Message) -> Cost:
-        if isinstance(entry, Message):
-            src, dst = (role.rank, entry.peer) if entry.is_send else (entry.peer, role.rank)
-            return Cost(message_seconds(self._cluster, src, dst, entry.num_bytes), "message", "")
-        ranks = role.trace.groups[entry.group].ranks
-        key = ranks, entry.kind, entry.num_bytes
-        cost = self._costs.get(key)
-        if cost is None:
-            placement = self._cluster.placement(ranks)
-            cost = self._costs[key] = collective_cost(self._cluster, entry.kind, placement, entry.num_bytes)
-        return cost
 
     # Results
 
@@ -379,7 +336,7 @@ class _Player:
                 for part, index in enumerate(head.operation.entries):
                     gathering = role.joined.get((head.number, part))
                     if gathering is not None and gathering.end < 0:
-                        parts.append(_waits(role, index, gathering))
+                        parts.append(waiting_text(role.rank, role.trace, index, gathering.missing))
         return "these wait for each other for ever: " + "; ".join(sorted(set(parts)))
 
     def _result(self, role: _Role) -> PlayedRole:
@@ -392,19 +349,6 @@ class _Player:
             communication=tuple(sorted(role.communication, key=lambda span: span.start)),
             hosts=tuple(role.hosts),
         )
-
-
-def _waits(role: _Role, index: int, gathering: _Gathering) -> str:
-    entry = role.trace.entries[index]
-    assert isinstance(entry, Collective | Message)
-    place = role.trace.places[entry.place] if entry.place >= 0 else "an unknown line"
-    if isinstance(entry, Message):
-        way = "send to" if entry.is_send else "receive from"
-        return f"rank {role.rank} at {place} in {way} rank {entry.peer}"
-    group = role.trace.groups[entry.group]
-    name = f" of group {group.name}" if group.name else ""
-    others = ", ".join(f"rank {rank}" for rank in sorted(gathering.missing))
-    return f"rank {role.rank} at {place} in {entry.kind}{name} for {others}"
 
 
 def _lost(taken: list[tuple[float, float, float]], start: float, seconds: float) -> float:

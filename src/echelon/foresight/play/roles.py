@@ -9,10 +9,10 @@ class.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from echelon.foresight.trace import Message, Trace
+from echelon.foresight.trace import Collective, Message, Trace
 
 Composition = tuple[tuple[int, int], ...]
 
@@ -33,6 +33,16 @@ class Channel(NamedTuple):
     dst: int
     is_class: bool
     tag: int
+
+
+class Encounter(NamedTuple):
+    """A call of communication in which several roles meet, as one of them sees it."""
+
+    key: tuple[Meeting | Channel, int]
+    """The same for all members: where they meet, and how often they have met there."""
+    members: frozenset[int]
+    member: int
+    """The one that calls."""
 
 
 class Roles:
@@ -64,6 +74,26 @@ class Roles:
             for role, meetings in found.items()
         }
         self._answered = self._matching_channels()
+        self._calls: Counter[tuple[int, Meeting | Channel, int]] = Counter()
+
+    def encounter(self, role: int, entry: Collective | Message) -> Encounter | None:
+        """Counts a role's call of communication: use it once for each, in order. None if the role meets nobody."""
+        where: Meeting | Channel | None
+        if isinstance(entry, Collective):
+            where = self.meeting(role, entry.group)
+            if where is None:
+                return None
+            members, member = frozenset(each for each, _ in where.composition), role
+        else:
+            where = self.channel(role, entry)
+            if where is None:
+                return None
+            # A class's role sends to itself where ranks of one class send to each other: its sides are two members.
+            members, member = frozenset((0, 1)), int(entry.is_send)
+        side = role, where, -1 if isinstance(entry, Collective) else member
+        count = self._calls[side]
+        self._calls[side] += 1
+        return Encounter((where, count), members, member)
 
     def _composition(self, ranks: tuple[int, ...]) -> Composition:
         known = self._compositions.get(ranks)
@@ -96,3 +126,17 @@ class Roles:
                 if type(entry) is Message:
                     (sends if entry.is_send else receives)[self._channel(role, entry)] += 1
         return {each for each in sends.keys() | receives.keys() if not each.is_class or sends[each] == receives[each]}
+
+
+def waiting_text(rank: int, trace: Trace, index: int, missing: Iterable[int]) -> str:
+    """Returns the text for a communication that waits for members."""
+    entry = trace.entries[index]
+    assert isinstance(entry, Collective | Message)
+    place = trace.places[entry.place] if entry.place >= 0 else "an unknown line"
+    if isinstance(entry, Message):
+        way = "send to" if entry.is_send else "receive from"
+        return f"rank {rank} at {place} in {way} rank {entry.peer}"
+    group = trace.groups[entry.group]
+    name = f" of group {group.name}" if group.name else ""
+    others = ", ".join(f"rank {each}" for each in sorted(missing))
+    return f"rank {rank} at {place} in {entry.kind}{name} for {others}"

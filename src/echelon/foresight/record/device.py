@@ -8,7 +8,7 @@ for autocast, this mode makes the choice of a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,16 @@ def mapped(value: Any) -> Any:
     if isinstance(value, torch.device) and value.type == _CUDA:
         return torch.device("cpu")
     return value
+
+
+class OnHost(TorchFunctionMode):
+    """Returns assumed values where a program reads those of a fake tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        special = _READS.get(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {})) if special is None else special(func, args, kwargs or {})
 
 
 class OnDevice(TorchFunctionMode):
@@ -217,16 +227,23 @@ _IN_FLOAT32 = frozenset(
 )
 """Functions that autocast computes in float32 on a GPU."""
 
-_SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    "device": _device,
-    "cuda": _first,
-    "pin_memory": _first,
-    "is_pinned": _true,
+_Special: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_READS: dict[str, _Special] = {
     "tolist": _values,
     "numpy": _array,
     "__array__": _array,
     "__format__": _formatted,
     "data_ptr": _address,
+}
+"""Functions of torch that read values or addresses of a tensor, by name."""
+
+_SPECIAL: dict[str, _Special] = {
+    **_READS,
+    "device": _device,
+    "cuda": _first,
+    "pin_memory": _first,
+    "is_pinned": _true,
     "scaled_dot_product_attention": _attention,
 }
 """Functions of torch that a GPU treats otherwise, by name."""

@@ -23,8 +23,8 @@ from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup
 from echelon.foresight.record.compiling import not_compiled
-from echelon.foresight.record.cuda_names import Gpu, cuda_names
-from echelon.foresight.record.device import OnDevice
+from echelon.foresight.record.device import OnDevice, OnHost
+from echelon.foresight.record.device_names import Gpu, device_names
 from echelon.foresight.record.exchange import Exchange, RecordingBackend
 from echelon.foresight.record.here import Recording, recorded
 from echelon.foresight.record.loading import loading_here
@@ -71,8 +71,8 @@ class Request(NamedTuple):
     """Number of each rank's host."""
     steps: int = 2
     """Steps to run. The last one is recorded."""
-    gpu: Gpu = Gpu()
-    """Facts that the program may ask for."""
+    gpu: Gpu | None = Gpu()
+    """Facts that the program may ask for. None: its hosts have no GPUs."""
     allow_writes: bool = False
     """Whether the program may write files."""
 
@@ -85,6 +85,7 @@ def record(
     args: Sequence[object] = (),
     steps: int = 2,
     hosts: Sequence[int] | None = None,
+    gpu: Gpu | None = Gpu(),  # noqa: B008 # it cannot be changed
 ) -> dict[int, Trace]:
     """Records the last of some steps of a program, on some ranks of a world. Blocks until they have ended.
 
@@ -97,6 +98,7 @@ def record(
         args: arguments of `fn` without the group.
         steps: steps to run; the first ones warm up.
         hosts: number of each rank's host. None: all are on one.
+        gpu: facts that the program may ask for. None: its hosts have no GPUs.
 
     Returns:
         The trace of each recorded rank.
@@ -107,7 +109,7 @@ def record(
         CollectiveMismatch: recorded ranks disagree on a collective of real values.
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
-    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps)
+    request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps, gpu)
     return record_in_turn(request, lambda traces: [] if traces else ranks)
 
 
@@ -138,7 +140,7 @@ def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
                 without_locks(),
                 run.torch.installed(),
                 run.calls.replaced(),
-                cuda_names(request.hosts.count(0), request.gpu),
+                device_names(request.hosts.count(0), request.gpu),
                 steps_noted(run.steps_here),
                 no_writes(allow_files=request.allow_writes),
                 loading_here(),
@@ -236,7 +238,7 @@ class _Run:
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 Modules(log).watch()
                 stack.enter_context(recorded_tensors())
-                stack.enter_context(OnDevice())
+                stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
                 stack.enter_context(Recorder(log, memory))
                 try:
                     self._request.call.run(group)

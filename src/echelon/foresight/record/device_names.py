@@ -19,7 +19,7 @@ from echelon._torch_private.distributed import ddp_checks_by, objects_packed_by
 from echelon._torch_private.modules import devices_as_on_gpu, optimizers_as_on_gpu
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.foresight.record import streams
-from echelon.foresight.record.device import OnDevice, mapped
+from echelon.foresight.record.device import OnDevice, OnHost, mapped
 from echelon.foresight.record.here import Recording, recording_here
 
 
@@ -33,12 +33,12 @@ class Gpu(NamedTuple):
 
 
 @contextmanager
-def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
-    """Inside, names of CUDA work in threads of recorded ranks.
+def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
+    """Inside, names of CUDA work in threads of recorded ranks, and functions of torch take fake tensors.
 
     Args:
         num_devices: number of GPUs of a host.
-        gpu: facts of each.
+        gpu: facts of each. None: hosts have no GPUs, and names of CUDA are as they are.
     """
     with ExitStack() as stack:
 
@@ -49,26 +49,28 @@ def cuda_names(num_devices: int, gpu: Gpu) -> Iterator[None]:
             for name, value in names.items():
                 replace(owner, name, value)
 
-        devices: tuple[ModuleType, ...] = (torch.cuda, torch.cpu)
-        for module in devices:  # torch asks the module of a mesh's device
-            replace_all(module, _STREAMS)
-        replace_all(torch.cuda, {**_memory_names(gpu), **_device_names(num_devices, gpu), **_RANDOM})
-        replace_all(torch.accelerator, {**_memory_names(gpu), **_accelerator_names(num_devices, gpu)})
-        replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator})
-        for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-            replace(torch.cuda.nvtx, name, _nothing)
-        replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
-        replace(dist, "is_nccl_available", _returning(True))
-        stack.enter_context(optimizers_as_on_gpu())
-        stack.enter_context(devices_as_on_gpu())
-        stack.enter_context(backward_with(lambda: OnDevice() if recording_here() is not None else nullcontext()))
+        if gpu is not None:
+            devices: tuple[ModuleType, ...] = (torch.cuda, torch.cpu)
+            for module in devices:  # torch asks the module of a mesh's device
+                replace_all(module, _STREAMS)
+            replace_all(torch.cuda, {**_memory_names(gpu), **_device_names(num_devices, gpu), **_RANDOM})
+            replace_all(torch.accelerator, {**_memory_names(gpu), **_accelerator_names(num_devices, gpu)})
+            replace_all(torch, {"Stream": streams.Stream, "Event": streams.Event, "Generator": _Generator})
+            for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+                replace(torch.cuda.nvtx, name, _nothing)
+            replace(torch.cuda.nccl, "version", _returning((2, 27, 5)))
+            replace(dist, "is_nccl_available", _returning(True))
+            replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__))
+            replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
+            stack.enter_context(optimizers_as_on_gpu())
+            stack.enter_context(devices_as_on_gpu())
+        mode = OnDevice if gpu is not None else OnHost
+        stack.enter_context(backward_with(lambda: mode() if recording_here() is not None else nullcontext()))
         for name in ("__init__", "__getitem__", "_flatten"):
             replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
         stack.enter_context(ddp_checks_by(_with_values))
         stack.enter_context(objects_packed_by(_with_values))
-        replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__))
         replace(torch.nn.Module, "_apply", _applying(torch.nn.Module._apply))
-        replace(DistributedDataParallel, "__init__", _without_devices(DistributedDataParallel.__init__))
         replace(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_))
         replace(torch.UntypedStorage, "data_ptr", _addressing(torch.UntypedStorage.data_ptr))
         yield

@@ -1,0 +1,251 @@
+"""Recorded steps played on ranks that compute on the processors of their hosts, and share them. Pure.
+
+Strategy. A host computes its kernels itself, in order. Communication goes on beside it, in one queue for each group,
+and takes a processor of each member as well. While more of these compute on a host than it has processors, all of them
+are slowed down alike (processor sharing). Time goes from one event to the next: the end of kernels or of communication.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from echelon.errors import DeadlockError
+from echelon.foresight.play.cluster import Cluster
+from echelon.foresight.play.collectives import Cost, cost_of
+from echelon.foresight.play.device import Device
+from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
+from echelon.foresight.play.program import Await, HostAwait, Post, Program, Run, lower
+from echelon.foresight.play.roles import Channel, Meeting, Roles, waiting_text
+from echelon.foresight.trace import Collective, Message, Trace
+
+_EPSILON = 1e-15
+"""Seconds of work below which a job is done: rounding leaves such rests."""
+
+
+def play_on_processors(
+    traces: Mapping[int, Trace], classes: Mapping[int, int] | Sequence[int], device: Device, cluster: Cluster
+) -> Played:
+    """Plays one step of all ranks; see `echelon.foresight.play.player.play`.
+
+    Raises:
+        DeadlockError: ranks wait for each other for ever. It names them with their lines.
+    """
+    player = _Player(traces, classes, device, cluster)
+    player.run()
+    roles = {rank: role.result() for rank, role in player.roles.items()}
+    return Played(roles, classes, device, cluster)
+
+
+@dataclass
+class _Communication:
+    """A collective or message, from the arrival of its first member on."""
+
+    missing: set[int]
+    cost: Cost
+    members: list[tuple[_Role, _Posted, int]] = field(default_factory=list)
+    """(role, its call, the call's part)."""
+    begun: float = -1.0
+    remaining: float = 0.0
+
+
+@dataclass
+class _Posted:
+    """Call of communication that is in a queue."""
+
+    post: Post
+    ready: float
+    left: int
+    """Parts that have not ended."""
+
+
+@dataclass
+class _Role:
+    """State of one role."""
+
+    rank: int
+    program: Program
+    at: int = 0
+    host: float = 0.0
+    remaining: float = 0.0
+    """Work left of the kernels that the host computes. 0 if it computes none."""
+    computes: Run | None = None
+    awaits: int = -1
+    """Entry of the communication that the host waits for. -1: none."""
+    queues: dict[tuple[str, int], deque[_Posted]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    """Entries of communication that have ended."""
+    seconds: float = 0.0
+    hosts: list[float] = field(default_factory=list)
+    runs: list[RunSpan] = field(default_factory=list)
+    spans: list[CommunicationSpan] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Trace:
+        return self.program.trace
+
+    @property
+    def is_done(self) -> bool:
+        return self.at >= len(self.program.operations) and not any(self.queues.values())
+
+    def result(self) -> PlayedRole:
+        """Returns the step, after its end."""
+        return PlayedRole(
+            program=self.program,
+            seconds=self.seconds,
+            runs=tuple(self.runs),
+            communication=tuple(sorted(self.spans, key=lambda span: span.start)),
+            hosts=(*self.hosts, self.host),
+        )
+
+
+_Shares: TypeAlias = Counter[int]
+"""Processors that are asked for, by host."""
+
+
+class _Player:
+    def __init__(
+        self,
+        traces: Mapping[int, Trace],
+        classes: Mapping[int, int] | Sequence[int],
+        device: Device,
+        cluster: Cluster,
+    ) -> None:
+        self._device = device
+        self._cluster = cluster
+        self._matches = Roles(traces, classes)
+        self.roles = {rank: _Role(rank, lower(trace, device)) for rank, trace in traces.items()}
+        self._members: dict[int, _Shares] = {rank: Counter() for rank in traces}
+        """Ranks of each role, by host."""
+        for rank in range(cluster.world_size):
+            self._members[classes[rank]][cluster.host_of(rank)] += 1
+        self._gathering: dict[tuple[Meeting | Channel, int], _Communication] = {}
+        self._running: list[_Communication] = []
+        self._time = 0.0
+
+    def run(self) -> None:
+        """Plays until all roles are done."""
+        for role in self.roles.values():
+            self._advance(role)
+        while self._step():
+            pass
+        waiting = [role for role in self.roles.values() if not role.is_done]
+        if waiting:
+            texts = {
+                waiting_text(member.rank, member.trace, posted.post.entries[part], each.missing)
+                for each in self._gathering.values()
+                for member, posted, part in each.members
+            }
+            raise DeadlockError("these wait for each other for ever: " + "; ".join(sorted(texts)))
+
+    def _step(self) -> bool:
+        """Goes on to the next event. Returns False if there is none."""
+        computing = [role for role in self.roles.values() if role.computes is not None]
+        if not computing and not self._running:
+            return False
+        asked: _Shares = Counter()
+        for role in computing:
+            asked.update(self._members[role.rank])
+        for each in self._running:
+            for role in {id(member): member for member, _, _ in each.members}.values():
+                asked.update(self._members[role.rank])
+        cores = self._device.cores
+        rates = {host: min(1.0, cores / count) if cores else 1.0 for host, count in asked.items()}
+        speeds = {rank: min(rates.get(host, 1.0) for host in hosts) for rank, hosts in self._members.items()}
+        of_running = [min(speeds[member.rank] for member, _, _ in each.members) for each in self._running]
+        pause = min(
+            [role.remaining / speeds[role.rank] for role in computing]
+            + [each.remaining / speed for each, speed in zip(self._running, of_running, strict=True)]
+        )
+        self._time += pause
+        for each, speed in zip(self._running, of_running, strict=True):
+            each.remaining -= pause * speed
+        for role in computing:
+            role.remaining -= pause * speeds[role.rank]
+        ended = [each for each in self._running if each.remaining <= _EPSILON]
+        self._running = [each for each in self._running if each.remaining > _EPSILON]
+        for each in ended:
+            self._end(each)
+        for role in computing:
+            if role.remaining <= _EPSILON:
+                assert role.computes is not None
+                role.runs.append(RunSpan(role.computes.entries, role.computes.stream, role.host, self._time))
+                role.computes = None
+                self._advance(role)
+        return True
+
+    def _advance(self, role: _Role) -> None:
+        """Lets the host of a role go on until it computes or waits."""
+        operations = role.program.operations
+        while role.computes is None:
+            role.host = self._time
+            if role.awaits >= 0:
+                if role.awaits not in role.ended:
+                    return
+                role.awaits = -1
+            if role.at >= len(operations):
+                if role.is_done:
+                    role.seconds = max(role.seconds, self._time)
+                return
+            operation = operations[role.at]
+            role.hosts.append(self._time)
+            role.at += 1
+            if isinstance(operation, Run):
+                role.computes, role.remaining = operation, operation.seconds + operation.host
+            elif isinstance(operation, Post):
+                self._post(role, operation)
+                if operation.blocking:
+                    role.awaits = operation.entries[-1]
+            elif isinstance(operation, Await) and operation.communication >= 0:
+                role.awaits = operation.communication
+            elif isinstance(operation, HostAwait) and operation.event < 0 and any(role.queues.values()):
+                role.awaits = next(queue[-1] for queue in role.queues.values() if queue).post.entries[-1]
+                role.at -= 1  # again, since others may be under way
+                role.hosts.pop()
+
+    def _post(self, role: _Role, post: Post) -> None:
+        queue = role.queues.setdefault(post.queue, deque())
+        queue.append(_Posted(post, self._time, len(post.entries)))
+        if len(queue) == 1:
+            self._begin(role, queue[0])
+
+    def _begin(self, role: _Role, posted: _Posted) -> None:
+        """Lets a role take part in the communication at the head of a queue, which starts when all have come."""
+        posted.ready = self._time
+        for part, index in enumerate(posted.post.entries):
+            entry = role.trace.entries[index]
+            assert isinstance(entry, Collective | Message)
+            encounter = self._matches.encounter(role.rank, entry)
+            found = None if encounter is None else self._gathering.get(encounter.key)
+            if found is None:
+                cost = cost_of(self._cluster, role.trace, role.rank, entry)
+                found = _Communication(set() if encounter is None else set(encounter.members), cost)
+            found.members.append((role, posted, part))
+            if encounter is not None:
+                found.missing.discard(encounter.member)
+                self._gathering[encounter.key] = found
+                if not found.missing:
+                    del self._gathering[encounter.key]
+            if not found.missing:
+                found.begun, found.remaining = self._time, found.cost.seconds
+                self._running.append(found)
+
+    def _end(self, communication: _Communication) -> None:
+        cost = communication.cost
+        for role, posted, part in communication.members:
+            index = posted.post.entries[part]
+            role.spans.append(
+                CommunicationSpan(index, posted.ready, communication.begun, self._time, cost.algorithm, cost.protocol)
+            )
+            role.ended.add(index)
+            role.seconds = max(role.seconds, self._time)
+            posted.left -= 1
+            if posted.left == 0:
+                queue = role.queues[posted.post.queue]
+                queue.popleft()
+                if queue:
+                    self._begin(role, queue[0])
+            if role.computes is None:
+                self._advance(role)
