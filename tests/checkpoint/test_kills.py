@@ -180,3 +180,23 @@ def test_a_writer_imports_no_torch():
     code = "import sys, echelon.checkpoint.writer; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert not {"torch", "numpy", "typer"} & set(ended.stdout.split())
+
+
+def test_a_writer_lets_training_go_first(tmp_path):
+    """It has a session of its own, whose nice value counts between sessions, not that of the process."""
+    if not os.path.exists("/proc/self/autogroup"):
+        pytest.skip("this kernel shares processors between processes, not between sessions")
+    saver = Saver(tmp_path)
+    saver.save(1, state_of(tensors_of(1)), wait=False)
+    process = saver._writer.__self__._process
+    status = ""
+    deadline = time.monotonic() + 20
+    # It may end before it is looked at, and is a zombie then, which has both values still.
+    while not status.endswith("nice 19\n"):
+        assert time.monotonic() < deadline, status
+        with open(f"/proc/{process.pid}/autogroup") as file:
+            status = file.read()
+        with open(f"/proc/{process.pid}/stat") as file:
+            nice = int(file.read().rpartition(")")[2].split()[16])
+    assert nice == 19
+    saver.close()
