@@ -204,6 +204,42 @@ def test_a_manifest_of_absurd_size_is_not_read(two):
         load(two.parent, 2)
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a file is missing": lambda folder: (folder / "rank-00001.safetensors").unlink(),
+    "a file is cut": lambda folder: (folder / "rank-00000.safetensors").write_bytes(b"!"),
+    "a stray file": lambda folder: (folder / "model.safetensors").write_bytes(b"!"),
+    "a bit is flipped": lambda folder: flip(folder / "rank-00000.safetensors"),
+    "the manifest is cut": lambda folder: (folder / NAME).write_bytes(b"!"),
+}
+
+
+def save_steps(group, path):
+    saver = Saver(path, group)
+    for step in (1, 5, 7, 9):
+        saver.save(step, state_of({"a": torch.ones(300)}))
+    saver.close()
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_the_error_of_a_damaged_step_names_the_complete_one_before(tmp_path, case):
+    echelon.simulate(save_steps, 2, (str(tmp_path),))
+    (tmp_path / "step-00000007" / "rank-00000.safetensors").unlink()
+    DAMAGES[case](tmp_path / "step-00000009")
+    with pytest.raises(CheckpointError, match=r"; to go on from the complete one before it, load step=5$"):
+        load(tmp_path, 9)
+    shutil.rmtree(tmp_path / "step-00000001")
+    shutil.rmtree(tmp_path / "step-00000005")
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, 9)
+    assert "to go on" not in str(caught.value)
+
+
 def test_only_blocks_with_wanted_elements_are_read(two):
     name = "rank-00000.safetensors"
     manifest = Folder(two.parent).manifest(2)
