@@ -188,6 +188,16 @@ def test_arguments_of_other_types(store, tmp_path):
     assert store.steps() == [4]
 
 
+@pytest.mark.parametrize("name", ["random", "hook"])
+def test_a_keyword_that_the_checkpoint_needs_itself(store, name):
+    model = make()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(trained(model))
+    message = f"{name}= is a name of the checkpoint's own: pass it as my_{name}="
+    refused(lambda: store.save(5, model=model, **{name: scheduler}), InvalidArgument, message)
+    refused(lambda: store.load(model=model, **{name: scheduler}), InvalidArgument, message)
+    assert store.steps() == [4]
+
+
 def test_there_is_no_such_step(store):
     with pytest.raises(CheckpointError, match="5"):
         store.load(model=make(), step=5)
@@ -270,6 +280,60 @@ def test_the_others_are_told_of_a_rank_that_cannot_save(tmp_path):
     assert first.startswith(
         "CheckpointError: rank 1 cannot take part in the checkpoint: InvalidArgument: extra/rank is"
     )
+
+
+class Broken:
+    """Scheduler whose state cannot be had, or set."""
+
+    def state_dict(self):
+        raise ValueError("no\nstate")
+
+    def load_state_dict(self, state):
+        raise ValueError("no\nstate")
+
+
+def disagree(group, path):
+    """Makes calls that differ on rank 1. Returns their errors."""
+    store, model, first = Store(path), make(), group.rank == 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer) if first else Broken()
+    working = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for step in (1, 2):
+        store.save(step, model=model, optimizer=optimizer, scheduler=working)
+    calls = [
+        lambda: store.save(3, model=model, scheduler=scheduler),
+        lambda: store.load(model=model, scheduler=scheduler),
+        lambda: store.load(model=model, step=None if first else 1),
+        lambda: store.load(model=model, optimizer=optimizer if first else None),
+        lambda: store.load(model=model if first else None),
+        lambda: store.load(model=model, strict=first),
+        lambda: store.save(3, model=model, wait=first),
+    ]
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except (EchelonError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    store.close()
+    return [*errors, store.steps()]
+
+
+def test_ranks_that_disagree_all_raise(run, tmp_path):
+    one = "pass the same on all ranks"
+    told = "CheckpointError: rank 1"
+    for rank, (*errors, steps) in enumerate(run(disagree, 2, str(tmp_path))):
+        broken = [f"{told} cannot take part in the checkpoint: ValueError: no", f"{told}: ValueError: no"]
+        assert errors == [
+            *(["ValueError: no\nstate"] * 2 if rank else broken),
+            f"InvalidArgument: rank 1 loads step=1 and rank 0 step=None: {one}",
+            f"InvalidArgument: ranks 0 and 1 do not both load optimizer: {one}",
+            f"InvalidArgument: ranks 0 and 1 do not both load model: {one}",
+            f"InvalidArgument: rank 1 loads with strict=False and rank 0 with strict=True: {one}",
+            f"InvalidArgument: rank 1 saves another wait than rank 0, False and True: {one}, and a value of one rank "
+            "as PerRank(value)",
+        ]
+        assert steps == [1, 2]
 
 
 def save_by_rank(group, path):

@@ -200,3 +200,22 @@ def test_a_writer_lets_training_go_first(tmp_path):
             nice = int(file.read().rpartition(")")[2].split()[16])
     assert nice == 19
     saver.close()
+
+
+def test_a_save_whose_wait_was_interrupted_is_waited_for_again(tmp_path):
+    """Ctrl-C: else the next save would clear the folder in which its writer is at work."""
+    saver = Saver(tmp_path)
+    handle = saver.save(1, state_of(tensors_of(1)), wait=False)
+    wait, saver._writer = saver._writer, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert "under way" in repr(handle)
+    saver._writer = wait
+    handle.wait()
+    assert "ended" in repr(handle)
+    assert Folder(tmp_path).steps() == [1]
+    saver.close()
+
+
+def interrupt():
+    raise KeyboardInterrupt

@@ -136,7 +136,7 @@ def open_checkpoint(
         fs: the file system; None: this host's.
 
     Raises:
-        InvalidArgument: `step` is no number of at least 0.
+        InvalidArgument: `step` is no number of at least 0, or differs between ranks.
         CheckpointError: there is no such step, it is damaged or of a newer version, or ranks see different files.
         FileError: the folder cannot be read.
     """
@@ -157,7 +157,13 @@ def open_checkpoint(
 
     manifest = together(group, choose, folder.path)
     mine = None if manifest is None else [manifest.step, [file.crcs for file in manifest.files][:1]]
-    chosen = gather(group, mine)[0]
+    told = gather(group, [step, mine])
+    for number, (asked, _) in enumerate(told):
+        if asked != told[0][0]:
+            raise InvalidArgument(
+                f"rank {number} loads step={asked} and rank 0 step={told[0][0]}: pass the same on all ranks"
+            )
+    chosen = told[0][1]
     if chosen is None:
         return None
 

@@ -99,7 +99,10 @@ def restore(
         CheckpointError: a file cannot be read.
     """
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
-    live, told = describe_or_fail(lambda: _describe(source, objects, rank, world_size), _told, group)
+    live, told = describe_or_fail(
+        lambda: _describe(source, objects, rank, world_size), lambda one: _told(one) | {"strict": strict}, group
+    )
+    _compare_calls(told)
     _compare_models(source, told, set(live.models), strict)
     matched = _match_groups(source, live, told, strict)
     live.own_rank = _own_rank(source, live.place, rank, [Place(*each["place"]) for each in told])
@@ -159,6 +162,7 @@ def _told(live: _Live) -> dict[str, JsonLike]:
     """Returns this rank's description, as the other ranks get it."""
     found: dict[str, Any] = {
         "place": list(live.place),
+        "models": list(live.models),
         "tensors": {
             name: [live.stored.get(name, ""), list(tensor.shape), str(tensor.dtype)]
             for model in live.models.values()
@@ -170,6 +174,20 @@ def _told(live: _Live) -> dict[str, JsonLike]:
         },
     }
     return found
+
+
+def _compare_calls(told: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidArgument if ranks load into different objects, or with another `strict`."""
+    for rank, each in enumerate(told):
+        for what, first in (("models", told[0]["models"]), ("groups", list(told[0]["groups"]))):
+            if difference := sorted(set(first) ^ set(each[what])):
+                name = difference[0].removesuffix("/") or "model"
+                raise InvalidArgument(f"ranks 0 and {rank} do not both load {name}: pass the same on all ranks")
+        if each["strict"] != told[0]["strict"]:
+            raise InvalidArgument(
+                f"rank {rank} loads with strict={each['strict']} and rank 0 with strict={told[0]['strict']}: pass the "
+                "same on all ranks"
+            )
 
 
 def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes: set[str], strict: bool) -> None:
