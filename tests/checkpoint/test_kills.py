@@ -1,6 +1,7 @@
 """Ranks and writer processes that are killed during saves."""
 
 import contextlib
+import errno
 import itertools
 import json
 import mmap
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from echelon.backends.tcp.backend import TcpBackend
 from echelon.checkpoint.claim import claim
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.fs import Disk
-from echelon.checkpoint.lock import is_alive
+from echelon.checkpoint.lock import FileLock, is_alive
+from echelon.checkpoint.priority import restore
 from echelon.checkpoint.saving import Saver
 from echelon.errors import CheckpointError
 from echelon.group.group import ProcessGroup
@@ -182,24 +185,45 @@ def test_a_writer_imports_no_torch():
     assert not {"torch", "numpy", "typer"} & set(ended.stdout.split())
 
 
-def test_a_writer_lets_training_go_first(tmp_path):
-    """It has a session of its own, whose nice value counts between sessions, not that of the process."""
-    if not os.path.exists("/proc/self/autogroup"):
-        pytest.skip("this kernel shares processors between processes, not between sessions")
+@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="this kernel shares between processes")
+def test_a_writer_lets_training_go_first_until_it_is_waited_for(tmp_path):
+    """Its session's nice value counts, not its own. A zombie has it still."""
     saver = Saver(tmp_path)
     saver.save(1, state_of(tensors_of(1)), wait=False)
-    process = saver._writer.__self__._process
-    status = ""
-    deadline = time.monotonic() + 20
-    # It may end before it is looked at, and is a zombie then, which has both values still.
-    while not status.endswith("nice 19\n"):
-        assert time.monotonic() < deadline, status
-        with open(f"/proc/{process.pid}/autogroup") as file:
-            status = file.read()
-        with open(f"/proc/{process.pid}/stat") as file:
-            nice = int(file.read().rpartition(")")[2].split()[16])
-    assert nice == 19
+    pid = saver._writer.__self__._process.pid
+    wait_for_session(pid, 19)
+    restore(pid)
+    wait_for_session(pid, 0)
     saver.close()
+
+
+def wait_for_session(pid, nice):
+    deadline = time.monotonic() + 20
+    while not read(Path(f"/proc/{pid}/autogroup")).endswith(f"nice {nice}\n"):
+        assert time.monotonic() < deadline, read(Path(f"/proc/{pid}/autogroup"))
+        time.sleep(0.01)
+
+
+def test_records_in_a_folder_of_another_name_end_no_process(tmp_path):
+    """A folder that is not ours is not looked at."""
+    (tmp_path / "our.writers").mkdir()
+    record = FileLock(str(tmp_path / "our.writers" / "rank-00000"))
+    assert record.try_take()
+    claim(Disk(), str(tmp_path), patience=0.0).close()
+    record.close()
+
+
+class ReadOnly(Disk):
+    def lock(self, path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+
+def test_a_read_only_disk_with_records_of_writers_is_loaded_from(tmp_path):
+    Saver(tmp_path).save(1, state_of(tensors_of(1)))
+    records = tmp_path / f".step-00000002.{'0' * 16}.writers"
+    records.mkdir()
+    (records / "rank-00000").write_text("{}")
+    assert load(tmp_path, fs=ReadOnly())[0] == 1
 
 
 def test_a_save_whose_wait_was_interrupted_is_waited_for_again(tmp_path):

@@ -8,11 +8,9 @@ waits for the lock of each record in turn, and commits if all have a note. It wa
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
-import time
 from typing import Any
 
 from echelon.checkpoint.blocks import cut, write_file
@@ -21,12 +19,8 @@ from echelon.checkpoint.folder import failed_to
 from echelon.checkpoint.fs import Disk
 from echelon.checkpoint.lock import note, noted, wait_for_end
 from echelon.checkpoint.manifest import encode, file_name
+from echelon.checkpoint.priority import lower
 from echelon.errors import CheckpointError, EchelonError, FileError, summarize
-
-_NICE = 19
-"""Where trainer and writer share a processor, the writer gets a 70th of it. A rank that waits for it gives it all."""
-_TURN = 2.0
-"""Seconds in which a writer tries to lower its session's priority."""
 
 
 def main(memory: int, record: int, job: int) -> None:
@@ -40,7 +34,7 @@ def main(memory: int, record: int, job: int) -> None:
     task = noted(job)
     note(job, {"died": True})
     try:
-        _yield_processors()
+        lower()
         os.read(sys.stdin.fileno(), 1)  # once the rank has noted this process, or has died
         _write(task, memory, record)
         if task["rank"] == 0:
@@ -54,35 +48,6 @@ def main(memory: int, record: int, job: int) -> None:
         except OSError:
             os.ftruncate(record, 0)
     note(job, outcome)
-
-
-def _yield_processors() -> None:
-    """Lets training go first.
-
-    The kernel shares processors between sessions before it does so inside of one (CONFIG_SCHED_AUTOGROUP), and the
-    writer is alone in its own. So its nice value counts for nothing, and that of its session for all: four spinning
-    writers of nice 19 took 3/4 of the time from four spinning trainers, and 1/8 with their sessions at 19.
-    """
-    os.nice(_NICE)
-    with contextlib.suppress(OSError):  # a kernel may lack it, or /proc be read-only
-        file = os.open("/proc/self/autogroup", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            _write_in_turn(file, str(_NICE).encode())
-        finally:
-            os.close(file)
-
-
-def _write_in_turn(file: int, value: bytes) -> None:
-    # The kernel lets users without rights change one session in 0.1 s, and the writers of a host begin together.
-    deadline = time.monotonic() + _TURN
-    while True:
-        try:
-            os.write(file, value)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
 
 
 def failure(error: BaseException) -> dict[str, Any]:
