@@ -140,6 +140,10 @@ def test_a_value_that_was_not_saved(store):
     assert store.load(model=model, scheduler=scheduler, strict=False) == 4
 
 
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
 def circle():
     found = []
     found.append(found)
@@ -156,6 +160,8 @@ def circle():
             "extra/a/0/b is of type object, and a checkpoint takes numbers, text, tensors, and lists and dicts of "
             "them: store its parts, or give it state_dict and load_state_dict and pass it by a keyword of its own",
         ),
+        ({"a": 1 << 14_000}, "extra/a is a number of 14001 bits, and up to 14000 are stored"),
+        ({"a": nested(51)}, f"extra/a{'/0' * 46}/ is nested more than 50 deep: flatten it"),
         ({"a": circle()}, "extra/a/0 contains itself, and JSON-like data cannot: take it out"),
     ],
 )
@@ -196,6 +202,22 @@ def test_a_keyword_that_the_checkpoint_needs_itself(store, name):
     refused(lambda: store.save(5, model=model, **{name: scheduler}), InvalidArgument, message)
     refused(lambda: store.load(model=model, **{name: scheduler}), InvalidArgument, message)
     assert store.steps() == [4]
+
+
+def test_a_path_is_that_of_the_folder_in_which_the_store_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = Store("runs")
+    store.save(1, model=make())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert store.steps() == [1]
+    assert store.load(model=make()) == 1
+    refused(
+        lambda: Store(""),
+        InvalidArgument,
+        "path is empty: give a folder, such as 'runs/gpt', or '.' for the current one",
+    )
+    refused(lambda: store.verify(None), InvalidArgument, "step is None: give a whole number of at least 0")
 
 
 def test_there_is_no_such_step(store):

@@ -45,11 +45,16 @@ class Objects:
 
     model: object = None
     optimizer: object = None
+    scheduler: object = None
+    scaler: object = None
     generators: object = None
     loader: object = None
     extra: dict[str, Any] | None = None
     others: dict[str, object] = field(default_factory=dict)
-    """Scheduler, scaler and other objects with state_dict and load_state_dict, by keyword."""
+    """Further models, optimizers, and objects with state_dict and load_state_dict, by keyword; with scheduler and scaler."""
+
+    def __post_init__(self) -> None:
+        self.others = {"scheduler": self.scheduler, "scaler": self.scaler, **self.others}
 
     @property
     def models(self) -> dict[str, Any]:
