@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import echelon
+from echelon.checkpoint import Store
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.loading import open_checkpoint
 from echelon.checkpoint.manifest import BLOCK, MAX_MANIFEST, NAME
@@ -171,6 +172,48 @@ def test_a_manifest_that_describes_no_checkpoint(two, case):
     rewritten(two, change)
     with pytest.raises(CheckpointError, match=expected):
         load(two.parent, 2)
+
+
+def section(name, value):
+    return lambda content: content["data"].update({name: value}), f"^the manifest of step 1 has '{name}' in a form that"
+
+
+def shared(value):
+    return lambda content: content["data"]["shared"].update({"extra/a": value}), "^extra/a of step 1 has a form that no"
+
+
+STRANGE = {
+    "no sections": (lambda content: content.update(data={}), "^the manifest of step 1 has 'aliases' in a form that no"),
+    "places of another number of ranks": section("places", [[0, 1, 0, 1]] * 2),
+    "a negative place": section("places", [[-1, 1, 0, 1]]),
+    "models without lists": section("models", {"": 3}),
+    "names that are no text": section("models", {"": [["weight"]]}),
+    "groups without parameters": section("groups", {"optimizer": [{"options": {}}]}),
+    "a number of steps that is none": section("progress", {"": {"num_steps": "7"}}),
+    "an array of objects": shared({"!array": ["extra/t", "O", [1]]}),
+    "an array of an absurd shape": shared({"!array": ["extra/t", "uint8", [1 << 60]]}),
+    "a number that is text": shared({"!int": "seven"}),
+    "an unknown kind": shared({"!pickle": []}),
+    "a list as a key": shared({"!dict": [[{"!set": []}, 1]]}),
+    "a tensor that is not there": (
+        lambda content: content["data"]["shared"].update({"extra/a": {"!tensor": "/etc/passwd"}}),
+        "^step 1 has no tensor /etc/passwd, to which its manifest refers$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_manifest_with_values_that_no_save_writes(tmp_path, case):
+    change, expected = STRANGE[case]
+    model = torch.nn.Linear(2, 2)
+    store = Store(tmp_path)
+    store.save(1, model=model, extra={"a": 1, "t": torch.ones(3)})
+    rewritten(tmp_path / "step-00000001", change)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        store.load(model=model, extra={})
+    assert "\n" not in str(caught.value)
+    assert torch.equal(model.weight, before)
 
 
 def test_a_manifest_of_a_newer_version_is_refused_though_an_older_step_is_there(made):

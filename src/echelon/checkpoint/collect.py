@@ -51,7 +51,7 @@ class Objects:
     loader: object = None
     extra: dict[str, Any] | None = None
     others: dict[str, object] = field(default_factory=dict)
-    """Further models, optimizers, and objects with state_dict and load_state_dict, by keyword; with scheduler and scaler."""
+    """Scheduler, scaler, further models and optimizers, and objects with state_dict and load_state_dict, by keyword."""
 
     def __post_init__(self) -> None:
         self.others = {"scheduler": self.scheduler, "scaler": self.scaler, **self.others}
