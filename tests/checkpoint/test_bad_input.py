@@ -140,6 +140,10 @@ def test_a_value_that_was_not_saved(store):
     assert store.load(model=model, scheduler=scheduler, strict=False) == 4
 
 
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
 def circle():
     found = []
     found.append(found)
@@ -156,6 +160,8 @@ def circle():
             "extra/a/0/b is of type object, and a checkpoint takes numbers, text, tensors, and lists and dicts of "
             "them: store its parts, or give it state_dict and load_state_dict and pass it by a keyword of its own",
         ),
+        ({"a": 1 << 14_000}, "extra/a is a number of 14001 bits, and up to 14000 are stored"),
+        ({"a": nested(51)}, f"extra/a{'/0' * 46}/ is nested more than 50 deep: flatten it"),
         ({"a": circle()}, "extra/a/0 contains itself, and JSON-like data cannot: take it out"),
     ],
 )
@@ -186,6 +192,32 @@ def test_arguments_of_other_types(store, tmp_path):
     with pytest.raises(UnsupportedOp, match=r"0\.weight, takes a tensor with values, not one on the meta device"):
         store.save(5, model=make().to("meta"))
     assert store.steps() == [4]
+
+
+@pytest.mark.parametrize("name", ["random", "hook"])
+def test_a_keyword_that_the_checkpoint_needs_itself(store, name):
+    model = make()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(trained(model))
+    message = f"{name}= is a name of the checkpoint's own: pass it as my_{name}="
+    refused(lambda: store.save(5, model=model, **{name: scheduler}), InvalidArgument, message)
+    refused(lambda: store.load(model=model, **{name: scheduler}), InvalidArgument, message)
+    assert store.steps() == [4]
+
+
+def test_a_path_is_that_of_the_folder_in_which_the_store_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = Store("runs")
+    store.save(1, model=make())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert store.steps() == [1]
+    assert store.load(model=make()) == 1
+    refused(
+        lambda: Store(""),
+        InvalidArgument,
+        "path is empty: give a folder, such as 'runs/gpt', or '.' for the current one",
+    )
+    refused(lambda: store.verify(None), InvalidArgument, "step is None: give a whole number of at least 0")
 
 
 def test_there_is_no_such_step(store):
@@ -270,6 +302,60 @@ def test_the_others_are_told_of_a_rank_that_cannot_save(tmp_path):
     assert first.startswith(
         "CheckpointError: rank 1 cannot take part in the checkpoint: InvalidArgument: extra/rank is"
     )
+
+
+class Broken:
+    """Scheduler whose state cannot be had, or set."""
+
+    def state_dict(self):
+        raise ValueError("no\nstate")
+
+    def load_state_dict(self, state):
+        raise ValueError("no\nstate")
+
+
+def disagree(group, path):
+    """Makes calls that differ on rank 1. Returns their errors."""
+    store, model, first = Store(path), make(), group.rank == 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer) if first else Broken()
+    working = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for step in (1, 2):
+        store.save(step, model=model, optimizer=optimizer, scheduler=working)
+    calls = [
+        lambda: store.save(3, model=model, scheduler=scheduler),
+        lambda: store.load(model=model, scheduler=scheduler),
+        lambda: store.load(model=model, step=None if first else 1),
+        lambda: store.load(model=model, optimizer=optimizer if first else None),
+        lambda: store.load(model=model if first else None),
+        lambda: store.load(model=model, strict=first),
+        lambda: store.save(3, model=model, wait=first),
+    ]
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except (EchelonError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    store.close()
+    return [*errors, store.steps()]
+
+
+def test_ranks_that_disagree_all_raise(run, tmp_path):
+    one = "pass the same on all ranks"
+    told = "CheckpointError: rank 1"
+    for rank, (*errors, steps) in enumerate(run(disagree, 2, str(tmp_path))):
+        broken = [f"{told} cannot take part in the checkpoint: ValueError: no", f"{told}: ValueError: no"]
+        assert errors == [
+            *(["ValueError: no\nstate"] * 2 if rank else broken),
+            f"InvalidArgument: rank 1 loads step=1 and rank 0 step=None: {one}",
+            f"InvalidArgument: ranks 0 and 1 do not both load optimizer: {one}",
+            f"InvalidArgument: ranks 0 and 1 do not both load model: {one}",
+            f"InvalidArgument: rank 1 loads with strict=False and rank 0 with strict=True: {one}",
+            f"InvalidArgument: rank 1 saves another wait than rank 0, False and True: {one}, and a value of one rank "
+            "as PerRank(value)",
+        ]
+        assert steps == [1, 2]
 
 
 def save_by_rank(group, path):

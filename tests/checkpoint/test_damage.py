@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import echelon
+from echelon.checkpoint import Store
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.loading import open_checkpoint
 from echelon.checkpoint.manifest import BLOCK, MAX_MANIFEST, NAME
@@ -173,6 +174,48 @@ def test_a_manifest_that_describes_no_checkpoint(two, case):
         load(two.parent, 2)
 
 
+def section(name, value):
+    return lambda content: content["data"].update({name: value}), f"^the manifest of step 1 has '{name}' in a form that"
+
+
+def shared(value):
+    return lambda content: content["data"]["shared"].update({"extra/a": value}), "^extra/a of step 1 has a form that no"
+
+
+STRANGE = {
+    "no sections": (lambda content: content.update(data={}), "^the manifest of step 1 has 'aliases' in a form that no"),
+    "places of another number of ranks": section("places", [[0, 1, 0, 1]] * 2),
+    "a negative place": section("places", [[-1, 1, 0, 1]]),
+    "models without lists": section("models", {"": 3}),
+    "names that are no text": section("models", {"": [["weight"]]}),
+    "groups without parameters": section("groups", {"optimizer": [{"options": {}}]}),
+    "a number of steps that is none": section("progress", {"": {"num_steps": "7"}}),
+    "an array of objects": shared({"!array": ["extra/t", "O", [1]]}),
+    "an array of an absurd shape": shared({"!array": ["extra/t", "uint8", [1 << 60]]}),
+    "a number that is text": shared({"!int": "seven"}),
+    "an unknown kind": shared({"!pickle": []}),
+    "a list as a key": shared({"!dict": [[{"!set": []}, 1]]}),
+    "a tensor that is not there": (
+        lambda content: content["data"]["shared"].update({"extra/a": {"!tensor": "/etc/passwd"}}),
+        "^step 1 has no tensor /etc/passwd, to which its manifest refers$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_manifest_with_values_that_no_save_writes(tmp_path, case):
+    change, expected = STRANGE[case]
+    model = torch.nn.Linear(2, 2)
+    store = Store(tmp_path)
+    store.save(1, model=model, extra={"a": 1, "t": torch.ones(3)})
+    rewritten(tmp_path / "step-00000001", change)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        store.load(model=model, extra={})
+    assert "\n" not in str(caught.value)
+    assert torch.equal(model.weight, before)
+
+
 def test_a_manifest_of_a_newer_version_is_refused_though_an_older_step_is_there(made):
     path = made / "step-00000002" / NAME
     data = path.read_bytes()
@@ -202,6 +245,42 @@ def test_a_manifest_of_absurd_size_is_not_read(two):
         file.truncate(MAX_MANIFEST + 1)  # a hole: it takes no space
     with pytest.raises(CheckpointError, match=f"has {MAX_MANIFEST + 1} bytes: it is damaged"):
         load(two.parent, 2)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a file is missing": lambda folder: (folder / "rank-00001.safetensors").unlink(),
+    "a file is cut": lambda folder: (folder / "rank-00000.safetensors").write_bytes(b"!"),
+    "a stray file": lambda folder: (folder / "model.safetensors").write_bytes(b"!"),
+    "a bit is flipped": lambda folder: flip(folder / "rank-00000.safetensors"),
+    "the manifest is cut": lambda folder: (folder / NAME).write_bytes(b"!"),
+}
+
+
+def save_steps(group, path):
+    saver = Saver(path, group)
+    for step in (1, 5, 7, 9):
+        saver.save(step, state_of({"a": torch.ones(300)}))
+    saver.close()
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_the_error_of_a_damaged_step_names_the_complete_one_before(tmp_path, case):
+    echelon.simulate(save_steps, 2, (str(tmp_path),))
+    (tmp_path / "step-00000007" / "rank-00000.safetensors").unlink()
+    DAMAGES[case](tmp_path / "step-00000009")
+    with pytest.raises(CheckpointError, match=r"; to go on from the complete one before it, load step=5$"):
+        load(tmp_path, 9)
+    shutil.rmtree(tmp_path / "step-00000001")
+    shutil.rmtree(tmp_path / "step-00000005")
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, 9)
+    assert "to go on" not in str(caught.value)
 
 
 def test_only_blocks_with_wanted_elements_are_read(two):

@@ -1,6 +1,7 @@
 """Ranks and writer processes that are killed during saves."""
 
 import contextlib
+import errno
 import itertools
 import json
 import mmap
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from echelon.backends.tcp.backend import TcpBackend
 from echelon.checkpoint.claim import claim
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.fs import Disk
-from echelon.checkpoint.lock import is_alive
+from echelon.checkpoint.lock import FileLock, is_alive
+from echelon.checkpoint.priority import restore
 from echelon.checkpoint.saving import Saver
 from echelon.errors import CheckpointError
 from echelon.group.group import ProcessGroup
@@ -180,3 +183,63 @@ def test_a_writer_imports_no_torch():
     code = "import sys, echelon.checkpoint.writer; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert not {"torch", "numpy", "typer"} & set(ended.stdout.split())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="this kernel shares between processes")
+def test_a_writer_lets_training_go_first_until_it_is_waited_for(tmp_path):
+    """Its session's nice value counts, not its own. A zombie has it still."""
+    saver = Saver(tmp_path)
+    saver.save(1, state_of(tensors_of(1)), wait=False)
+    pid = saver._writer.__self__._process.pid
+    wait_for_session(pid, 19)
+    restore(pid)
+    wait_for_session(pid, 0)
+    saver.close()
+
+
+def wait_for_session(pid, nice):
+    deadline = time.monotonic() + 20
+    while not read(Path(f"/proc/{pid}/autogroup")).endswith(f"nice {nice}\n"):
+        assert time.monotonic() < deadline, read(Path(f"/proc/{pid}/autogroup"))
+        time.sleep(0.01)
+
+
+def test_records_in_a_folder_of_another_name_end_no_process(tmp_path):
+    """A folder that is not ours is not looked at."""
+    (tmp_path / "our.writers").mkdir()
+    record = FileLock(str(tmp_path / "our.writers" / "rank-00000"))
+    assert record.try_take()
+    claim(Disk(), str(tmp_path), patience=0.0).close()
+    record.close()
+
+
+class ReadOnly(Disk):
+    def lock(self, path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+
+def test_a_read_only_disk_with_records_of_writers_is_loaded_from(tmp_path):
+    Saver(tmp_path).save(1, state_of(tensors_of(1)))
+    records = tmp_path / f".step-00000002.{'0' * 16}.writers"
+    records.mkdir()
+    (records / "rank-00000").write_text("{}")
+    assert load(tmp_path, fs=ReadOnly())[0] == 1
+
+
+def test_a_save_whose_wait_was_interrupted_is_waited_for_again(tmp_path):
+    """Ctrl-C: else the next save would clear the folder in which its writer is at work."""
+    saver = Saver(tmp_path)
+    handle = saver.save(1, state_of(tensors_of(1)), wait=False)
+    wait, saver._writer = saver._writer, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert "under way" in repr(handle)
+    saver._writer = wait
+    handle.wait()
+    assert "ended" in repr(handle)
+    assert Folder(tmp_path).steps() == [1]
+    saver.close()
+
+
+def interrupt():
+    raise KeyboardInterrupt

@@ -1,5 +1,6 @@
 """Models, optimizers and wrappers of every kind: saved in one form and loaded in another."""
 
+import contextlib
 import copy
 from functools import partial
 
@@ -303,3 +304,29 @@ def test_dtensors_that_are_to_be_added_up_are_refused(tmp_path):
             UnsupportedOp, match="weight is a DTensor placed as Partial, and a checkpoint takes Shard and"
         ):
             Store(tmp_path).save(2, model=model)
+
+
+def test_tensors_with_gaps_in_memory(tmp_path):
+    """Flat ones, too: they are no bytes in a row."""
+
+    def make_with(values):
+        model = nn.Linear(2, 2)
+        model.register_buffer("gaps", values[::2])
+        model.register_buffer("rows", values.reshape(4, 5)[:, 1:3].t())
+        return model
+
+    model = make_with(torch.rand(20))
+    for wait in (True, False):
+        with contextlib.closing(Store(tmp_path / str(wait))) as store:
+            store.save(1, model=model, extra={"gaps": torch.arange(20)[1::3]}, wait=wait).wait()
+            other, extra = make_with(torch.zeros(20)), {}
+            store.load(model=other, extra=extra)
+        assert_same_state(other.state_dict(), model.state_dict())
+        assert_same_state(extra, {"gaps": torch.arange(20)[1::3]})
+
+
+def test_an_expanded_tensor_is_refused_when_it_is_saved(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(1).expand(5))
+    with pytest.raises(UnsupportedOp, match=r"^scale has elements that share memory, so it cannot be filled by a load"):
+        Store(tmp_path).save(1, model=model)

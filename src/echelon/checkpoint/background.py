@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.lock import FileLock, name_of, note, noted
+from echelon.checkpoint.priority import restore
 from echelon.errors import FileError
+
+_LOOK = 0.2
+"""Seconds between two looks at a writer that is waited for."""
 
 
 class SharedBuffer:
@@ -90,7 +94,11 @@ class BackgroundWriter:
 
     def wait(self) -> dict[str, Any]:
         """Waits for the process and returns its outcome: {"ok": True}, or an error and its kind."""
-        status = self._process.wait()
+        status = self._process.poll()
+        while status is None:
+            restore(self._process.pid)  # each time: it may have been lowered after the last one
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(_LOOK)
         outcome = noted(self._job)
         if "ok" in outcome or "error" in outcome:
             return outcome

@@ -9,18 +9,19 @@ the job writes into the folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 
-from echelon.checkpoint.commit import clear, prepare
+from echelon.checkpoint.commit import clear, is_records, prepare
 from echelon.checkpoint.fs import FileSystem
 from echelon.checkpoint.lock import Lock, holder_of, is_alive, is_held, wait_until, who_holds
+from echelon.checkpoint.priority import restore
 from echelon.errors import CheckpointError
 
 PATIENCE = 60.0
 """Seconds in which the writers of a job that has ended may commit."""
 _LOCK = ".lock"
-_RECORDS = ".writers"
 
 
 def claim(fs: FileSystem, folder: str, patience: float = PATIENCE) -> Lock:
@@ -61,8 +62,10 @@ def settle_before_reading(fs: FileSystem, folder: str, patience: float = PATIENC
         return
     try:
         lock = fs.lock(f"{folder}/{_LOCK}")
-    except PermissionError:  # a job that may only read is not the next start of one that saves
-        return
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return  # a job that may only read is not the next start of one that saves
+        raise
     try:
         if lock.try_take():
             settle(fs, folder, patience)
@@ -81,6 +84,9 @@ def settle(fs: FileSystem, folder: str, patience: float) -> None:
     def busy() -> list[str]:
         return [path for path in _records(fs, folder) if is_held(path)]
 
+    for value in map(who_holds, busy()):
+        if value.get("writes") and is_alive(value):
+            restore(value["pid"])
     if wait_until(lambda: not busy(), patience):
         return
     for path in busy():
@@ -91,7 +97,7 @@ def settle(fs: FileSystem, folder: str, patience: float) -> None:
 
 
 def _records(fs: FileSystem, folder: str) -> list[str]:
-    folders = [f"{folder}/{name}" for name in fs.list_folder(folder) if name.endswith(_RECORDS)]
+    folders = [f"{folder}/{name}" for name in fs.list_folder(folder) if is_records(name)]
     found = []
     for each in folders:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile; not ours

@@ -20,9 +20,12 @@ from echelon.checkpoint.optimizer import OptimizerState, check_optimizer, kind_o
 from echelon.checkpoint.param_groups import ParamGroup, merge
 from echelon.checkpoint.random_states import process_state, states_of
 from echelon.checkpoint.state import Json, Piece, Spec, State
-from echelon.errors import CheckpointError, EchelonError, InvalidArgument
+from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.run.pipeline import Pipeline
+
+_TAKEN = {"random", "hook"}
+"""Names under which a checkpoint has the process's random states, and the state of a gradient hook."""
 
 
 class PerRank:
@@ -42,11 +45,16 @@ class Objects:
 
     model: object = None
     optimizer: object = None
+    scheduler: object = None
+    scaler: object = None
     generators: object = None
     loader: object = None
     extra: dict[str, Any] | None = None
     others: dict[str, object] = field(default_factory=dict)
-    """Scheduler, scaler and other objects with state_dict and load_state_dict, by keyword."""
+    """Scheduler, scaler, further models and optimizers, and objects with state_dict and load_state_dict, by keyword."""
+
+    def __post_init__(self) -> None:
+        self.others = {"scheduler": self.scheduler, "scaler": self.scaler, **self.others}
 
     @property
     def models(self) -> dict[str, Any]:
@@ -73,6 +81,8 @@ class Objects:
             if not isinstance(one, nn.Module | Pipeline | optim.Optimizer) and one is not None
         }
         for name, one in found.items():
+            if name in _TAKEN:
+                raise InvalidArgument(f"{name}= is a name of the checkpoint's own: pass it as my_{name}=")
             check_stateful(one, name)
         return found
 
@@ -137,14 +147,15 @@ def describe_or_fail(
     """Returns this rank's description, and the descriptions that all ranks told. Blocks.
 
     Raises:
-        EchelonError: describing failed on this rank, or (as a CheckpointError) on another.
+        Exception: describing failed on this rank.
+        CheckpointError: it failed on another.
     """
-    failure: EchelonError | None = None
+    failure: Exception | None = None
     try:
         mine = describe()
         text = tell(mine)
-    except EchelonError as error:
-        failure, text = error, {"error": f"{type(error).__name__}: {error}"}
+    except Exception as error:  # also of the user's state_dict(): the others must not wait for this rank
+        failure, text = error, {"error": summarize(error)}
     told = [text] if group is None else cast("list[dict[str, Any]]", group.all_gather_object(text))
     if failure is not None:
         raise failure

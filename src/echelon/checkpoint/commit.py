@@ -28,6 +28,12 @@ def writers_of(draft: str) -> str:
     return draft + ".writers"
 
 
+def is_records(name: str) -> bool:
+    """Whether a name is that of a folder with the records of writers."""
+    match = _LEFTOVER.fullmatch(name)
+    return match is not None and match[1] == ".writers"
+
+
 def prepare(fs: FileSystem, folder: str) -> None:
     """Makes a folder of checkpoints, and its parents, if it does not exist.
 

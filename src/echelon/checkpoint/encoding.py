@@ -26,6 +26,10 @@ from echelon.errors import InvalidArgument
 
 _MARK = "!"
 """Begins the only key of a dict that stands for another value. A dict with such a key of its own is stored as pairs."""
+_DEEPEST = 50
+"""Values inside of each other. Python's own limit of recursion ends at a few hundred."""
+_LONGEST = 14_000
+"""Bits of the longest number. Python refuses to write or read longer ones as text."""
 _EXACT = 2**53
 """Whole numbers from here on are stored as text: many readers of JSON take them for floats."""
 
@@ -140,6 +144,8 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], around: list[i
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int):
+        if value.bit_length() > _LONGEST:
+            raise InvalidArgument(f"{name} is a number of {value.bit_length()} bits, and up to {_LONGEST} are stored")
         return int(value) if abs(value) < _EXACT else {_MARK + "int": str(int(value))}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK + "float": repr(float(value))}
@@ -156,6 +162,8 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], around: list[i
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         if id(value) in around:
             raise InvalidArgument(f"{name} contains itself, and JSON-like data cannot: take it out")
+        if len(around) >= _DEEPEST:
+            raise InvalidArgument(f"{name[:100]} is nested more than {_DEEPEST} deep: flatten it")
         return _encode_nested(value, name, tensors, [*around, id(value)])
     raise InvalidArgument(
         f"{name} is {named(value)}, and a checkpoint takes numbers, text, tensors, and lists and dicts of them: store "

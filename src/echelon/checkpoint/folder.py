@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
@@ -135,8 +136,18 @@ class Folder:
             raise CheckpointError(f"{self.path} has no checkpoint of step {step}: {have}")
         each = self.look(step)
         if each.manifest is None:
-            raise CheckpointError(each.problem)
+            raise CheckpointError(each.problem if each.is_newer else each.problem + self.advice(step))
         return each.manifest
+
+    def advice(self, step: int) -> str:
+        """Returns the end of a message about a damaged step: the newest older one that is complete, if there is one."""
+        for older in self._named():
+            # Files that are missing or too short count, too. A flipped bit is found when it is loaded.
+            with contextlib.suppress(CheckpointError, FileError):
+                if older < step and (manifest := self.look(older).manifest) is not None:
+                    self.check_names(manifest)
+                    return f"; to go on from the complete one before it, load step={older}"
+        return ""
 
     def check_names(self, manifest: Manifest) -> None:
         """Looks for files that are missing, of another size, or not of the checkpoint.

@@ -104,8 +104,8 @@ def _sources(layout: FileLayout, copies: Iterable[Copy], pieces: Sequence[Piece]
 
 
 def _bytes_of(values: Tensor, first: int, last: int) -> Tensor:
-    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)[first:last]  # copies only if it is not contiguous
-    return flat.view(torch.uint8)
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)[first:last]
+    return flat.contiguous().view(torch.uint8)  # one dim with gaps is flat already, and is not copied before
 
 
 def _tensor_of(data: bytes) -> Tensor:

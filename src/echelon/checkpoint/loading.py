@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from echelon.arguments import check_path, is_count, shown
 from echelon.checkpoint.blocks import Read
 from echelon.checkpoint.claim import settle_before_reading
-from echelon.checkpoint.folder import Folder, failed_to
+from echelon.checkpoint.folder import Folder, failed_to, step_name
 from echelon.checkpoint.fs import FileSystem
 from echelon.checkpoint.image import bytes_of, dtype_of
 from echelon.checkpoint.layout import Part
@@ -98,13 +99,24 @@ class Checkpoint:
 
     def _read(self, by_file: dict[int, list[Read]]) -> None:
         for number in sorted(by_file):
-            file = self._folder.open_file(self._manifest, number)
-            try:
-                file.read(by_file[number])
-            except OSError as error:
-                raise failed_to("read", f"{self._folder.path}/{file_name(number)}", error) from None
-            finally:
-                file.close()
+            with _advising(self._folder, self.step):
+                file = self._folder.open_file(self._manifest, number)
+                try:
+                    file.read(by_file[number])
+                except OSError as error:
+                    path = f"{self._folder.path}/{step_name(self.step)}/{file_name(number)}"
+                    raise failed_to("read", path, error) from None
+                finally:
+                    file.close()
+
+
+@contextlib.contextmanager
+def _advising(folder: Folder, step: int) -> Iterator[None]:
+    """Adds to a CheckpointError about a step how to go on."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{folder.advice(step)}") from None
 
 
 def open_checkpoint(
@@ -124,7 +136,7 @@ def open_checkpoint(
         fs: the file system; None: this host's.
 
     Raises:
-        InvalidArgument: `step` is no number of at least 0.
+        InvalidArgument: `step` is no number of at least 0, or differs between ranks.
         CheckpointError: there is no such step, it is damaged or of a newer version, or ranks see different files.
         FileError: the folder cannot be read.
     """
@@ -139,12 +151,19 @@ def open_checkpoint(
         settle_before_reading(folder.fs, folder.path)
         manifest = folder.newest() if step is None else folder.manifest(step)
         if manifest is not None:
-            folder.check_names(manifest)
+            with _advising(folder, manifest.step):
+                folder.check_names(manifest)
         return manifest
 
     manifest = together(group, choose, folder.path)
     mine = None if manifest is None else [manifest.step, [file.crcs for file in manifest.files][:1]]
-    chosen = gather(group, mine)[0]
+    told = gather(group, [step, mine])
+    for number, (asked, _) in enumerate(told):
+        if asked != told[0][0]:
+            raise InvalidArgument(
+                f"rank {number} loads step={asked} and rank 0 step={told[0][0]}: pass the same on all ranks"
+            )
+    chosen = told[0][1]
     if chosen is None:
         return None
 

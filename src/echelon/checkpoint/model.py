@@ -230,6 +230,9 @@ def _check(tensor: Tensor, name: str, takes_meta: bool) -> None:
     check_values(tensor, f"a checkpoint, {name},", takes_meta=takes_meta)
     if tensor.is_quantized:
         raise UnsupportedOp(f"{name} is a quantized tensor, which a checkpoint does not take: dequantize it first")
+    # As after expand(). torch itself refuses to write into it.
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UnsupportedOp(f"{name} has elements that share memory, so it cannot be filled by a load: clone() it")
 
 
 def plain_name(name: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.collect import Objects, check_extra, check_stateful, describe_or_fail, place_of
+from echelon.checkpoint.contents import check_contents
 from echelon.checkpoint.encoding import decode, tensor_names
 from echelon.checkpoint.model import ModelTensors, Place, ranges_of, tensors_of
 from echelon.checkpoint.optimizer import Target, groups_of, is_cut, kind_of, restored, saved_states
@@ -24,7 +25,7 @@ from echelon.checkpoint.state import Json, Spec, Wanted
 from echelon.checkpoint.together import together
 from echelon.data_parallel.reducer import Learned
 from echelon.data_parallel.zero import ZeroOptimizer
-from echelon.errors import InvalidArgument
+from echelon.errors import CheckpointError, InvalidArgument, summarize
 from echelon.group.group import JsonLike, ProcessGroup
 from echelon.pipeline.run.weights import give_memory
 
@@ -96,10 +97,14 @@ def restore(
 
     Raises:
         InvalidArgument: the objects are others than the saved ones; on all ranks, before anything has changed.
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or the manifest has values that no save writes.
     """
+    check_contents(source.step, source.data, len(source.own))
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
-    live, told = describe_or_fail(lambda: _describe(source, objects, rank, world_size), _told, group)
+    live, told = describe_or_fail(
+        lambda: _describe(source, objects, rank, world_size), lambda one: _told(one) | {"strict": strict}, group
+    )
+    _compare_calls(told)
     _compare_models(source, told, set(live.models), strict)
     matched = _match_groups(source, live, told, strict)
     live.own_rank = _own_rank(source, live.place, rank, [Place(*each["place"]) for each in told])
@@ -159,6 +164,7 @@ def _told(live: _Live) -> dict[str, JsonLike]:
     """Returns this rank's description, as the other ranks get it."""
     found: dict[str, Any] = {
         "place": list(live.place),
+        "models": list(live.models),
         "tensors": {
             name: [live.stored.get(name, ""), list(tensor.shape), str(tensor.dtype)]
             for model in live.models.values()
@@ -170,6 +176,20 @@ def _told(live: _Live) -> dict[str, JsonLike]:
         },
     }
     return found
+
+
+def _compare_calls(told: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidArgument if ranks load into different objects, or with another `strict`."""
+    for rank, each in enumerate(told):
+        for what, first in (("models", told[0]["models"]), ("groups", list(told[0]["groups"]))):
+            if difference := sorted(set(first) ^ set(each[what])):
+                name = difference[0].removesuffix("/") or "model"
+                raise InvalidArgument(f"ranks 0 and {rank} do not both load {name}: pass the same on all ranks")
+        if each["strict"] != told[0]["strict"]:
+            raise InvalidArgument(
+                f"rank {rank} loads with strict={each['strict']} and rank 0 with strict={told[0]['strict']}: pass the "
+                "same on all ranks"
+            )
 
 
 def _compare_models(source: Source, told: Sequence[Mapping[str, Any]], prefixes: set[str], strict: bool) -> None:
@@ -311,9 +331,20 @@ def _read_values(live: _Live, strict: bool) -> None:
     for name, data in cast("dict[str, Json]", source.data["extra_state"]).items():
         if any(name in each.extra_state for each in live.models.values()):
             found[name] = (data, "")
-    _read_small(live, [one + suffix for data, suffix in found.values() for one in tensor_names(data)])
+    names = [one + suffix for data, suffix in found.values() for one in tensor_names(data)]
+    if unknown := sorted(set(names) - set(source.specs)):
+        raise CheckpointError(f"step {source.step} has no tensor {unknown[0]}, to which its manifest refers")
+    _read_small(live, names)
     for name, (data, suffix) in found.items():
-        live.values[name] = decode(data, lambda one, suffix=suffix: live.tensors[one + suffix])  # type: ignore[misc]
+        live.values[name] = _decoded(live, name, data, suffix)
+
+
+def _decoded(live: _Live, name: str, data: Json, suffix: str) -> Any:
+    try:
+        return decode(data, lambda one: live.tensors[one + suffix])
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        step = live.source.step
+        raise CheckpointError(f"{name} of step {step} has a form that no save writes: {summarize(error)}") from None
 
 
 def _read_small(live: _Live, names: Iterable[str]) -> None:

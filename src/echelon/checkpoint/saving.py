@@ -136,7 +136,7 @@ class Saver:
             UnsupportedOp: a dtype that cannot be stored.
         """
         if not is_count(step) or step >= _MAX_STEP:
-            raise InvalidArgument(f"step={shown(step)}: give a number from 0 on")
+            raise InvalidArgument(f"step={shown(step)}: give a number from 0 on, below {_MAX_STEP:.0e}")
         self.finish()
         self._plan, self._run, own = agree(self._group, {"step": step, "wait": wait}, state, self._run, self._plan)
         together(self._group, lambda: self._begin(step), self.path)
@@ -164,11 +164,11 @@ class Saver:
             FileError: a file could not be written on some rank. All ranks raise it.
             CheckpointError: the save failed for another reason. All ranks raise it.
         """
-        handle, self._pending = self._pending, None
-        writer, self._writer = self._writer, None
+        handle, writer = self._pending, self._writer
         if handle is None:
             return
         if writer is not None:
+            # It may be interrupted by Ctrl-C. So the save counts as pending until its outcome is known.
             outcomes = gather(self._group, writer())
             # Rank 0's writer reports the failures of others, too, in other words: theirs come first.
             error: EchelonError | None = None
@@ -178,6 +178,7 @@ class Saver:
             except (FileError, CheckpointError) as caught:
                 error = caught
             handle._end(error)
+        self._pending = self._writer = None
         handle.wait()
 
     def close(self) -> None:
@@ -212,13 +213,16 @@ class Saver:
         """Writes this rank's file, and commits on rank 0."""
         draft = draft_of(self.path, manifest.step, self._run)
         path = f"{draft}/{file_name(self._rank)}"
-        error: EchelonError | None = None
+        error: Exception | None = None
         outcome: _Outcome = {}
         try:
             size, crcs = write_file(self._fs, path, blocks(plan.tensors.layouts[self._rank], plan.copies, state.pieces))
             outcome = {"size": size, "crc32": crcs}
         except OSError as caught:
             error = failed_to("write", path, caught)
+        except Exception as caught:  # as of a GPU: the others must not wait for this rank
+            error = caught
+        if error is not None:
             outcome = failure(error)
         outcomes = gather(self._group, outcome)
         if any("error" in each for each in outcomes):

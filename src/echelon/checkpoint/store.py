@@ -29,7 +29,7 @@ class Store:
         """Names the folder. It is made by the first save.
 
         Args:
-            path: the folder, which all ranks see.
+            path: the folder, which all ranks see. It stays the same if the program changes its working directory.
             keep: number of newest checkpoints that a save leaves. None: all.
             group: the ranks that save and load. None: those of the model; for a plain module those of its
                 ZeroOptimizer, of this process or simulated rank, or of torch.distributed.
@@ -37,7 +37,9 @@ class Store:
         Raises:
             InvalidArgument: an argument has a wrong type or value.
         """
-        self._path = check_path(path)
+        if not check_path(path):
+            raise InvalidArgument("path is empty: give a folder, such as 'runs/gpt', or '.' for the current one")
+        self._path = os.path.abspath(path)
         if keep is not None and not is_count(keep, 1):
             raise InvalidArgument(f"keep={keep!r}: give the number of checkpoints to keep, 1 or more, or None for all")
         if group is not None:
@@ -93,9 +95,7 @@ class Store:
         """
         if not is_count(step):
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
-        objects = Objects(
-            model, optimizer, generators, loader, extra, {"scheduler": scheduler, "scaler": scaler, **others}
-        )
+        objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
         group = self._group_of(objects)
         found = collect(objects, group)
         return self._open(group).save(step, found.state, wait=wait, seed=found.seed, layout=found.layout)
@@ -135,9 +135,7 @@ class Store:
         """
         if step is not None and not is_count(step):
             raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0, or None for the newest")
-        objects = Objects(
-            model, optimizer, generators, loader, extra, {"scheduler": scheduler, "scaler": scaler, **others}
-        )
+        objects = Objects(model, optimizer, scheduler, scaler, generators, loader, extra, others)
         group = self._group_of(objects)
         source = open_checkpoint(self._path, group, step)
         if source is None:
@@ -153,8 +151,12 @@ class Store:
         """Reads every byte of a checkpoint and compares checksums. Does not communicate.
 
         Raises:
+            InvalidArgument: `step` is no number of at least 0.
+            FileError: a file cannot be read.
             CheckpointError: something is damaged or missing. The message names the first file and tensor.
         """
+        if not is_count(step):
+            raise InvalidArgument(f"step is {named(step)}: give a whole number of at least 0")
         problems = Folder(self._path).verify(step)
         if problems:
             more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""

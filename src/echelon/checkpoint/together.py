@@ -32,11 +32,11 @@ def together(group: ProcessGroup | None, act: Callable[[], Result], path: str = 
         path: path in the message of an OSError that names none.
 
     Raises:
-        EchelonError: the act failed on this rank.
+        Exception: the act failed on this rank.
         FileError: it failed on another rank, or here with an OSError.
         CheckpointError: it failed on another rank for another reason.
     """
-    error: EchelonError | None = None
+    error: Exception | None = None
     result: list[Result] = []
     try:
         result.append(act())
@@ -44,6 +44,8 @@ def together(group: ProcessGroup | None, act: Callable[[], Result], path: str = 
         error = caught
     except OSError as caught:
         error = failed_to("use", path, caught)
+    except Exception as caught:  # of the user's code, or of a GPU: the others must not wait for this rank
+        error = caught
     outcomes = gather(group, None if error is None else failure(error))
     if error is not None:
         raise error

@@ -19,10 +19,8 @@ from echelon.checkpoint.folder import failed_to
 from echelon.checkpoint.fs import Disk
 from echelon.checkpoint.lock import note, noted, wait_for_end
 from echelon.checkpoint.manifest import encode, file_name
+from echelon.checkpoint.priority import lower
 from echelon.errors import CheckpointError, EchelonError, FileError, summarize
-
-_NICE = 10
-"""Where trainer and writer share a processor, the writer gets a tenth of it."""
 
 
 def main(memory: int, record: int, job: int) -> None:
@@ -36,7 +34,7 @@ def main(memory: int, record: int, job: int) -> None:
     task = noted(job)
     note(job, {"died": True})
     try:
-        os.nice(_NICE)
+        lower()
         os.read(sys.stdin.fileno(), 1)  # once the rank has noted this process, or has died
         _write(task, memory, record)
         if task["rank"] == 0:
