@@ -2,7 +2,7 @@
 
     python conformance/run.py            # 2 and 4 ranks; --ranks 2, or names of tests, for less
 
-Ends with status 1 if Echelon fails a test that Gloo passes.
+Ends with status 1 if Echelon fails a test that Gloo passes, or if either ends before its last test.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Outcomes(NamedTuple):
     problems: dict[str, str]
     """Problem of each test that ran, by the test's name. Empty if it passed."""
     skipped: int
+    ended: bool
+    """Whether all tests ran: the process neither died nor took too long."""
 
     @property
     def passed(self) -> set[str]:
@@ -44,17 +46,22 @@ def run(backend: str, num_ranks: int, names: list[str]) -> Outcomes:
         results.touch()
         environ = os.environ | {"BACKEND": backend, "WORLD_SIZE": str(num_ranks), "TEMP_DIR": folder}
         command = [sys.executable, str(HERE / "suite.py"), str(results), *names]
+        ended = False
         try:
-            subprocess.run(command, env=environ, stdout=log, stderr=log, timeout=SECONDS, check=False)
+            done = subprocess.run(command, env=environ, stdout=log, stderr=log, timeout=SECONDS, check=False)
+            ended = done.returncode == 0
         except subprocess.TimeoutExpired:
             print(f"{backend} on {num_ranks} ranks took more than {SECONDS:g} s; tests that are missing failed")
         told = [json.loads(line) for line in results.read_text().splitlines()]
     problems = {each["test"]: each["problem"] for each in told if each["problem"] is not None}
-    return Outcomes(problems, len(told) - len(problems))
+    return Outcomes(problems, len(told) - len(problems), ended)
 
 
 def report(num_ranks: int, control: Outcomes, ours: Outcomes) -> bool:
-    """Prints a table of all tests that ran on either. True if ours passed every test that the control passed."""
+    """Prints a table of all tests that ran on either. True if ours passed every test that the control passed.
+
+    False if either has not run all tests: a test that is missing over Gloo would be missing from the comparison.
+    """
     print(f"\n{num_ranks} ranks\n{'':68}control  echelon")
     for name in sorted(control.problems.keys() | ours.problems.keys()):
         words = [
@@ -65,10 +72,12 @@ def report(num_ranks: int, control: Outcomes, ours: Outcomes) -> bool:
     for backend, found in zip(BACKENDS, (control, ours), strict=True):
         failed = len(found.problems) - len(found.passed)
         print(f"{backend}: {len(found.passed)} passed, {failed} failed, {found.skipped} skipped by the suite")
+        if not found.ended:
+            print(f"{backend} ended before its last test: see {LOGS}/{backend}-{num_ranks}.log")
     worse = sorted(control.passed - ours.passed)
     for name in worse:
         print(f"\n{name} passes over Gloo and not over Echelon:\n{ours.problems.get(name, 'it did not end')}")
-    return not worse
+    return not worse and control.ended and ours.ended
 
 
 def main() -> None:

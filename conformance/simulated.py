@@ -5,8 +5,8 @@
     python conformance/simulated.py test_dtensor.py --tests test_from_local
 
 Prints a table of all files, and each test that passes on processes only, with the reason. Ends with status 1 if such a
-test has no reason in `differences.toml`, or if less than 90 % pass. Ends with a line and status 0 if the tests cannot
-be downloaded.
+test has no reason in `differences.toml`, if less than 90 % pass, or if no test passes over Gloo. Ends with a line and
+status 0 if the tests cannot be downloaded.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ PARTS = (
 class File(NamedTuple):
     """File of tests."""
 
-    part: str
+    of: Part
     path: Path
     name: str
     """Path inside of the folder of tests."""
-    on_cpu: bool
 
 
 class Compared(NamedTuple):
@@ -89,7 +88,7 @@ def files_in(tree: Path) -> Iterator[File]:
     folder = tree / torch_source.FOLDER
     for part in PARTS:
         for path in sorted({path for pattern in part.patterns for path in folder.glob(pattern)}):
-            yield File(part.name, path, str(path.relative_to(folder)), part.on_cpu)
+            yield File(part, path, str(path.relative_to(folder)))
 
 
 def run(how: str, file: File, tests: Sequence[str], keeps: bool) -> dict[str, str | None]:
@@ -102,12 +101,14 @@ def run(how: str, file: File, tests: Sequence[str], keeps: bool) -> dict[str, st
     if not (keeps and results.exists()):
         stem.parent.mkdir(parents=True, exist_ok=True)
         results.write_text("")
-        command = [sys.executable, str(HERE / "file_of_tests.py"), *(["--on-cpu"] if file.on_cpu else [])]
+        command = [sys.executable, str(HERE / "file_of_tests.py"), *(["--on-cpu"] if file.of.on_cpu else [])]
         command += [how, str(file.path), str(results), *tests, "--without", *(pattern for pattern, _ in left_out(file))]
         with tempfile.TemporaryDirectory() as folder, open(stem.with_suffix(".log"), "w") as log:
             (Path(folder) / "barrier").touch()
             environ = os.environ | {"TEMP_DIR": folder, "OMP_NUM_THREADS": "1"}
-            subprocess.run(command, env=environ, stdout=log, stderr=log, timeout=SECONDS, check=False)
+            done = subprocess.run(command, env=environ, stdout=log, stderr=log, timeout=SECONDS, check=False)
+        if done.returncode:
+            print(f"{file.name}, {how}: ended with status {done.returncode} before its last test: see {log.name}")
     told = [json.loads(line) for line in results.read_text().splitlines()]
     return {each["test"]: each["problem"] for each in told}
 
@@ -149,7 +150,7 @@ def report(found: Sequence[Compared], source: str) -> bool:
     print(f"\nTests of torch {source}, with torch {torch.__version__}, Python {platform.python_version()}.")
     print("\n| tests | pass over Gloo | on simulated ranks | share |\n|---|---|---|---|")
     for name in dict.fromkeys(part.name for part in PARTS):
-        of_part = [each for each in found if each.file.part == name and each.passing]
+        of_part = [each for each in found if each.file.of.name == name and each.passing]
         for each in of_part:
             _print_row(f"`{each.file.name}`", [each])
         if of_part:
@@ -160,7 +161,9 @@ def report(found: Sequence[Compared], source: str) -> bool:
         print(f"\n{each.file.name}::{name} fails on simulated ranks, for no known reason:\n{each.failing[name]}")
     num_passing = sum(len(each.passing) for each in found)
     num_failing = sum(len(each.failing) for each in found)
-    return not unknown and num_passing - num_failing >= GOAL * num_passing
+    if not num_passing:
+        print(f"\nno test passes over Gloo: see {OUT / 'simulated'}")
+    return not unknown and num_passing > 0 and num_passing - num_failing >= GOAL * num_passing
 
 
 def _print_row(name: str, found: Sequence[Compared]) -> None:
@@ -206,6 +209,8 @@ def main() -> None:
     ]
     if not files:
         sys.exit(f"no such file of tests in {tree}")
+    if lost := [part for part in PARTS if not arguments.files and part not in {each.of for each in files}]:
+        sys.exit(f"no file in {tree} is one of {' or '.join(pattern for part in lost for pattern in part.patterns)}")
     found = []
     for file in files:
         print(file.name, flush=True)

@@ -34,7 +34,9 @@ def fetched(into: Path) -> Path:
     tree = into / tag
     if (tree / FOLDER).is_dir():
         return tree
-    shutil.rmtree(tree, ignore_errors=True)  # of a download that was cut off
+    # Elsewhere until it is whole: a tree with a part of the tests would be taken for all of them.
+    draft = into / f"{tag}.part"
+    shutil.rmtree(draft, ignore_errors=True)
     into.mkdir(parents=True, exist_ok=True)
     # Without history, and only the blobs of the folder: a few megabytes of several hundred.
     for command in (
@@ -47,9 +49,9 @@ def fetched(into: Path) -> Path:
             "--filter=blob:none",
             "--sparse",
             ADDRESS,
-            str(tree),
+            str(draft),
         ],
-        ["git", "-C", str(tree), "sparse-checkout", "set", FOLDER, _HELPERS],
+        ["git", "-C", str(draft), "sparse-checkout", "set", FOLDER, _HELPERS],
     ):
         try:
             done = subprocess.run(
@@ -67,4 +69,4 @@ def fetched(into: Path) -> Path:
         if done.returncode:
             told = [line for line in done.stderr.splitlines() if line.startswith("fatal")]
             raise Unreachable(told[0] if told else "git failed")
-    return tree
+    return draft.rename(tree)

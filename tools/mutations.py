@@ -6,7 +6,7 @@
 
 A mutation is killed if a test fails, or if its tests do not end within the deadline. One that survives shows a gap in
 the tests: add a test, or replace the mutation if it changes no behaviour. The exit status is 1 if a mutation survives,
-if the list does not fit the source, or if the tests fail without a mutation.
+if the list does not fit the source, if no mutation was chosen, or if the tests fail without a mutation.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_suffix(".toml")
@@ -123,7 +125,9 @@ def run_tests(tree: Path, tests: Sequence[str], deadline: float, also: Sequence[
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        return Outcome(process.returncode == 0, is_late, time.monotonic() - began, output.read())
+        # Without a test nothing has failed: no file of the list has quick tests any more.
+        passed = process.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        return Outcome(passed, is_late, time.monotonic() - began, output.read())
 
 
 def copy_of_project(folder: Path) -> Path:
@@ -172,6 +176,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{len(mutations)} mutations fit the source")
         return 0
     chosen = [one for one in mutations if not given.words or any(word in str(one) for word in given.words)]
+    if not chosen:
+        print(f"no mutation's file or description contains {' or '.join(given.words)}")
+        return 1
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(max(1, given.jobs)):

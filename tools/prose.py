@@ -190,6 +190,9 @@ def main(names: list[str]) -> int:
     """Checks some files and folders and returns the exit status."""
     paths: list[Path] = []
     for path in map(Path, names or ["src"]):
+        if not path.exists():
+            print(f"there is no {path}")
+            return 1
         paths += sorted([*path.rglob("*.py"), *path.rglob("*.md")]) if path.is_dir() else [path]
     code = [path for path in paths if path.suffix == ".py"]
     pages = [path for path in paths if path.suffix == ".md"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import echelon
+from tests.helpers.reductions import digest
 
 DOCS = Path(__file__).parents[2] / "docs" / "collectives.md"
 OPS = ("sum", "product", "mean", "min", "max", "band", "bor", "bxor")
@@ -190,3 +191,36 @@ def test_what_cannot_be_written_in_place_is_refused():
     messages = echelon.simulate(write_expanded, 1).results[0]
     assert len(messages) == 2
     assert all("writes the tensor in place, but its elements share memory: call .clone() first" in m for m in messages)
+
+
+def edges(dtype, count, seed):
+    """Returns bits of any kind for 16-bit floats, many of them NaN. Else numbers, zeros of both signs among them."""
+    if dtype.itemsize == 2:
+        return sample(dtype, (count,), seed)
+    numbers = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return numbers if dtype.is_complex else torch.where(numbers < 0, torch.copysign(torch.zeros(1), -numbers), 0.0)
+
+
+def reduced_with_other_strides(group, spreads):
+    """Returns the bits of reductions, to which rank 0 gives tensors with strides if `spreads`."""
+    whole, own = {}, {}
+    cases = [(torch.complex64, "product"), (torch.float32, "min"), (torch.float32, "max")]
+    cases += [(dtype, op) for dtype in (torch.bfloat16, torch.float16) for op in ("sum", "mean", "max")]
+    for dtype, op in cases:
+        for count in (130, 60_000):
+
+            def given(dtype=dtype, count=count):
+                values = edges(dtype, count, group.rank)
+                return torch.stack([values, values], 1)[:, 0] if spreads and group.rank == 0 else values
+
+            name = f"{op} of {count} {dtype}"
+            whole[name] = digest(group.all_reduce(given(), op))
+            own[name] = digest(group.reduce(given(), 0, op)), digest(group.reduce_scatter(given(), op))
+    return whole, own
+
+
+def test_strides_on_one_rank_change_no_bit_of_a_reduction(on_backend):
+    """torch computes elements with strides one by one. Their NaN, zeros and complex products had other bits."""
+    plain, spread = (on_backend(reduced_with_other_strides, 2, spreads) for spreads in (False, True))
+    assert plain[0][0] == plain[1][0]
+    assert spread == plain

@@ -31,7 +31,7 @@ def digest(tensor):
     """Returns a short text of a tensor's bits."""
     if tensor is None:
         return ""
-    return hashlib.blake2b(as_bytes(tensor).numpy().tobytes(), digest_size=6).hexdigest()
+    return hashlib.blake2b(as_bytes(tensor.contiguous()).numpy().tobytes(), digest_size=6).hexdigest()
 
 
 def reduced_by(dtype):

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import echelon
 from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.tensors import fake_tensors, operators_of
 from echelon._torch_versions import release
-from echelon.errors import SizeMismatch, UnsupportedOp
+from echelon.errors import EchelonError, SizeMismatch, UnsupportedOp
 from tests.helpers.torch_groups import all_gather_single, reduce_scatter_single
 
 N = 2
@@ -241,6 +242,49 @@ def misfits(rank):
 
 def test_a_list_has_a_tensor_of_the_right_size_for_each_rank(in_world):
     assert in_world(N, misfits) == [([], [2.0, 2.0])] * N
+
+
+def moved_on(rank):
+    """Gives rank 0 alone a wrong list, whose sum of sizes is right, or a wrong dtype or shape. Returns all errors.
+
+    Elements were moved on to the next tensor of the list, and numbers cut to integers, without an error.
+    """
+    own, same, right = torch.ones(rank + 2), torch.ones(4), (2, 3, 4)
+    sizes = right if rank else (2, 4, 3)
+    outputs = [torch.zeros(size) for size in sizes]
+    unequal = [torch.zeros(size) for size in (4, 3, 5)]
+    whole = torch.zeros(4, dtype=torch.float32 if rank else torch.int64)
+    entries = torch.ones(4 if rank else 5).to_sparse()
+    calls = {
+        "all_gather": lambda: dist.all_gather(outputs, own),
+        "all_gather_coalesced": lambda: dist.all_gather_coalesced([[each] for each in outputs], [own]),
+        "gather": lambda: dist.gather(same, None if rank else unequal, dst=0),
+        "scatter": lambda: dist.scatter(whole, [same] * 3 if rank == 1 else None, src=1),
+        "all_reduce": lambda: dist.all_reduce(entries),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.zeros(rank + 2), [torch.ones(size) for size in sizes]),
+    }
+    errors = []
+    for name, call in calls.items():
+        try:
+            call()
+        except EchelonError as error:
+            errors.append((name, type(error).__name__))
+    return errors
+
+
+def moved_on_in_simulation():
+    dist.init_process_group("gloo")
+    return moved_on(dist.get_rank())
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_coalesced")  # deprecated
+@pytest.mark.parametrize("backend", ["echelon", "simulated"])
+def test_a_wrong_list_of_the_right_sum_is_an_error(in_world, backend):
+    is_simulated = backend == "simulated"
+    results = echelon.simulate(moved_on_in_simulation, 3).results if is_simulated else in_world(3, moved_on)
+    alone = ["all_gather", "all_gather_coalesced", "gather", "scatter"]
+    on_all = [("all_reduce", "SizeMismatch"), ("reduce_scatter", "CollectiveMismatch")]
+    assert results == [[*((name, "SizeMismatch") for name in alone), *on_all], on_all, on_all]
 
 
 def overwritten(rank):

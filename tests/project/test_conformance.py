@@ -1,5 +1,6 @@
 """PyTorch's bases of distributed tests start their ranks on processes or on simulated ranks, with the same outcomes."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -113,6 +114,54 @@ EXPECTED = {
     "Shared.test_fail": "failed",
     "Gpus.test_pass": "passed",
 }
+
+
+def program(name):
+    """Returns a module of the folder."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "conformance" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_run_over_gloo_that_ends_early_is_an_error(monkeypatch, tmp_path):
+    """It compared the tests until then, and was fine."""
+    run = program("run")
+    monkeypatch.setattr(run, "LOGS", tmp_path)
+    (tmp_path / "suite.py").write_text(
+        """if True:
+        import os, sys
+        with open(sys.argv[1], "w") as file:
+            file.write('{"test": "test_one", "problem": ""}')
+        sys.exit(int(os.environ["BACKEND"] == sys.argv[2]))"""
+    )
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    for dies in ("none", "control", "echelon"):
+        control, ours = (run.run(backend, 2, [dies]) for backend in run.BACKENDS)
+        assert run.report(2, control, ours) == (dies == "none")
+
+
+def test_a_download_that_was_cut_off_is_not_taken_for_all_tests(monkeypatch, tmp_path):
+    source = program("torch_source")
+
+    def run(command, **_):
+        if "clone" not in command:
+            return subprocess.CompletedProcess(command, 1, "", "fatal: cut off")
+        (Path(command[-1]) / source.FOLDER).mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(source.subprocess, "run", run)
+    for _ in range(2):
+        with pytest.raises(source.Unreachable, match="fatal: cut off"):
+            source.fetched(tmp_path)
+
+
+def test_a_comparison_of_no_tests_is_an_error(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "conformance"))
+    simulated = program("simulated")
+    file = simulated.File(simulated.PARTS[0], Path("test_one.py"), "test_one.py")
+    assert simulated.report([simulated.Compared(file, frozenset({"test"}), {})], "source")
+    assert not simulated.report([simulated.Compared(file, frozenset(), {})], "source")
 
 
 @pytest.mark.slow

@@ -45,6 +45,19 @@ def test_the_verdicts():
     assert mutations.verdict(Outcome(False, True, 1.0, "")) == "timeout"
 
 
+def test_words_that_choose_no_mutation_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(mutations, "problems", lambda _: ())  # which takes seconds
+    assert mutations.main(["no such word"]) == 1
+    assert capsys.readouterr().out == "no mutation's file or description contains no such word\n"
+
+
+def test_a_mutation_whose_tests_are_all_left_out_survives(tmp_path):
+    make_project(tmp_path, "assert echelon.ONE == 2")
+    path = tmp_path / "tests" / "test_one.py"
+    path.write_text(f"import pytest\n\npytestmark = pytest.mark.slow\n{path.read_text()}")
+    assert mutations.verdict(mutations.run_tests(tmp_path, ["test_one.py"], 50.0)) == "survived"
+
+
 def make_project(folder, test):
     (folder / "src" / "echelon").mkdir(parents=True)
     (folder / "tests").mkdir()

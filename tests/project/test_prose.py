@@ -48,3 +48,9 @@ def test_code_tables_headings_questions_and_short_sentences_pass(page):
 def test_a_sentence_has_the_line_of_its_paragraph():
     found = list(prose.sentences("# Title\n\nFirst.\n\n- One. Two.\n- Three.\n"))
     assert [(each.line, each.text) for each in found] == [(3, "First."), (5, "One."), (5, "Two."), (6, "Three.")]
+
+
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):
+    assert prose.main([str(tmp_path)]) == 0
+    assert prose.main([str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().out == f"there is no {tmp_path / 'none'}\n"

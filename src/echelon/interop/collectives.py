@@ -17,7 +17,19 @@ from torch.distributed import Work as TorchWork
 
 from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
-from echelon.interop.tensors import Tensors, check_list, count_change, deal, deal_all, flat, joined, only, row, writable
+from echelon.interop.tensors import (
+    Tensors,
+    check_list,
+    check_sizes,
+    count_change,
+    deal,
+    deal_all,
+    flat,
+    joined,
+    only,
+    row,
+    writable,
+)
 from echelon.interop.works import Options, Runner
 
 
@@ -93,7 +105,8 @@ class Reduction(NamedTuple):
         """Writes the reduced values into the user's tensor. Returns the tensor."""
         if self.divisor is not None:
             total.div_(self.divisor, rounding_mode="trunc")
-        return deal(total, [into], "reduce_scatter")
+        # A factor may have another dtype, and then the product does.
+        return deal(total if self.factor is None else total.to(into.dtype), [into], "reduce_scatter")
 
     def finish_all(self, totals: Tensors, into: Tensors) -> list[Tensor]:
         """Writes many reduced values into the user's tensors. Returns the tensors."""
@@ -124,7 +137,7 @@ def allreduce(runner: Runner, tensors: Tensors, opts: ReduceOptions | None = Non
 
 
 def _entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
-    """Returns the indices (one a row) and the values of a sparse COO tensor, to be gathered.
+    """Returns the indices (one a row), the values and the shape of a sparse COO tensor, to be gathered.
 
     Raises:
         UnsupportedOp: another layout, or a reduction that is not a sum.
@@ -135,12 +148,20 @@ def _entries(tensor: Tensor, reduction: Reduction) -> list[Tensor]:
             "are possible; call .to_dense() first"
         )
     own = tensor.detach().coalesce()
-    return [own.indices().t().contiguous(), own.values()]
+    return [own.indices().t().contiguous(), own.values(), torch.tensor([tensor.shape], dtype=torch.int64, device="cpu")]
 
 
 def _put_sum(tensor: Tensor, reduction: Reduction, num_ranks: int, gathered: Tensors) -> list[Tensor]:
-    """Writes the sum (or mean) of all ranks' entries into a sparse tensor. Returns the tensor."""
-    places, values = gathered
+    """Writes the sum (or mean) of all ranks' entries into a sparse tensor. Returns the tensor.
+
+    Raises:
+        SizeMismatch: the tensors of the ranks differ in shape.
+    """
+    places, values, shapes = gathered
+    if len(of_ranks := {tuple(shape) for shape in shapes.tolist()}) > 1:
+        raise SizeMismatch(
+            f"shape {tuple(tensor.shape)} on all ranks", sorted(of_ranks), "all_reduce of sparse tensors"
+        )
     total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=True).coalesce()
     with torch.no_grad():  # detach() would make another sparse tensor
         return [tensor.copy_(total / num_ranks if reduction.op == "mean" else total)]
@@ -178,9 +199,10 @@ def reduce_scatter(
         return reduce_scatter_single(runner, output, joined(inputs), opts)
     writable([output], "reduce_scatter")
     reduction = Reduction.of(runner, opts, [output])
-    mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    call = partial(runner.group.all_reduce, reduction.prepare(joined(inputs)), reduction.op)
-    return runner.run(call, lambda total: reduction.finish(total[mine], output), opts)
+    # As several tensors: ranks then compare the size of each, and not their sum alone.
+    parts = list(torch.split(reduction.prepare(joined(inputs)), sizes))
+    call = partial(runner.group.all_reduce_coalesced, parts, reduction.op)
+    return runner.run(call, lambda totals: reduction.finish(totals[rank], output), opts)
 
 
 def reduce_scatter_single(
@@ -227,8 +249,11 @@ def allgather(
     """Gathers the tensors of all ranks into a list, on every rank. Their numbers of elements may differ."""
     tensor, (outputs,) = only(input_tensors, "all_gather"), output_tensors
     check_list(outputs, runner.group.rank, runner.group.world_size, tensor.numel(), "all_gather")
+    values = row(tensor, outputs, runner.group.world_size)
+    if values.dim() == 1:
+        return _all_gather_many(runner, [outputs], [tensor], opts)
     writable(outputs, "all_gather")
-    call = partial(runner.group.all_gather, row(tensor, outputs, runner.group.world_size))
+    call = partial(runner.group.all_gather, values)
     return runner.run(call, partial(deal, into=outputs, operation="all_gather"), opts)
 
 
@@ -247,8 +272,22 @@ def _all_gather_many(runner: Runner, places: Sequence[Tensors], inputs: Tensors,
         writable(outputs, "all_gather_coalesced")
     num_ranks = runner.group.world_size
     rows = [row(tensor, outputs, num_ranks) for tensor, outputs in zip(inputs, places, strict=True)]
-    call = partial(runner.group.all_gather_coalesced, rows)
-    return runner.run(call, partial(deal_all, into=places, operation="all_gather"), opts)
+    uneven = [number for number, outputs in enumerate(places) if rows[number].dim() == 1 and len(outputs) == num_ranks]
+    # With their sizes, of which the sum alone would tell nothing about each output.
+    sizes = [_sizes([rows[number] for number in uneven])] if uneven else []
+    call = partial(runner.group.all_gather_coalesced, [*rows, *sizes])
+
+    def settle(gathered: Tensors) -> list[Tensor]:
+        for number, of_ranks in zip(uneven, gathered[-1].t().tolist() if uneven else [], strict=True):
+            check_sizes(places[number], of_ranks, "all_gather")
+        return deal_all(gathered[: len(rows)], places, "all_gather")
+
+    return runner.run(call, settle, opts)
+
+
+def _sizes(tensors: Tensors) -> Tensor:
+    """Returns the numbers of elements of tensors, as one row."""
+    return torch.tensor([[tensor.numel() for tensor in tensors]], dtype=torch.int64, device="cpu")
 
 
 def all_gather_single(runner: Runner, output: Tensor, input: Tensor, opts: Options | None = None) -> TorchWork:
@@ -283,17 +322,26 @@ def gather(
     tensor, outputs = only(input_tensors, "gather"), output_tensors[0] if output_tensors else []
     if outputs:
         check_list(outputs, runner.group.rank, runner.group.world_size, tensor.numel(), "gather")
-    return _gather(runner, outputs, tensor, opts)
+        writable(outputs, "gather")
+    values = flat(tensor)
+    # With the sizes: the root has an output for each rank, of which the sum alone would tell nothing.
+    call = partial(runner.group.gather_coalesced, [values, _sizes([values])], _root(opts))
 
+    def settle(gathered: Tensors | None) -> list[Tensor]:
+        if gathered is None:
+            return []
+        values, sizes = gathered
+        check_sizes(outputs, sizes.flatten().tolist(), "gather")
+        return deal(values, outputs, "gather")
 
-def _gather(runner: Runner, outputs: Tensors, tensor: Tensor, opts: RootOptions | None) -> TorchWork:
-    call = partial(runner.group.gather, flat(tensor), _root(opts))
-    return runner.run(call, partial(deal, into=writable(outputs, "gather"), operation="gather"), opts)
+    return runner.run(call, settle, opts)
 
 
 def gather_single(runner: Runner, output: Tensor, input: Tensor, opts: RootOptions | None = None) -> TorchWork:
     """Gathers the tensors of all ranks into one, on the root. torch calls it since 2.14."""
-    return _gather(runner, [output] if runner.group.rank == _root(opts) else [], input, opts)
+    outputs = writable([output] if runner.group.rank == _root(opts) else [], "gather")
+    call = partial(runner.group.gather, flat(input), _root(opts))
+    return runner.run(call, partial(deal, into=outputs, operation="gather"), opts)
 
 
 def scatter(

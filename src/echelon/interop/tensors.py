@@ -69,6 +69,18 @@ def check_list(tensors: Tensors, rank: int, num_ranks: int, size: int, operation
         raise SizeMismatch(expected, tensors[rank].numel(), operation, "give each rank's tensor the size of its part")
 
 
+def check_sizes(tensors: Tensors, sizes: Sequence[int], operation: str) -> None:
+    """Checks a list with a tensor for each rank, once the sizes of all parts are known.
+
+    Raises:
+        SizeMismatch: a tensor has another size than the part of its rank.
+    """
+    own = [tensor.numel() for tensor in tensors]
+    if own != list(sizes):
+        expected = f"tensors of {list(sizes)} elements, as the ranks sent,"
+        raise SizeMismatch(expected, own, operation, "give each rank's tensor the size of its part")
+
+
 def writable(tensors: Tensors, operation: str) -> Tensors:
     """Checks output tensors before anything is sent, counts their change for autograd, and returns them.
 
@@ -96,13 +108,16 @@ def deal(values: Tensor | None, into: Tensors, operation: str) -> list[Tensor]:
     None for the values, on a rank that gets none: returns an empty list.
 
     Raises:
-        SizeMismatch: the number of values is not the number of elements of all tensors.
+        SizeMismatch: the number of values is not the number of elements of all tensors, or their dtype differs.
     """
     if values is None:
         return []
     sizes = [tensor.numel() for tensor in into]
     if sum(sizes) != values.numel():
         raise SizeMismatch(f"{values.numel()} elements of output", sum(sizes), operation, "give as many as come")
+    for tensor in into:
+        if tensor.dtype != values.dtype:
+            raise SizeMismatch(f"an output of {values.dtype}", tensor.dtype, operation, "give the dtype that comes")
     for part, tensor in zip([values] if len(into) == 1 else torch.split(values.view(-1), sizes), into, strict=True):
         # Equal pointers: the collective has written in place.
         if part.data_ptr() != tensor.data_ptr():

@@ -1,11 +1,6 @@
 """Programs with torch.distributed.checkpoint: saved at once or beside the program, and loaded in another layout."""
 
-import contextlib
-import shutil
-import tempfile
-
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,21 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers.torch_programs.common import Result, digest, mlp, program, train
+from tests.helpers.torch_programs.common import Result, digest, mlp, program, shared_folder, train
 from tests.helpers.torch_programs.sharded import sharded
-
-
-@contextlib.contextmanager
-def _folder():
-    """Gives all ranks a folder that rank 0 has made."""
-    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(where)
-    try:
-        yield where[0]
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(where[0])
 
 
 def _state(model, optimizer):
@@ -57,7 +39,7 @@ def saved_and_loaded(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     model = sharded(mesh)
     losses, optimizer = train(model, rank)
-    with _folder() as folder:
+    with shared_folder() as folder:
         dcp.save(_state(model, optimizer), checkpoint_id=folder)
         saved = digest(parameter.full_tensor() for parameter in model.parameters())
         on = train(model, rank, optimizer=optimizer)[0]
@@ -71,7 +53,7 @@ def saved_beside(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     model = sharded(mesh)
     losses, optimizer = train(model, rank)
-    with _folder() as folder:
+    with shared_folder() as folder:
         saved = digest(parameter.full_tensor() for parameter in model.parameters())
         saving = dcp.async_save(_state(model, optimizer), checkpoint_id=folder)
         with torch.no_grad():
@@ -96,7 +78,7 @@ def loaded_in_another_layout(rank, world_size):
         (square, [Replicate(), Shard(0)]),
     ]
     own, equal = [], []
-    with _folder() as folder:
+    with shared_folder() as folder:
         dcp.save({"values": distribute_tensor(whole, line, [Shard(0)]), "step": 3}, checkpoint_id=folder)
         for mesh, placements in layouts:
             values = distribute_tensor(torch.zeros(11, 6), mesh, placements)
@@ -117,7 +99,7 @@ def from_sharded_to_replicated(rank, world_size):
     train(model, rank)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     everywhere = [len(whole), digest(parameter.full_tensor() for parameter in model.parameters())]
-    with _folder() as folder:
+    with shared_folder() as folder:
         dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
         torch.manual_seed(1)
         replica = DistributedDataParallel(mlp())
@@ -149,7 +131,7 @@ class Counter:
 def states_of_objects(rank, world_size):
     counter = Counter()
     counter.count = 41
-    with _folder() as folder:
+    with shared_folder() as folder:
         dcp.save({"counter": counter, f"of rank {rank}": torch.full((2,), float(rank))}, checkpoint_id=folder)
         counter.count = 0
         own = {"counter": counter, f"of rank {rank}": torch.zeros(2)}

@@ -1,9 +1,12 @@
 """The parts that all programs share: how one begins and ends, its model, its data and its result."""
 
+import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -98,3 +101,16 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, optimizer
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Gives all ranks a folder that rank 0 has made."""
+    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(where)
+    try:
+        yield where[0]
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(where[0])

@@ -3,10 +3,7 @@
 The libraries are imported where they are used: they are not there in every installation, and take seconds.
 """
 
-import contextlib
 import os
-import shutil
-import tempfile
 import warnings
 
 import torch
@@ -14,25 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.torch_programs.common import WIDTH, Result, digest, mlp, program
+from tests.helpers.torch_programs.common import WIDTH, Result, digest, mlp, program, shared_folder
 
 
 def _dataset(samples=32):
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(samples, WIDTH, generator=generator)
     return TensorDataset(inputs, inputs.sin())
-
-
-@contextlib.contextmanager
-def _folder():
-    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(where)
-    try:
-        yield where[0]
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(where[0])
 
 
 # Accelerate
@@ -70,7 +55,7 @@ def accelerate(rank, world_size):
     everywhere.append(accelerator.reduce(torch.tensor(float(rank)), "sum").item())
     with accelerator.main_process_first():
         order = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
-    with _folder() as folder:
+    with shared_folder() as folder:
         accelerator.save_state(folder)
         accelerator.wait_for_everyone()
         before = digest(model.parameters())
@@ -127,7 +112,7 @@ def _logged(trainer):
 
 @program
 def transformers_trainer(rank, world_size):
-    with _folder() as folder:
+    with shared_folder() as folder:
         trainer = _trainer(folder, save_steps=2, save_strategy="steps", gradient_accumulation_steps=2)
         trainer.train()
         metrics = trainer.evaluate()
@@ -149,7 +134,7 @@ def transformers_language_model(rank, world_size):
     config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     tokens = torch.randint(32, (32, 16), generator=torch.Generator().manual_seed(1))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
-    with _folder() as folder:
+    with shared_folder() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
@@ -195,7 +180,7 @@ def lightning_fabric(rank, world_size):
         losses.append(loss.item())
     everywhere = [digest(model.parameters()), fabric.all_reduce(torch.tensor(losses[-1])).item()]
     everywhere.append(fabric.all_gather(torch.tensor([float(rank)])).flatten().tolist())
-    with _folder() as folder:
+    with shared_folder() as folder:
         fabric.save(os.path.join(folder, "state"), {"model": model, "optimizer": optimizer})
         before = digest(model.parameters())
         with torch.no_grad():
@@ -233,7 +218,7 @@ def lightning_trainer(rank, world_size):
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
     lightning.seed_everything(0, verbose=False)
-    with _folder() as folder, warnings.catch_warnings():
+    with shared_folder() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few workers load the data, and few steps are logged
         trainer = lightning.Trainer(
             accelerator="cpu",

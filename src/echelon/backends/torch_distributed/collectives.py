@@ -301,11 +301,14 @@ def _reduced_part(engine: Engine, parts: Sequence[torch.Tensor], operator: Opera
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor as contiguous, in its accumulation dtype. The tensor itself if it is both already."""
-    return tensor.to(accumulation_dtype(tensor.dtype)).contiguous()
+    # Contiguous before it is converted, as on the other ranks: element by element torch gives other bits of NaN.
+    return tensor.contiguous().to(accumulation_dtype(tensor.dtype))
 
 
 def _keep(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copies a result into the caller's tensor, unless it is there already, and returns that tensor."""
     if result.data_ptr() != tensor.data_ptr() or result.dtype != tensor.dtype:
-        tensor.copy_(result.view(tensor.shape))
+        values = result.view(tensor.shape)
+        # Converted before it is spread out, see `_wide`.
+        tensor.copy_(values if tensor.is_contiguous() else values.to(tensor.dtype))
     return tensor

@@ -154,14 +154,15 @@ def _empty(_: Channel, collective: Collective, __: None, ___: Tensor | None) -> 
 
 def _widen(tensor: Tensor) -> Tensor:
     """Returns the values to combine: contiguous, in the accumulation dtype. The tensor itself if it is both already."""
-    dtype = accumulation_dtype(tensor.dtype)
-    return tensor.contiguous() if dtype is tensor.dtype else tensor.to(dtype, memory_format=_PACKED)
+    # Contiguous before it is converted, as on the other ranks: element by element torch gives other bits of NaN.
+    return tensor.contiguous().to(accumulation_dtype(tensor.dtype))
 
 
 def _keep(tensor: Tensor, result: Tensor) -> Tensor:
     """Copies the result into the caller's tensor, unless it is there already, and returns that tensor."""
     if result.data_ptr() != tensor.data_ptr() or result.dtype != tensor.dtype:
-        overwrite(tensor, result)
+        # Converted before it is spread out, see `_widen`.
+        overwrite(tensor, result if tensor.is_contiguous() else result.to(tensor.dtype))
     return tensor
 
 
