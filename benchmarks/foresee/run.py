@@ -42,6 +42,12 @@ class Prediction(NamedTuple):
     """Matrix products, attention, other kernels and exposed communication, in % of the time of the deeper recording."""
 
 
+def compiled(trace: Trace) -> Trace:
+    """Returns a trace of which all kernels are compiled."""
+    entries = (entry._replace(is_compiled=True) if type(entry) is Kernel else entry for entry in trace.entries)
+    return replace(trace, entries=tuple(entries))
+
+
 class Study:
     """Rows with the steps that were recorded for them."""
 
@@ -76,7 +82,7 @@ class Study:
             trace = self._recordings.trace(row.recipe, layers)
             if more:
                 trace = with_another_microbatch(trace)
-            self._traces[key] = fuse(trace) if row.is_compiled else trace
+            self._traces[key] = fuse(compiled(trace)) if row.is_compiled else trace
         world_size = row.recipe.world_size
         cluster = cluster_of(NETWORKS[row.gpu], device, world_size)
         # Memory is asked for without a limit: whether it fits is compared below.

@@ -260,19 +260,23 @@ def test_reductions_have_names_also_if_torch_has_new_ones():
 
 def compiled():
     programs.begin()
-    model = torch.nn.Linear(8, 8).cuda()
-    model.compile(mode="max-autotune")
-    whole, loss = torch.compile(model), torch.compile(dynamic=False)(torch.sum)
-    optimizer = torch.optim.SGD(model.parameters())
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).cuda()
+    inner.compile(mode="max-autotune")
+    whole, loss = torch.compile(torch.nn.Linear(8, 8).cuda()), torch.compile(dynamic=False)(lambda x: x.exp().sum())
+    optimizer = torch.optim.SGD([*inner.parameters(), *whole.parameters()])
     while True:
-        loss(whole(torch.ones(2, 8, device="cuda"))).backward()
+        loss(whole(inner(torch.ones(2, 8, device="cuda"))).tanh()).backward()
         optimizer.step()
 
 
-def test_compiled_programs_run_as_eager_ones_and_say_so():
+def test_compiled_code_runs_as_eager_code_and_its_kernels_are_marked():
     before = torch.compile, torch.nn.Module.compile
     trace = traced(compiled, 2)
-    assert {text.rpartition(" at ")[0] for text in trace.assumptions} == {"torch.compile was taken as eager code"}
+    text = "torch.compile was taken as fused runs of elementwise kernels"
+    assert {each.rpartition(" at ")[0] for each in trace.assumptions} == {text}
     assert len(trace.assumptions) == 2  # by line
-    assert kernels(trace, name="addmm")
+    marked = {each.name: each.is_compiled for each in kernels(trace)}
+    names = ("addmm", "gelu", "gelu_backward", "exp", "tanh", "tanh_backward")
+    assert [marked[name] for name in names] == [True] * 4 + [False] * 2
+    assert not any(each.is_compiled for each in kernels(trace) if each.phase == "optimizer")
     assert (torch.compile, torch.nn.Module.compile) == before

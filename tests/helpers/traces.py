@@ -53,11 +53,12 @@ class Step:
         self.places.append(f"train.py:{len(self.places) + 1}")
         return len(self.places) - 1
 
-    def kernel(self, seconds, stream=0, name="add", reads=None, writes=(), phase="forward", launches=1, flops=0):
+    def kernel(self, seconds, stream=0, name="add", reads=None, writes=(), phase="forward", launches=1, **more):
         """A kernel that moves the bytes of `seconds` on PLAIN, unless its reads are given."""
         reads = ((-1, round(seconds * 100)),) if reads is None else reads
-        kernel = Kernel(stream, name, "other", flops, "float32", (), reads, writes, launches, phase, self._place(), -1)
-        self.entries.append(kernel)
+        about = {"flops": 0, "kind": "other", "dtype": "float32", "shape": (), "module": -1, **more}
+        kernel = {"stream": stream, "name": name, "reads": reads, "writes": writes, "launches": launches}
+        self.entries.append(Kernel(**kernel, **about, phase=phase, place=self._place()))
         return self
 
     def collective(self, number, num_bytes, group=0, stream=0, blocking=False, kind="all_gather"):

@@ -35,7 +35,7 @@ def _facts(trace: Trace) -> Iterator[object]:
 
 def _fact(trace: Trace, entry: Entry) -> object:
     if isinstance(entry, Kernel):
-        return (*entry[:6], _sizes(entry.reads), _sizes(entry.writes), entry.launches, entry.phase)
+        return (*entry[:6], _sizes(entry.reads), _sizes(entry.writes), entry.launches, entry.phase, entry.is_compiled)
     if isinstance(entry, Collective):
         group, root = trace.groups[entry.group], entry.root
         return (

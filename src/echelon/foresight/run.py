@@ -16,6 +16,7 @@ from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.devices import device_named
+from echelon.foresight.play.fusion import fuse
 from echelon.foresight.play.played import Exposed, Played
 from echelon.foresight.play.player import play
 from echelon.foresight.record.device_names import Gpu
@@ -234,8 +235,8 @@ def foresee(
         ),
         choose,
     )
-    traces = {rank: roles.traces[rank] for rank in sorted(set(roles.classes))}
     found = check(roles.traces, roles.classes)
+    traces = {rank: fuse(roles.traces[rank]) for rank in sorted(set(roles.classes))}
     return Foreseen(play(traces, roles.classes, device, cluster), traces, roles.classes, tuple(found), network)
 
 

@@ -41,6 +41,8 @@ class Kernel(NamedTuple):
     """Index of the program's line in `Trace.places`. -1 if there is none."""
     module: int
     """Index of the module in `Trace.modules`. -1 if there is none."""
+    is_compiled: bool = False
+    """Whether the program compiles it together with its neighbours, by torch.compile."""
 
 
 class Collective(NamedTuple):

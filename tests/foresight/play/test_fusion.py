@@ -2,7 +2,14 @@
 
 from echelon.foresight.play.fusion import fuse
 from echelon.foresight.trace import Allocate, Free, Kernel
-from tests.helpers.traces import Step
+from tests.helpers import traces
+
+
+class Step(traces.Step):
+    """A step whose kernels are compiled, unless they say otherwise."""
+
+    def kernel(self, seconds, *, is_compiled=True, **options):
+        return super().kernel(seconds, is_compiled=is_compiled, **options)
 
 
 def kernels(step):
@@ -41,5 +48,8 @@ def test_optimizers_and_copies_of_fsdp_stay():
     assert len(kernels(step)) == 4
 
 
-def test_a_compiled_step_says_that_it_is_approximate():
-    assert any("torch.compile" in each for each in fuse(Step().trace()).assumptions)
+def test_kernels_that_are_not_compiled_stay():
+    step = Step().kernel(1).kernel(1, is_compiled=False).kernel(1, is_compiled=False).kernel(1)
+    assert [each.name for each in kernels(step)] == ["add"] * 4
+    trace = Step().kernel(1, is_compiled=False).kernel(1, is_compiled=False).trace()
+    assert fuse(trace) is trace

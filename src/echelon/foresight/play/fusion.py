@@ -1,4 +1,4 @@
-"""Kernels of a compiled program, approximated: runs of elementwise kernels and reductions become one each. Pure.
+"""Compiled kernels, approximated: runs of elementwise kernels and reductions become one each. Pure.
 
 torch.compile joins operators between matrix products, attention and communication. The joined kernel reads each tensor
 that was not made inside the run once, and writes each that is used after it. Tensors that live only inside the run need
@@ -36,17 +36,19 @@ NOT_FUSED = (
 
 
 def fuse(trace: Trace) -> Trace:
-    """Returns the trace as if it had been compiled. Phases are not mixed, and neither are streams."""
+    """Returns the trace with its compiled kernels joined. Phases are not mixed, and neither are streams."""
+    if not any(type(entry) is Kernel and entry.is_compiled for entry in trace.entries):
+        return trace
     fusing = _Fusing()
     for entry in trace.entries:
         fusing.take(entry)
-    note = "torch.compile: approximated as fused runs of elementwise kernels"
-    return replace(trace, entries=fusing.finish(), assumptions=(*trace.assumptions, note))
+    return replace(trace, entries=fusing.finish())
 
 
 def is_fusable(kernel: Kernel) -> bool:
     """Whether a kernel can become a part of a larger one."""
-    return kernel.kind == "other" and kernel.phase != "optimizer" and not kernel.name.startswith(NOT_FUSED)
+    may_be = kernel.is_compiled and kernel.kind == "other" and kernel.phase != "optimizer"
+    return may_be and not kernel.name.startswith(NOT_FUSED)
 
 
 class _Fusing:

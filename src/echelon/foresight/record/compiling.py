@@ -1,4 +1,7 @@
-"""torch.compile in a recorded program: the program runs as it is, since its compiler would need values and kernels."""
+"""torch.compile in a recorded program: the code runs as it is, and its kernels are marked.
+
+The compiler itself would need values and kernels. `echelon.foresight.play.fusion` joins the marked kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 from echelon.foresight.record.here import recording_here
 
-_ASSUMPTION = "torch.compile was taken as eager code"
+_ASSUMPTION = "torch.compile was taken as fused runs of elementwise kernels"
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:
         if (recording := recording_here()) is None:
             return original(model, **options)
         recording.log.assume(_ASSUMPTION)
-        return (lambda function: function) if model is None else model
+        return _marked if model is None else _marked(model)
 
     return compile
 
@@ -43,5 +46,23 @@ def _compiling_itself(original: Callable[..., None]) -> Callable[..., None]:
             original(module, *args, **options)
         else:
             recording.log.assume(_ASSUMPTION)
+            recording.log.compiled.add(module)
 
     return compile
+
+
+def _marked(model: Any) -> Any:
+    """Returns the same module, or a function that does the same. Their kernels are marked."""
+    recording = recording_here()
+    if isinstance(model, torch.nn.Module) and recording is not None:
+        recording.log.compiled.add(model)
+        return model
+
+    @functools.wraps(model)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (here := recording_here()) is None:
+            return model(*args, **kwargs)
+        with here.log.compiling():
+            return model(*args, **kwargs)
+
+    return call

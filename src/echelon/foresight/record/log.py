@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from types import CodeType
 from typing import NamedTuple
@@ -24,6 +26,17 @@ class Index(dict[str, int]):
     def of(self, text: str) -> int:
         """Returns the number of a text."""
         return self.setdefault(text, len(self))
+
+
+class _Mark(NamedTuple):
+    """Module whose nodes of the graph begin with a number."""
+
+    number: int
+    module: int
+    is_compiled: bool
+
+
+_NO_MODULE = _Mark(-1, -1, is_compiled=False)
 
 
 class Where(NamedTuple):
@@ -60,8 +73,12 @@ class Log:
         self.new_number = count(1).__next__
         self._num_groups: Counter[tuple[int, ...]] = Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}
-        self._marks: list[tuple[int, int]] = [(0, -1)]
-        """(number of the next node of the graph, module) whenever a module is entered or left."""
+        self._marks: list[_Mark] = [_Mark(0, -1, is_compiled=False)]
+        """A mark whenever a module is entered or left."""
+        self.compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Modules that the program compiles."""
+        self._compiled_depth = 0
+        """Number of nested calls of compiled code."""
         self._folder = os.path.join(os.getcwd(), "")
 
     # Places
@@ -88,18 +105,36 @@ class Log:
     def enter(self, module: int) -> None:
         """Notes that nodes of the graph belong to a module from now on. -1: to none."""
         number = next_node_number()
-        if self._marks[-1][0] == number:
+        if self._marks[-1].number == number:
             self._marks.pop()
-        self._marks.append((number, module))
+        self._marks.append(_Mark(number, module, self._compiled_depth > 0))
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Inside, operations and the nodes of their backward are compiled."""
+        self._compiled_depth += 1
+        self.enter(self._marks[-1].module)
+        try:
+            yield
+        finally:
+            self._compiled_depth -= 1
+            self.enter(self._marks[-1].module)
 
     def module(self) -> int:
         """Returns the number of the module whose forward runs, or whose node of the graph runs backward."""
+        return self._mark().module
+
+    def is_compiled(self) -> bool:
+        """Whether compiled code runs, or the backward of compiled code."""
+        return self._mark().is_compiled
+
+    def _mark(self) -> _Mark:
         if is_in_backward() and not torch.is_grad_enabled():
             number = node_number()
             if number < 0:
-                return -1
-            return self._marks[max(0, bisect_right(self._marks, (number, 1 << 60)) - 1)][1]
-        return self._marks[-1][1]
+                return _NO_MODULE
+            return self._marks[max(0, bisect_right(self._marks, (number, 1 << 60)) - 1)]
+        return self._marks[-1]
 
     def forget_graph(self) -> None:
         """Drops the modules of nodes, at the end of a step."""
@@ -113,7 +148,7 @@ class Log:
             return "optimizer"
         if is_in_backward():
             return "recompute" if torch.is_grad_enabled() else "backward"
-        if self._marks[-1][1] >= 0:
+        if self._marks[-1].module >= 0:
             return "forward"
         is_in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         return "forward" if is_in_graph else "other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ class Modules:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._stack: list[int] = []
+        self._compiling: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def watch(self) -> None:
@@ -36,8 +38,13 @@ class Modules:
             name = self._names[module]
         self._stack.append(self._log.modules.of(name))
         self._log.enter(self._stack[-1])
+        if module in self._log.compiled:
+            self._compiling.append((module, self._log.compiling()))
+            self._compiling[-1][1].__enter__()
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if self._compiling and self._compiling[-1][0] is module:
+            self._compiling.pop()[1].__exit__(None, None, None)
         # A forward that recomputes may be stopped early: torch then calls the hooks of the modules that it was in.
         if self._stack:
             self._stack.pop()

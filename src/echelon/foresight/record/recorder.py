@@ -138,6 +138,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 phase=phase,
                 place=place,
                 module=module,
+                is_compiled=log.is_compiled(),
             )
         )
         return out
