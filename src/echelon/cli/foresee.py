@@ -39,6 +39,7 @@ class ForeseeOptions:
         bool, typer.Option("--allow-writes", help="Let the script write files, such as logs, but no checkpoints.")
     ] = False
     json: Json = False
+    html: Annotated[str | None, value("FILE", "Write the report with timeline and memory as one HTML file.")] = None
     chrome: Chrome = None
     png: Png = None
 
@@ -93,7 +94,9 @@ def foresee(options: ForeseeOptions) -> int:
     seen = outcome.foreseen
     assert seen is not None
     written = write_files(
-        (options.png, seen.timeline.draw), (options.chrome, seen.played.timeline(kernels=True).to_chrome)
+        (options.html, lambda path: seen.to_html(path, options.tokens, options.program)),
+        (options.png, seen.timeline.draw),
+        (options.chrome, seen.played.timeline(kernels=True).to_chrome),
     )
     report = seen.report(options.tokens, options.program)
     print(json.dumps({**report.to_json(), **_by_rank(seen)}) if options.json else str(report), end="")

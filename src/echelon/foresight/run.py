@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from echelon.arguments import check_world_size, is_count
+from echelon.arguments import check_path, check_world_size, is_count, writing
 from echelon.errors import LaunchError
 from echelon.foresight.check import Problem, check
+from echelon.foresight.memory import MemoryCurves
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.cluster import Cluster
@@ -81,9 +83,9 @@ class Foreseen:
         return self.played.mfu
 
     @cached_property
-    def memory(self) -> Mapping[int, Memory]:
+    def memory(self) -> MemoryCurves:
         """Memory of each role over the step, by the rank that was recorded."""
-        return self.played.memory()
+        return MemoryCurves(self.played, self.played.memory())
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
@@ -109,7 +111,7 @@ class Foreseen:
     def problems(self) -> list[Problem]:
         """Problems that do not keep the program from running, and too little memory."""
         lacking = [
-            Problem("out of memory", _too_little(self.traces[rank], memory, self.device))
+            Problem("out of memory", self._too_little(rank, memory))
             for rank, memory in self.memory.items()
             if not memory.fits
         ]
@@ -160,6 +162,44 @@ class Foreseen:
         """
         notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
         return Report(self.played, tokens, [str(problem) for problem in self.problems], notes, title=title)
+
+    def to_html(self, path: str | os.PathLike[str], tokens: int | None = None, title: str = "") -> None:
+        """Writes the report as one HTML file, with timeline and memory. It needs no network.
+
+        Args:
+            path: file to write.
+            tokens, title: as for `report`.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        from echelon.foresight.page.page import page
+
+        check_path(path)
+        text = page(self, self.report(tokens, title))
+        # Names of files may have bytes that are no text.
+        with writing(path), open(path, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+
+    def largest_at_peak(self, rank: int) -> list[tuple[str, int]]:
+        """Returns the tensors at the peak of a recorded rank as (kind, line and module; bytes), the largest first."""
+        largest: dict[str, int] = {}
+        for storage in self.memory[rank].alive_at_peak:
+            where = _where(self.traces[rank], storage)
+            largest[where] = largest.get(where, 0) + storage.num_bytes
+        return sorted(largest.items(), key=lambda item: -item[1])
+
+    def _too_little(self, rank: int, memory: Memory) -> str:
+        """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
+        kinds = ", ".join(
+            f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20
+        )
+        lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in self.largest_at_peak(rank)[:_LISTED])
+        return (
+            f"rank {rank} needs {memory.reserved_peak / _GIB:.1f} GiB, a {self.device.name} has "
+            f"{self.device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a "
+            "smaller batch, activation checkpointing, or more ranks"
+        )
 
     def __str__(self) -> str:
         return str(self.report())
@@ -239,22 +279,6 @@ def _device(gpu: str | Device) -> Device:
 
 def _facts_of(device: Device) -> Gpu:
     return Gpu(device.name, device.memory_bytes, _CAPABILITIES.get(device.generation, (8, 0)), device.num_sms)
-
-
-def _too_little(trace: Trace, memory: Memory, device: Device) -> str:
-    """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
-    kinds = ", ".join(f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20)
-    largest: dict[str, int] = {}
-    for storage in memory.alive_at_peak:
-        where = _where(trace, storage)
-        largest[where] = largest.get(where, 0) + storage.num_bytes
-    shown = sorted(largest.items(), key=lambda item: -item[1])[:_LISTED]
-    lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in shown)
-    return (
-        f"rank {trace.rank} needs {memory.reserved_peak / _GIB:.1f} GiB, a {device.name} has "
-        f"{device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a smaller "
-        "batch, activation checkpointing, or more ranks"
-    )
 
 
 def _where(trace: Trace, storage: Allocate) -> str:

@@ -1,0 +1,87 @@
+"""Drawings of a page as SVG: lanes of blocks, and memory over the step. Their width is that of the page. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import accumulate
+
+from echelon.foresight.memory import Curve
+from echelon.foresight.page.lanes import Block, Lane
+
+_WIDTH, _HEIGHT = 10_000, 1_000
+"""Units of a drawing. It is stretched to the width of the page, so it has no text."""
+
+HUES = {
+    "forward": "fw",
+    "backward": "bw",
+    "recompute": "re",
+    "optimizer": "op",
+    "all_gather": "ag",
+    "reduce_scatter": "rs",
+    "all_reduce": "ar",
+    "send": "se",
+    "receive": "se",
+    "exposed": "ex",
+}
+"""Class of a block's colour in the page's style. Others have "ot"."""
+
+
+def lane(blocks: Sequence[Block], seconds: float) -> str:
+    """Returns a row of blocks, each of which says its text when it is pointed at."""
+    scale = _WIDTH / seconds if seconds else 0.0
+    return _svg("".join(_block(block, scale) for block in blocks), 10)
+
+
+def _block(block: Block, scale: float) -> str:
+    start = round(block.start * scale, 1)
+    # At least a unit, so that a short one is seen and can be pointed at when the page is enlarged.
+    width = max(1.0, round(block.end * scale - start, 1))
+    hue = HUES.get(block.hue, "ot")
+    return f"<rect class={hue} x={start:g} width={width:g} height=10><title>{escape(block.text)}</title></rect>"
+
+
+def hues_of(lanes: Sequence[Lane]) -> list[str]:
+    """Returns the hues that lanes have, in the order of `HUES`."""
+    used = {block.hue for lane in lanes for block in lane.blocks}
+    return [hue for hue in HUES if hue in used] + sorted(used - set(HUES))
+
+
+def memory(curve: Curve, limit: int) -> str:
+    """Returns kinds of tensors stacked, the reserved memory, and the device's limit. Its height is `highest`."""
+    top = highest(curve, limit)
+    stack = list(accumulate(curve.kinds.values(), lambda below, sizes: tuple(map(sum, zip(below, sizes, strict=True)))))
+    # From the back to the front: each area begins at the ground and is hidden by those in front of it.
+    areas = [
+        f'<path class="m-{kind}" d="{_steps(curve, sizes, top)}V{_HEIGHT}H0z"/>'
+        for kind, sizes in reversed(list(zip(curve.kinds, stack, strict=True)))
+    ]
+    at = round(_HEIGHT * (1 - limit / top))
+    lines = [
+        f'<path class=reserved d="{_steps(curve, curve.reserved, top)}"/>',
+        f'<path class=limit d="M0 {at}H{_WIDTH}"/>',
+    ]
+    return _svg("".join(areas + lines), _HEIGHT)
+
+
+def highest(curve: Curve, limit: int) -> float:
+    """Returns the bytes at the upper edge of the drawing."""
+    totals = map(sum, zip(*curve.kinds.values(), strict=True))
+    return 1.06 * max(limit, *curve.reserved, *totals)
+
+
+def _steps(curve: Curve, sizes: Sequence[int], top: float) -> str:
+    seconds = curve.seconds[-1] or 1.0
+    path, before = [], -1
+    for time, size in zip(curve.seconds, sizes, strict=True):
+        height = round(_HEIGHT * (1 - size / top))
+        if before < 0:
+            path.append(f"M0 {height}")
+        elif height != before:
+            path.append(f"H{round(_WIDTH * time / seconds)}V{height}")
+        before = height
+    return "".join(path) + f"H{_WIDTH}"
+
+
+def _svg(content: str, height: int) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" preserveAspectRatio="none" aria-hidden="true">{content}</svg>'
