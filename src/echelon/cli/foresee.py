@@ -33,6 +33,9 @@ class ForeseeOptions:
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
     steps: Annotated[int, value("COUNT", "Steps to run; the last one is foreseen, the others warm up.")] = 2
+    until: Annotated[
+        str | None, value("FUNCTION", "Function whose return ends a step.  [default: the optimizers' steps]")
+    ] = None
     tokens: Annotated[int | None, value("COUNT", "Tokens of all ranks in a step, for tokens per second.")] = None
     seed: Annotated[int, value("SEED", "Seed of the random ranks that confirm a role.")] = 0
     allow_writes: Annotated[
@@ -66,6 +69,7 @@ class ForeseeOptions:
             "steps": self.steps,
             "seed": self.seed,
             "allow_writes": self.allow_writes,
+            "until": self.until,
         }
 
 

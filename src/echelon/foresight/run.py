@@ -216,6 +216,7 @@ def foresee(
     steps: int = 2,
     seed: int = 0,
     allow_writes: bool = False,
+    until: str | None = None,
 ) -> Foreseen:
     """Foresees a step of a training program on a cluster. Needs no GPU, and computes nothing.
 
@@ -233,6 +234,8 @@ def foresee(
         steps: steps to run. The last one is foreseen, the others warm up. A step ends when all optimizers have stepped.
         seed: seed of the random ranks that confirm a role.
         allow_writes: whether the program may write files.
+        until: function of the program whose return ends a step, as "train_step" or "train.Trainer.step". None:
+            optimizers end it. Recording takes longer, because each call of Python is watched.
 
     Raises:
         InvalidWorldSize, LaunchError: an argument is invalid, or a simulation runs in this process.
@@ -245,6 +248,8 @@ def foresee(
     call = rank_call(fn, args)
     if not is_count(steps, 1):
         raise LaunchError(f"steps={steps!r}: give a whole number, at least 1")
+    if until is not None and not (isinstance(until, str) and all(map(str.isidentifier, until.split(".")))):
+        raise LaunchError(f"until={until!r}: give the name of a function, as 'train_step' or 'Trainer.step'")
     device = _device(gpu)
     cluster = cluster_of(network, device, world_size, hosts)
     roles = Roles(world_size, seed)
@@ -261,6 +266,7 @@ def foresee(
             steps=steps,
             gpu=_facts_of(device),
             allow_writes=allow_writes,
+            until=until or "",
         ),
         choose,
     )

@@ -150,7 +150,8 @@ def _axis(seen: Foreseen) -> str:
 
 def _ticks(seconds: float) -> str:
     return "".join(
-        f'<span style="left:{100 * time / seconds:.2f}%">{1e3 * time:g} ms</span>' for time in _round(seconds, 6)
+        f'<span style="left:{100 * time / seconds:.2f}%">{1e3 * time:g} ms</span>'
+        for time in _round(seconds, 6)
         if time <= 0.94 * seconds  # a later one has no room for its text
     )
 
