@@ -58,11 +58,15 @@ def test_memory_is_a_mapping_of_roles_with_a_fullest_one(step):
         memory.curve(4)
 
 
-def test_the_picture_has_kinds_and_the_limit(step, tmp_path):
+@pytest.mark.parametrize(("limit", "text"), [(20 * MIB, "limit, 0.0 GiB"), (1 << 30, "limit, 1.0 GiB (above)")])
+def test_the_picture_has_kinds_and_the_limit(step, tmp_path, limit, text):
     path = tmp_path / "memory.svg"
-    memory_of(step).draw(path, rank=1)
+    memory_of(step, replace(PLAIN, memory_bytes=limit)).draw(path, rank=1)
     texts = {element.text for element in ElementTree.parse(path).iter() if element.text and element.text.strip()}
-    assert {"parameters", "gradients", "activations", "reserved", "limit, 1.0 GiB", "ms", "GiB"} <= texts
+    assert {"parameters", "gradients", "activations", "reserved", text, "ms", "GiB"} <= texts
     assert "memory of rank 1 on plain" in texts
+
+
+def test_other_formats_are_refused(step, tmp_path):
     with pytest.raises(EchelonError, match=r"\.svg, \.png or \.pdf"):
         memory_of(step).draw(tmp_path / "memory.gif")

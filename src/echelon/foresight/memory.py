@@ -19,6 +19,7 @@ KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "gradients", "activa
 NAMES: Mapping[MemoryKind, str] = {"optimizer": "optimizer state", "communication": "communication buffers"}
 """Names of kinds in a legend, where they differ."""
 
+_GIB = 1 << 30
 POINTS = 1000
 """Intervals of a curve, of which each has two points at most. More are not seen in a picture."""
 
@@ -102,6 +103,17 @@ class MemoryCurves(Mapping[int, Memory]):
         if type(rank) is not int or not 0 <= rank < self.played.world_size:
             raise LaunchError(f"rank={rank!r}: give a rank below {self.played.world_size}")
         return self.played.classes[rank]
+
+
+def highest(curve: Curve, limit: int) -> float:
+    """Returns the bytes at the upper edge of a picture. The limit is left out where it would make the rest flat."""
+    most = max(*curve.reserved, *map(sum, zip(*curve.kinds.values(), strict=True)))
+    return 1.08 * (most if limit > 2 * most else max(most, limit)) or 1.0
+
+
+def limit_text(curve: Curve, limit: int) -> str:
+    """Returns the name of the limit in a legend."""
+    return f"limit, {limit / _GIB:.1f} GiB{' (above)' if limit > highest(curve, limit) else ''}"
 
 
 class _Moment(NamedTuple):

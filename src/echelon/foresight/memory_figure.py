@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.foresight.memory import NAMES, Curve
+from echelon.foresight.memory import NAMES, Curve, highest, limit_text
 from echelon.foresight.play.allocator import Memory
 from echelon.foresight.trace import MemoryKind
 from echelon.timeline.palette import color
@@ -54,10 +54,10 @@ def figure_of(curve: Curve, memory: Memory, limit: int, title: str) -> Figure:
     axes.plot(
         times, reserved, color=_INK, linewidth=1.0, linestyle=(0, (1, 1.5)), drawstyle="steps-post", label="reserved"
     )
-    axes.axhline(limit / _GIB, color=_LIMIT, linewidth=1.2, label=f"limit, {limit / _GIB:.1f} GiB")
+    axes.axhline(limit / _GIB, color=_LIMIT, linewidth=1.2, label=limit_text(curve, limit))
     _mark_peak(axes, times, stack, memory)
     axes.set_xlim(0, times[-1] or 1)
-    axes.set_ylim(0, 1.08 * max(limit, memory.reserved_peak, memory.live_peak) / _GIB)
+    axes.set_ylim(0, highest(curve, limit) / _GIB)
     axes.set_xlabel("ms", fontsize=9, color=_INK)
     axes.set_ylabel("GiB", fontsize=9, color=_INK)
     axes.set_title(title, loc="left", fontsize=10, color=_INK)

@@ -13,6 +13,8 @@ from echelon.foresight.trace import Collective, Kernel, Message, Trace
 
 # A repeated block of a model, such as "layers.3" of "layers.3.attention.wq".
 _REPEATED = re.compile(r"(.*?\.\d+)(?:\.|$)")
+_SEEN = 1e-2
+"""Share of the step that a stream computes at least. With less its lane would look empty."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def lanes_of(role: PlayedRole, most: int) -> list[Lane]:
     lanes = [
         Lane("compute" if stream == 0 else f"stream {stream}", tuple(joined(blocks, most)))
         for stream, blocks in sorted(_kernels(role).items())
+        if stream == 0 or sum(block.width for block in blocks) > _SEEN * role.seconds
     ]
     lanes += [Lane(name, tuple(joined(blocks, most))) for name, blocks in _communication(role).items()]
     if exposed := list(_exposed(role)):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from echelon.foresight.memory import NAMES, Curve
+from echelon.foresight.memory import NAMES, Curve, highest, limit_text
 from echelon.foresight.page import svg
 from echelon.foresight.page.lanes import Lane, lanes_of
 from echelon.foresight.play.played import Exposed
@@ -26,7 +26,9 @@ _BLOCKS = 4000
 _ROLES = 24
 """Roles whose lanes are shown."""
 _LINES = 40
-"""Rows of a table of lines."""
+"""Lines of exposed communication that are listed."""
+_TENSORS = 12
+"""Lines of tensors that are listed."""
 _INTERVALS = 400
 """Intervals of the memory curve."""
 
@@ -52,7 +54,7 @@ def page(seen: Foreseen, report: Report) -> str:
         "hues": "".join(_swatch(svg.HUES.get(hue, "ot"), hue) for hue in svg.hues_of([*_flat(lanes)])),
         "roles": "".join(_role(seen, rank, found) for rank, found in lanes.items()) + _others(seen) + _axis(seen),
         "fullest": str(memory.fullest),
-        "levels": _levels(svg.highest(curve, limit)),
+        "levels": _levels(highest(curve, limit)),
         "memory": svg.memory(curve, limit),
         "moments": _ticks(curve.seconds[-1]),
         "kinds": _legend(curve, limit),
@@ -150,9 +152,9 @@ def _axis(seen: Foreseen) -> str:
 
 def _ticks(seconds: float) -> str:
     return "".join(
-        f'<span style="left:{100 * time / seconds:.2f}%">{1e3 * time:g} ms</span>'
+        f'<span style="left:{100 * time / seconds:.2f}%">{1e3 * time:g}{"" if time else " ms"}</span>'
         for time in _round(seconds, 6)
-        if time <= 0.94 * seconds  # a later one has no room for its text
+        if time <= 0.92 * seconds  # a later one has no room for its text
     )
 
 
@@ -178,7 +180,7 @@ def _levels(top: float) -> str:
 def _legend(curve: Curve, limit: int) -> str:
     kinds = "".join(_swatch(f"m-{kind}", NAMES.get(kind, kind)) for kind in curve.kinds)
     rules = '<span><i class="rule" style="border-top-style:dotted"></i>reserved</span>'
-    return f'{kinds}{rules}<span><i class="rule" style="color:var(--bad)"></i>limit, {limit / _GIB:.1f} GiB</span>'
+    return f'{kinds}{rules}<span><i class="rule" style="color:var(--bad)"></i>{limit_text(curve, limit)}</span>'
 
 
 def _swatch(name: str, text: str) -> str:
@@ -186,7 +188,7 @@ def _swatch(name: str, text: str) -> str:
 
 
 def _largest(seen: Foreseen) -> str:
-    rows = [(where, f"{size / _GIB:.3f}") for where, size in seen.largest_at_peak(seen.memory.fullest)[:_LINES]]
+    rows = [(where, f"{size / _GIB:.3f}") for where, size in seen.largest_at_peak(seen.memory.fullest)[:_TENSORS]]
     return _table(("kind, line and module", "GiB"), rows)
 
 
@@ -198,7 +200,7 @@ def _exposed(exposed: Mapping[Exposed, float], seconds: float) -> str:
         (name.place or "unknown line", name.group or "-", seconds_text(time), f"{time / seconds:.1%}")
         for name, time in list(exposed.items())[:_LINES]
     ]
-    return _table(("line", "group", "time", "share of the step"), rows) if rows else "<p>None.</p>"
+    return _table(("line", "group", "time", "share"), rows) if rows else "<p>None.</p>"
 
 
 def _rich_table(table: Table) -> str:

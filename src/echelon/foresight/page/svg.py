@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import accumulate
 
-from echelon.foresight.memory import Curve
+from echelon.foresight.memory import Curve, highest
 from echelon.foresight.page.lanes import Block, Lane
 
 _WIDTH, _HEIGHT = 10_000, 1_000
@@ -56,18 +56,10 @@ def memory(curve: Curve, limit: int) -> str:
         f'<path class="m-{kind}" d="{_steps(curve, sizes, top)}V{_HEIGHT}H0z"/>'
         for kind, sizes in reversed(list(zip(curve.kinds, stack, strict=True)))
     ]
-    at = round(_HEIGHT * (1 - limit / top))
-    lines = [
-        f'<path class=reserved d="{_steps(curve, curve.reserved, top)}"/>',
-        f'<path class=limit d="M0 {at}H{_WIDTH}"/>',
-    ]
+    lines = [f'<path class=reserved d="{_steps(curve, curve.reserved, top)}"/>']
+    if limit < top:
+        lines.append(f'<path class=limit d="M0 {round(_HEIGHT * (1 - limit / top))}H{_WIDTH}"/>')
     return _svg("".join(areas + lines), _HEIGHT)
-
-
-def highest(curve: Curve, limit: int) -> float:
-    """Returns the bytes at the upper edge of the drawing."""
-    totals = map(sum, zip(*curve.kinds.values(), strict=True))
-    return 1.06 * max(limit, *curve.reserved, *totals)
 
 
 def _steps(curve: Curve, sizes: Sequence[int], top: float) -> str:
