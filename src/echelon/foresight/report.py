@@ -59,6 +59,7 @@ class Report:
         assumptions: Assumed values and approximations.
         expandable: Whether PyTorch's allocator has expandable segments.
         title: Name of the program.
+        what_ifs: Steps if something were different, as sentences that go on after "what if".
     """
 
     played: Played
@@ -67,6 +68,7 @@ class Report:
     assumptions: Sequence[str] = ()
     expandable: bool = False
     title: str = ""
+    what_ifs: Sequence[str] = ()
     _memory: dict[int, Memory] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -115,6 +117,7 @@ class Report:
             },
             "problems": list(self.problems),
             "assumptions": list(self.assumptions),
+            "what_if": list(self.what_ifs),
             "not_modelled": list(NOT_MODELLED),
             "accuracy": None if accuracy is None else accuracy._asdict(),
         }
@@ -205,6 +208,8 @@ class Report:
             lines += ["problems:", *(f"- {problem}" for problem in self.problems)]
         if self.assumptions:
             lines += ["assumed:", *(f"- {assumption}" for assumption in self.assumptions)]
+        if self.what_ifs:
+            lines += ["what if", *(f"- {what_if}" for what_if in self.what_ifs)]
         lines.append(f"accuracy: {accuracy_text(self.played.device.name)}")
         lines.append(f"not modelled: {', '.join(NOT_MODELLED)}")
         return Text("\n".join(lines))

@@ -24,6 +24,7 @@ from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Allocate, Trace
+from echelon.foresight.what_if import what_ifs
 from echelon.launch.call import rank_call
 from echelon.simulation.network import Network
 from echelon.timeline.timeline import Timeline
@@ -128,6 +129,11 @@ class Foreseen:
         return tuple(dict.fromkeys(text for trace in self.traces.values() for text in trace.skipped))
 
     @cached_property
+    def what_ifs(self) -> tuple[str, ...]:
+        """Steps if communication cost less, as sentences that go on after "what if". Empty if little is exposed."""
+        return tuple(what_ifs(self.played, self.traces))
+
+    @cached_property
     def timeline(self) -> Timeline:
         """Step of each role, in seconds, with its communication beside it."""
         return self.played.timeline()
@@ -161,7 +167,8 @@ class Foreseen:
             title: name of the program.
         """
         notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
-        return Report(self.played, tokens, [str(problem) for problem in self.problems], notes, title=title)
+        problems = [str(problem) for problem in self.problems]
+        return Report(self.played, tokens, problems, notes, title=title, what_ifs=self.what_ifs)
 
     def to_html(self, path: str | os.PathLike[str], tokens: int | None = None, title: str = "") -> None:
         """Writes the report as one HTML file, with timeline and memory. It needs no network.

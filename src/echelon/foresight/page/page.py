@@ -62,7 +62,9 @@ def page(seen: Foreseen, report: Report) -> str:
         "peak": _rich_table(peak),
         "exposed": _exposed(played.exposed, played.seconds),
         "largest": _largest(seen),
-        "notes": _list("Assumed", seen.assumptions) + _list("Not written", seen.skipped),
+        "notes": _list("What if", report.what_ifs)
+        + _list("Assumed", seen.assumptions)
+        + _list("Not written", seen.skipped),
         "accuracy": escape(_sentence_of(accuracy_text(played.device.name))),
         "unmodelled": escape(f"Not modelled: {', '.join(NOT_MODELLED)}."),
     }
