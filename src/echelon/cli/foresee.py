@@ -70,7 +70,7 @@ class ForeseeOptions:
             raise LaunchError(f"{given[0]} with --sweep: a sweep has no pictures; foresee the best one by itself")
 
     def words(self) -> list[str]:
-        """Returns the options as words of a command line, without those of the output."""
+        """Returns the options as words of a command line, without --sweep and the output's."""
         found = ["-n", str(self.num_ranks)]
         for name in ("gpu", "hosts", "network", "steps", "until", "tokens", "seed"):
             if (given := getattr(self, name)) is not None:

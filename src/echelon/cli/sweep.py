@@ -115,7 +115,7 @@ def entry_of(arguments: tuple[str, ...], ended: Ended) -> Entry:
 
 
 def show(entries: Sequence[Entry], console: Console) -> None:
-    """Prints a table of what was foreseen, and a line for each combination that failed."""
+    """Prints a table of the foreseen steps, and a line for each combination that failed."""
     has_tokens = any(entry.figures and entry.figures["tokens_per_second"] for entry in entries)
     rows = [["arguments", "step", *["tokens/s"] * has_tokens, "MFU", "reserved", "of", "fits"]]
     for entry in entries:
@@ -136,7 +136,7 @@ def show(entries: Sequence[Entry], console: Console) -> None:
 
 
 def as_json(entries: Sequence[Entry]) -> str:
-    """Returns the entries as JSON: "ranked" those with figures, "failed" the other ones."""
+    """Returns the entries as JSON: "ranked" have figures, "failed" have a reason."""
     groups = {"ranked": [], "failed": []}  # type: dict[str, list[dict[str, Any]]]
     for entry in entries:
         groups["failed" if entry.figures is None else "ranked"].append(entry.to_json())

@@ -130,7 +130,7 @@ class Foreseen:
 
     @cached_property
     def what_ifs(self) -> tuple[str, ...]:
-        """Steps if communication cost less, as sentences that go on after "what if". Empty if little is exposed."""
+        """Forecasts with cheaper communication, as sentences that go on after "what if". Empty if little is exposed."""
         return tuple(what_ifs(self.played, self.traces))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Steps of a program if its communication cost less, played again without recording. Pure."""
+"""Forecasts of a program with cheaper communication, played again without recording. Pure."""
 
 from __future__ import annotations
 
