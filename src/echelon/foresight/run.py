@@ -130,7 +130,7 @@ class Foreseen:
 
     @cached_property
     def what_ifs(self) -> tuple[str, ...]:
-        """Forecasts with cheaper communication, as sentences that go on after "what if". Empty if little is exposed."""
+        """Forecasts with cheaper communication, each the end of a sentence that begins with "what if"."""
         return tuple(what_ifs(self.played, self.traces))
 
     @cached_property
@@ -242,7 +242,7 @@ def foresee(
         seed: seed of the random ranks that confirm a role.
         allow_writes: whether the program may write files.
         until: function of the program whose return ends a step, as "train_step" or "train.Trainer.step". None:
-            optimizers end it. Recording takes longer, because each call of Python is watched.
+            optimizers end it. Recording takes about twice as long, because each call of Python is watched.
 
     Raises:
         InvalidWorldSize, LaunchError: an argument is invalid, or a simulation runs in this process.
