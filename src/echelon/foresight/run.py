@@ -130,7 +130,7 @@ class Foreseen:
 
     @cached_property
     def what_ifs(self) -> tuple[str, ...]:
-        """Forecasts with cheaper communication, each the end of a sentence that begins with "what if"."""
+        """Forecasts with cheaper communication, as sentences. Empty if little is exposed."""
         return tuple(what_ifs(self.played, self.traces))
 
     @cached_property
@@ -168,7 +168,9 @@ class Foreseen:
         """
         notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
         problems = [str(problem) for problem in self.problems]
-        return Report(self.played, tokens, problems, notes, title=title, what_ifs=self.what_ifs)
+        return Report(
+            self.played, tokens, problems, notes, title=title, what_ifs=self.what_ifs, _memory=dict(self.memory)
+        )
 
     def to_html(self, path: str | os.PathLike[str], tokens: int | None = None, title: str = "") -> None:
         """Writes the report as one HTML file, with timeline and memory. It needs no network.

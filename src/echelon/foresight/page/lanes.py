@@ -16,6 +16,9 @@ _REPEATED = re.compile(r"(.*?\.\d+)(?:\.|$)")
 _SEEN = 1e-2
 """Share of the step that a stream computes at least. With less its lane would look empty."""
 
+_LONGEST = 200
+"""Characters of a text at most, since a page has thousands of texts."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -50,7 +53,8 @@ class Block:
         rest = f": {name}"
         if len(self.parts) > 1:
             rest = f", {len(self.parts)} in a row, the longest {seconds_text(seconds)}: {name}"
-        return f"{' '.join(filter(None, (self.hue, modules)))}, {seconds_text(self.width)}{rest}"
+        text = f"{' '.join(filter(None, (self.hue, modules)))}, {seconds_text(self.width)}{rest}"
+        return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 class Lane(NamedTuple):
@@ -58,23 +62,31 @@ class Lane(NamedTuple):
 
     name: str
     blocks: tuple[Block, ...]
+    """Blocks to draw."""
+    parts: tuple[Block, ...]
+    """The same joined to fewer, which have a text each."""
 
 
-def lanes_of(role: PlayedRole, most: int) -> list[Lane]:
+def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:
     """Returns the lanes of a role: its streams, its groups, and exposed communication.
 
     Args:
         role: the step.
         most: blocks of a lane at most. Neighbours are joined until there are as few.
+        most_parts: parts of a lane at most.
     """
-    lanes = [
-        Lane("compute" if stream == 0 else f"stream {stream}", tuple(joined(blocks, most)))
+    rows = [
+        ("compute" if stream == 0 else f"stream {stream}", blocks)
         for stream, blocks in sorted(_kernels(role).items())
         if stream == 0 or sum(block.width for block in blocks) > _SEEN * role.seconds
     ]
-    lanes += [Lane(name, tuple(joined(blocks, most))) for name, blocks in _communication(role).items()]
+    rows += _communication(role).items()
     if exposed := list(_exposed(role)):
-        lanes.append(Lane("exposed", tuple(joined(exposed, most))))
+        rows.append(("exposed", exposed))
+    lanes = []
+    for name, blocks in rows:
+        drawn = joined(blocks, most)
+        lanes.append(Lane(name, tuple(drawn), tuple(joined(drawn, most_parts))))
     return lanes
 
 

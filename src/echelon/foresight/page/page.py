@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from echelon.foresight.run import Foreseen
 
 _GIB = 1 << 30
-_BLOCKS = 4000
-"""Blocks of all lanes at most, so that the file stays below 1 MB."""
-_ROLES = 24
+_BLOCKS, _PARTS = 24_000, 2_500
+"""Blocks of all lanes, and their parts with a text, so that the file stays below 1 MB."""
+_ROLES = 16
 """Roles whose lanes are shown."""
 _LINES = 40
 """Lines of exposed communication that are listed."""
@@ -51,7 +51,7 @@ def page(seen: Foreseen, report: Report) -> str:
         "verdict": _badge(seen.fits),
         "cards": _cards(seen, report),
         "problems": _list("Problems", report.problems, "problems"),
-        "hues": "".join(_swatch(svg.HUES.get(hue, "ot"), hue) for hue in svg.hues_of([*_flat(lanes)])),
+        "hues": "".join(_swatch(svg.HUES.get(hue, "ot"), hue) for hue in svg.hues_of(_flat(lanes))),
         "roles": "".join(_role(seen, rank, found) for rank, found in lanes.items()) + _others(seen) + _axis(seen),
         "fullest": str(memory.fullest),
         "levels": _levels(highest(curve, limit)),
@@ -121,9 +121,9 @@ def _card(name: str, value: str, note: str, share: float | None = None) -> str:
 
 def _lanes(seen: Foreseen) -> dict[int, list[Lane]]:
     shown = list(seen.played.roles.items())[:_ROLES]
-    per_role = _BLOCKS // len(shown)
-    # A role has about four lanes, of which its streams need the most blocks.
-    return {rank: lanes_of(role, max(8, per_role // 4)) for rank, role in shown}
+    # A role has about four lanes.
+    most, most_parts = (max(16, whole // len(shown) // 4) for whole in (_BLOCKS, _PARTS))
+    return {rank: lanes_of(role, most, most_parts) for rank, role in shown}
 
 
 def _flat(lanes: Mapping[int, Sequence[Lane]]) -> Iterable[Lane]:
@@ -136,7 +136,7 @@ def _role(seen: Foreseen, rank: int, lanes: Sequence[Lane]) -> str:
     of = f"stands for {count} ranks, " if count > 1 else ""
     rows = "".join(
         f'<div class="lane{"" if lane.name == "compute" else " thin"}"><span title="{escape(lane.name)}">'
-        f"{escape(lane.name)}</span><div>{svg.lane(lane.blocks, seen.step_seconds)}</div></div>"
+        f"{escape(lane.name)}</span><div>{svg.lane(lane, seen.step_seconds)}</div></div>"
         for lane in lanes
     )
     return f'<div class="role"><h3>rank {rank} <small>{of}{seconds_text(role.seconds)}</small></h3>{rows}</div>'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import accumulate
 
@@ -27,21 +27,30 @@ HUES = {
 """Class of a block's colour in the page's style. Others have "ot"."""
 
 
-def lane(blocks: Sequence[Block], seconds: float) -> str:
-    """Returns a row of blocks, each of which says its text when it is pointed at."""
+def lane(row: Lane, seconds: float) -> str:
+    """Returns a row of blocks. Each part of it says its text when it is pointed at."""
     scale = _WIDTH / seconds if seconds else 0.0
-    return _svg("".join(_block(block, scale) for block in blocks), 10)
+    lines: dict[str, list[str]] = {}
+    for block in row.blocks:
+        start, width = _extent(block, scale)
+        lines.setdefault(HUES.get(block.hue, "ot"), []).append(f"M{start:g} 5h{width:g}")
+    # Blocks of one hue are thick dashes of one path, which takes a tenth of the bytes of rectangles.
+    paths = "".join(f'<path class={hue} d="{"".join(dashes)}"/>' for hue, dashes in lines.items())
+    return _svg(paths + "".join(_part(part, scale) for part in row.parts), 10)
 
 
-def _block(block: Block, scale: float) -> str:
+def _extent(block: Block, scale: float) -> tuple[float, float]:
     start = round(block.start * scale, 1)
     # At least a unit, so that a short one is seen and can be pointed at when the page is enlarged.
-    width = max(1.0, round(block.end * scale - start, 1))
-    hue = HUES.get(block.hue, "ot")
-    return f"<rect class={hue} x={start:g} width={width:g} height=10><title>{escape(block.text)}</title></rect>"
+    return start, max(1.0, round(block.end * scale - start, 1))
 
 
-def hues_of(lanes: Sequence[Lane]) -> list[str]:
+def _part(part: Block, scale: float) -> str:
+    start, width = _extent(part, scale)
+    return f"<rect x={start:g} width={width:g} height=10><title>{escape(part.text)}</title></rect>"
+
+
+def hues_of(lanes: Iterable[Lane]) -> list[str]:
     """Returns the hues that lanes have, in the order of `HUES`."""
     used = {block.hue for lane in lanes for block in lane.blocks}
     return [hue for hue in HUES if hue in used] + sorted(used - set(HUES))
