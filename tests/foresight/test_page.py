@@ -104,11 +104,12 @@ def test_many_kernels_and_roles_stay_below_a_megabyte(tmp_path):
     for rank in range(4):
         step = Step(rank, groups=((0, 1), (2, 3)))
         for index in range(2000):
-            step.allocate(index + 1, MIB)
+            step.allocate(index + 1, MIB)  # too much in the end
             step.places = [HOSTILE * 9] * index
             step.kernel(1 + index % 3, stream=index % 2, phase=("forward", "backward", "recompute")[index % 3])
         steps.append(step)
-    text, _ = written(seen_of(*steps), tmp_path)
+    text, page = written(seen_of(*steps), tmp_path)
+    assert any("(3 other roles do not fit either)" in text for text in page.texts)
     assert len(text) < 1_000_000
     assert len(re.findall("M[0-9.]+ 5h", text)) > 2000  # not joined beyond recognition
 
@@ -116,7 +117,8 @@ def test_many_kernels_and_roles_stay_below_a_megabyte(tmp_path):
 def test_a_step_that_does_not_fit_says_so_at_the_top(step, tmp_path):
     _, page = written(seen_of(step, device=replace(DEVICES["a100"], memory_bytes=MIB)), tmp_path)
     text = "\n".join(page.texts)
-    assert text.index("does not fit") < text.index("Problems") < text.index("Timeline")
+    assert "rank 0 needs at least 0.8 GiB, a a100 has 0.0" in text
+    assert text.index("does not fit") < text.index("memory needed") < text.index("Problems") < text.index("Timeline")
 
 
 def block(start, end, hue="forward", module="layers.0"):

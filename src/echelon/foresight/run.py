@@ -13,7 +13,6 @@ from echelon.errors import LaunchError
 from echelon.foresight.check import Problem, check
 from echelon.foresight.memory import MemoryCurves
 from echelon.foresight.networks import cluster_of
-from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.devices import device_named
@@ -111,17 +110,20 @@ class Foreseen:
     @cached_property
     def problems(self) -> list[Problem]:
         """Problems that do not keep the program from running, and too little memory."""
-        lacking = [
-            Problem("out of memory", self._too_little(rank, memory))
-            for rank, memory in self.memory.items()
-            if not memory.fits
-        ]
-        return [*lacking, *self.found]
+        lacking = [rank for rank, memory in self.memory.items() if not memory.fits]
+        if not lacking:
+            return list(self.found)
+        fullest = max(lacking, key=lambda rank: self.memory[rank].live_peak)
+        others = len(lacking) - 1
+        too = f" ({others} other role{'s do' if others > 1 else ' does'} not fit either)" if others else ""
+        return [Problem("out of memory", self._too_little(fullest) + too), *self.found]
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Assumed values of tensors and approximations, each with its line."""
-        return tuple(dict.fromkeys(text for trace in self.traces.values() for text in trace.assumptions))
+        found = dict.fromkeys(text for trace in self.traces.values() for text in trace.assumptions)
+        is_whole = not all(trace.is_step for trace in self.traces.values())
+        return (*["no optimizer has stepped: the whole program is one step"] * is_whole, *found)
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -198,14 +200,17 @@ class Foreseen:
             largest[where] = largest.get(where, 0) + storage.num_bytes
         return sorted(largest.items(), key=lambda item: -item[1])
 
-    def _too_little(self, rank: int, memory: Memory) -> str:
+    def _too_little(self, rank: int) -> str:
         """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
+        memory = self.memory[rank]
+        # A full device reserves no more than it has, and blocks that are free but too small keep others from fitting.
+        needed = max(memory.live_peak, memory.reserved_peak)
         kinds = ", ".join(
             f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20
         )
         lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in self.largest_at_peak(rank)[:_LISTED])
         return (
-            f"rank {rank} needs {memory.reserved_peak / _GIB:.1f} GiB, a {self.device.name} has "
+            f"rank {rank} needs at least {needed / _GIB:.1f} GiB, a {self.device.name} has "
             f"{self.device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a "
             "smaller batch, activation checkpointing, or more ranks"
         )

@@ -93,7 +93,11 @@ def _badge(fits: bool) -> str:
 
 
 def _cards(seen: Foreseen, report: Report) -> str:
-    limit, peak = seen.device.memory_bytes, max(seen.peak_memory)
+    limit = seen.device.memory_bytes
+    # A full device reserves no more than it has, but the program needs more.
+    name, peak = "memory reserved", max(seen.peak_memory)
+    if not seen.fits:
+        name, peak = "memory needed", max(peak, *seen.live_memory)
     exposed = max((sum(role.exposed.values()) / (role.seconds or 1) for role in seen.played.roles.values()), default=0)
     cards = [_card("step", seconds_text(seen.step_seconds), report.band or "not compared with real runs")]
     if report.tokens:
@@ -101,7 +105,7 @@ def _cards(seen: Foreseen, report: Report) -> str:
     cards += [
         _card("MFU", f"{seen.mfu:.1%}", "of the dense bfloat16 peak", seen.mfu),
         _card("exposed communication", f"{exposed:.1%}", "of the step", exposed),
-        _card("memory reserved", f"{peak / _GIB:.1f} GiB", f"of {limit / _GIB:.1f} GiB", peak / limit),
+        _card(name, f"{peak / _GIB:.1f} GiB", f"of {limit / _GIB:.1f} GiB", peak / limit),
     ]
     return "".join(cards)
 
@@ -109,7 +113,7 @@ def _cards(seen: Foreseen, report: Report) -> str:
 def _card(name: str, value: str, note: str, share: float | None = None) -> str:
     meter = ""
     if share is not None:
-        hue = ' class="ex"' if share > 1 else ""
+        hue = ' class="ex"' if share >= 1 else ""
         meter = f'<div class="meter"><i{hue} style="width:{100 * min(1.0, share):.1f}%"></i></div>'
     return (
         f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b>{meter}<span>{escape(note)}</span></div>'
