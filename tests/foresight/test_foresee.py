@@ -146,7 +146,7 @@ def run(*words, capsys):
 
 
 def test_command(script, capfd):
-    status, shown = run("--gpu", "a100", "--json", "train.py", capsys=capfd)
+    status, shown = run("--gpu", "a100", "--json", "--html", "report.html", "train.py", capsys=capfd)
     assert status == 0, shown.err
     lines = shown.out.splitlines()
     assert {"[0] exit 0", "[1] exit 1"} <= set(lines)
@@ -154,6 +154,9 @@ def test_command(script, capfd):
     assert found["step_seconds"] > 0
     assert found["skipped"] == ["torch.save at train.py:19"]
     assert not (script.parent / "model.pt").exists()
+    page = (script.parent / "report.html").read_text()
+    assert "<h1>train.py</h1>" in page
+    assert "torch.save at train.py:19" in page
 
 
 def test_command_fails_for_a_mistake(script, capfd):

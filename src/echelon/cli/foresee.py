@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console as RichConsole
 
+from echelon.cli import sweep
+from echelon.cli.combinations import combinations
 from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
 from echelon.cli.output import write_files
 from echelon.cli.run import console, no_ranks
@@ -33,12 +36,19 @@ class ForeseeOptions:
     ] = None
     network: Annotated[str, value("NAME", "Network between the hosts.")] = "infiniband-400g"
     steps: Annotated[int, value("COUNT", "Steps to run; the last one is foreseen, the others warm up.")] = 2
+    until: Annotated[
+        str | None, value("FUNCTION", "Function whose return ends a step.  [default: the optimizers' steps]")
+    ] = None
     tokens: Annotated[int | None, value("COUNT", "Tokens of all ranks in a step, for tokens per second.")] = None
     seed: Annotated[int, value("SEED", "Seed of the random ranks that confirm a role.")] = 0
     allow_writes: Annotated[
         bool, typer.Option("--allow-writes", help="Let the script write files, such as logs, but no checkpoints.")
     ] = False
+    sweep: Annotated[
+        str | None, value("ARGS", 'Foresee each combination of script arguments, as "--tp {1,2,4} --pp {1,2}".')
+    ] = None
     json: Json = False
+    html: Annotated[str | None, value("FILE", "Write the report with timeline and memory as one HTML file.")] = None
     chrome: Chrome = None
     png: Png = None
 
@@ -57,6 +67,18 @@ class ForeseeOptions:
         if self.tokens is not None and self.tokens < 1:
             raise LaunchError(f"--tokens {self.tokens}: give at least 1")
         check_suffixes(None, self.png)
+        pictures = {"--html": self.html, "--chrome": self.chrome, "--png": self.png}
+        if self.sweep is not None and (given := [name for name, path in pictures.items() if path is not None]):
+            raise LaunchError(f"{given[0]} with --sweep: a sweep has no pictures; foresee the best one by itself")
+
+    def words(self) -> list[str]:
+        """Returns the options as words of a command line, without --sweep and the output's."""
+        found = ["-n", str(self.num_ranks)]
+        for name in ("gpu", "hosts", "network", "steps", "until", "tokens", "seed"):
+            if (given := getattr(self, name)) is not None:
+                found += [f"--{name}", str(given)]
+        found += ["--allow-writes"] * self.allow_writes
+        return found + ["-m"] * self.module
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `echelon.foresee`."""
@@ -67,6 +89,7 @@ class ForeseeOptions:
             "steps": self.steps,
             "seed": self.seed,
             "allow_writes": self.allow_writes,
+            "until": self.until,
         }
 
 
@@ -79,6 +102,8 @@ def foresee(options: ForeseeOptions) -> int:
     """
     options.check()
     assert options.num_ranks is not None, "checked"
+    if options.sweep is not None:
+        return _sweep(options, options.sweep)
     shown = console()
     # Late: it imports torch, which takes seconds that `--help` need not wait.
     from echelon.foresight.script import foresee_script
@@ -95,13 +120,29 @@ def foresee(options: ForeseeOptions) -> int:
     seen = outcome.foreseen
     assert seen is not None
     written = write_files(
-        (options.png, seen.timeline.draw), (options.chrome, seen.played.timeline(kernels=True).to_chrome)
+        (options.html, lambda path: seen.to_html(path, options.tokens, options.program)),
+        (options.png, seen.timeline.draw),
+        (options.chrome, seen.played.timeline(kernels=True).to_chrome),
     )
     report = seen.report(options.tokens, options.program)
     print(json.dumps({**report.to_json(), **_by_rank(seen)}) if options.json else str(report), end="")
     for path in written:
         shown.say(f"wrote {path}")
     return 0 if seen.fits else 1
+
+
+def _sweep(options: ForeseeOptions, text: str) -> int:
+    each = combinations("--sweep", text)
+    try:
+        found = sweep.sweep(options.words(), [options.program, *(options.args or [])], each, sweep.run_all)
+    except KeyboardInterrupt:
+        console().say("ended by SIGINT")
+        return 130
+    if options.json:
+        print(sweep.as_json(found))
+    else:
+        sweep.show(found, RichConsole(highlight=False))
+    return 0 if any(entry.fits for entry in found) else 1
 
 
 def _hosts(text: str | None) -> int | list[int] | None:

@@ -59,6 +59,7 @@ class Report:
         assumptions: Assumed values and approximations.
         expandable: Whether PyTorch's allocator has expandable segments.
         title: Name of the program.
+        what_ifs: Steps if something were different, as sentences that go on after "what if".
     """
 
     played: Played
@@ -67,6 +68,7 @@ class Report:
     assumptions: Sequence[str] = ()
     expandable: bool = False
     title: str = ""
+    what_ifs: Sequence[str] = ()
     _memory: dict[int, Memory] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -115,6 +117,7 @@ class Report:
             },
             "problems": list(self.problems),
             "assumptions": list(self.assumptions),
+            "what_if": list(self.what_ifs),
             "not_modelled": list(NOT_MODELLED),
             "accuracy": None if accuracy is None else accuracy._asdict(),
         }
@@ -128,10 +131,10 @@ class Report:
         return max(self.played.roles.values(), key=lambda role: role.seconds)
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [self._head(), self._figures()]
+        parts: list[RenderableType] = [self._head(), self.figures_table()]
         if self.played.exposed:
             parts.append(self._communication())
-        parts += [self._memory_table(), self._notes()]
+        parts += [self.memory_table(), self._notes()]
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -148,12 +151,17 @@ class Report:
         title = f"{self.title}: " if self.title else ""
         return Text(f"{title}{where}, {roles} role{'s' if roles > 1 else ''} recorded")
 
-    def _figures(self) -> Table:
+    @property
+    def band(self) -> str:
+        """Error that nine published steps of ten stay below, as "+- 6%". Empty for a device without any."""
+        accuracy = ACCURACY.get(self.played.device.name)
+        return f"+- {accuracy.largest_of_nine_in_ten:.0%}" if accuracy is not None else ""
+
+    def figures_table(self) -> Table:
+        """Returns the figures of the whole step."""
         played = self.played
         table = _table("", "")
-        accuracy = ACCURACY.get(played.device.name)
-        band = f" +- {accuracy.largest_of_nine_in_ten:.0%}" if accuracy is not None else ""
-        table.add_row("step", f"{seconds_text(played.seconds)}{band}")
+        table.add_row("step", f"{seconds_text(played.seconds)} {self.band}".rstrip())
         if self.tokens and played.seconds:
             table.add_row("tokens per second", f"{self.tokens / played.seconds:,.0f}")
         table.add_row("MFU", f"{played.mfu:.1%}")
@@ -179,7 +187,8 @@ class Report:
             table.add_row(left, "", seconds_text(rest), f"{rest / self.played.seconds:.1%}")
         return table
 
-    def _memory_table(self) -> Table:
+    def memory_table(self) -> Table:
+        """Returns the memory of the fullest role at its peak."""
         rank = self.fullest
         memory, limit = self.memory[rank], self.played.device.memory_bytes
         table = _table(f"memory of rank {rank} at its peak", "GiB")
@@ -194,22 +203,28 @@ class Report:
         return table
 
     def _notes(self) -> RenderableType:
-        accuracy = ACCURACY.get(self.played.device.name)
         lines = []
         if self.problems:
             lines += ["problems:", *(f"- {problem}" for problem in self.problems)]
         if self.assumptions:
             lines += ["assumed:", *(f"- {assumption}" for assumption in self.assumptions)]
-        if accuracy is None:
-            lines.append("accuracy: not compared with published runs on this device")
-        else:
-            lines.append(
-                f"accuracy: median error {accuracy.median:.1%} on {accuracy.num_rows} published steps with FSDP in "
-                f"bfloat16 that were not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}. Constants "
-                f"fitted on {accuracy.fitted}. See benchmarks/foresee."
-            )
+        if self.what_ifs:
+            lines += ["what if", *(f"- {what_if}" for what_if in self.what_ifs)]
+        lines.append(f"accuracy: {accuracy_text(self.played.device.name)}")
         lines.append(f"not modelled: {', '.join(NOT_MODELLED)}")
         return Text("\n".join(lines))
+
+
+def accuracy_text(gpu: str) -> str:
+    """Returns the errors that step times on a device had, and the rows that its constants stand on."""
+    accuracy = ACCURACY.get(gpu)
+    if accuracy is None:
+        return "not compared with published runs on this device"
+    return (
+        f"median error {accuracy.median:.1%} on {accuracy.num_rows} published steps with FSDP in bfloat16 that were "
+        f"not fitted, 9 of 10 within {accuracy.largest_of_nine_in_ten:.0%}. Constants fitted on {accuracy.fitted}. See "
+        "benchmarks/foresee."
+    )
 
 
 def seconds_text(seconds: float) -> str:

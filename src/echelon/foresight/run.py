@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from echelon.arguments import check_world_size, is_amount, is_count, shown
+from echelon.arguments import check_path, check_world_size, is_amount, is_count, shown, writing
 from echelon.errors import InvalidArgument, LaunchError
 from echelon.foresight.calibrate import load
 from echelon.foresight.check import Problem, check
+from echelon.foresight.memory import MemoryCurves
 from echelon.foresight.networks import cluster_of
-from echelon.foresight.play.allocator import Memory
 from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.devices import device_named
@@ -24,6 +25,7 @@ from echelon.foresight.record.run import Request, record_in_turn
 from echelon.foresight.report import Report
 from echelon.foresight.roles import Roles
 from echelon.foresight.trace import Allocate, Trace
+from echelon.foresight.what_if import what_ifs
 from echelon.launch.call import rank_call
 from echelon.simulation.network import Network
 from echelon.timeline.timeline import Timeline
@@ -88,9 +90,9 @@ class Foreseen:
         return self.played.mfu
 
     @cached_property
-    def memory(self) -> Mapping[int, Memory]:
+    def memory(self) -> MemoryCurves:
         """Memory of each role over the step, by the rank that was recorded."""
-        return self.played.memory()
+        return MemoryCurves(self.played, self.played.memory())
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
@@ -115,22 +117,30 @@ class Foreseen:
     @cached_property
     def problems(self) -> list[Problem]:
         """Problems that do not keep the program from running, and too little memory."""
-        lacking = [
-            Problem("out of memory", _too_little(self.traces[rank], memory, self.device))
-            for rank, memory in self.memory.items()
-            if not memory.fits
-        ]
-        return [*lacking, *self.found]
+        lacking = [rank for rank, memory in self.memory.items() if not memory.fits]
+        if not lacking:
+            return list(self.found)
+        fullest = max(lacking, key=lambda rank: self.memory[rank].live_peak)
+        others = len(lacking) - 1
+        too = f" ({others} other role{'s do' if others > 1 else ' does'} not fit either)" if others else ""
+        return [Problem("out of memory", self._too_little(fullest) + too), *self.found]
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Assumed values of tensors and approximations, each with its line."""
-        return tuple(dict.fromkeys(text for trace in self.traces.values() for text in trace.assumptions))
+        found = dict.fromkeys(text for trace in self.traces.values() for text in trace.assumptions)
+        is_whole = not all(trace.is_step for trace in self.traces.values())
+        return (*["no optimizer has stepped: the whole program is one step"] * is_whole, *found)
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """Writes to files that were skipped, each with its line."""
         return tuple(dict.fromkeys(text for trace in self.traces.values() for text in trace.skipped))
+
+    @cached_property
+    def what_ifs(self) -> tuple[str, ...]:
+        """Forecasts with cheaper communication, as sentences. Empty if little is exposed."""
+        return tuple(what_ifs(self.played, self.traces))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -166,7 +176,51 @@ class Foreseen:
             title: name of the program.
         """
         notes = [*self.assumptions, *(f"{text} was skipped" for text in self.skipped)]
-        return Report(self.played, tokens, [str(problem) for problem in self.problems], notes, title=title)
+        problems = [str(problem) for problem in self.problems]
+        return Report(
+            self.played, tokens, problems, notes, title=title, what_ifs=self.what_ifs, _memory=dict(self.memory)
+        )
+
+    def to_html(self, path: str | os.PathLike[str], tokens: int | None = None, title: str = "") -> None:
+        """Writes the report as one HTML file, with timeline and memory. It needs no network.
+
+        Args:
+            path: file to write.
+            tokens, title: as for `report`.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        from echelon.foresight.page.page import page
+
+        check_path(path)
+        text = page(self, self.report(tokens, title))
+        # Names of files may have bytes that are no text.
+        with writing(path), open(path, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+
+    def largest_at_peak(self, rank: int) -> list[tuple[str, int]]:
+        """Returns the tensors at the peak of a recorded rank as (kind, line and module; bytes), the largest first."""
+        largest: dict[str, int] = {}
+        for storage in self.memory[rank].alive_at_peak:
+            where = _where(self.traces[rank], storage)
+            largest[where] = largest.get(where, 0) + storage.num_bytes
+        return sorted(largest.items(), key=lambda item: -item[1])
+
+    def _too_little(self, rank: int) -> str:
+        """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
+        memory = self.memory[rank]
+        # A full device reserves no more than it has, and blocks that are free but too small keep others from fitting.
+        needed = max(memory.live_peak, memory.reserved_peak)
+        kinds = ", ".join(
+            f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20
+        )
+        lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in self.largest_at_peak(rank)[:_LISTED])
+        return (
+            f"rank {rank} needs at least {needed / _GIB:.1f} GiB, a {self.device.name} has "
+            f"{self.device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a "
+            "smaller batch, activation checkpointing, or more ranks"
+        )
 
     def __str__(self) -> str:
         return str(self.report())
@@ -183,6 +237,7 @@ def foresee(
     steps: int = 2,
     seed: int = 0,
     allow_writes: bool = False,
+    until: str | None = None,
 ) -> Foreseen:
     """Foresees a step of a training program on a cluster. Needs no GPU, and computes nothing.
 
@@ -200,6 +255,8 @@ def foresee(
         steps: steps to run. The last one is foreseen, the others warm up. A step ends when all optimizers have stepped.
         seed: seed of the random ranks that confirm a role.
         allow_writes: whether the program may write files.
+        until: function of the program whose return ends a step, as "train_step" or "train.Trainer.step". None:
+            optimizers end it. Recording takes about twice as long, because each call of Python is watched.
 
     Raises:
         InvalidWorldSize, LaunchError: an argument is invalid, or a simulation runs in this process.
@@ -216,6 +273,8 @@ def foresee(
         raise LaunchError(f"seed={shown(seed)}: give a whole number")
     if not isinstance(allow_writes, bool):
         raise LaunchError(f"allow_writes={shown(allow_writes)}: give True or False")
+    if until is not None and not (isinstance(until, str) and all(map(str.isidentifier, until.split(".")))):
+        raise LaunchError(f"until={until!r}: give the name of a function, as 'train_step' or 'Trainer.step'")
     device = _device(gpu)
     cluster = cluster_of(network, device, world_size, hosts)
     roles = Roles(world_size, seed)
@@ -232,6 +291,7 @@ def foresee(
             steps=steps,
             gpu=_facts_of(device),
             allow_writes=allow_writes,
+            until=until or "",
         ),
         choose,
     )
@@ -252,22 +312,6 @@ def _facts_of(device: Device) -> Gpu | None:
     if device.is_synchronous:
         return None
     return Gpu(device.name, device.memory_bytes, _CAPABILITIES.get(device.generation, (8, 0)), device.num_sms)
-
-
-def _too_little(trace: Trace, memory: Memory, device: Device) -> str:
-    """Returns the text for a rank that does not fit, with the largest storages at its peak by line and module."""
-    kinds = ", ".join(f"{kind} {size / _GIB:.1f}" for kind, size in memory.kinds_at_peak.items() if size > _GIB // 20)
-    largest: dict[str, int] = {}
-    for storage in memory.alive_at_peak:
-        where = _where(trace, storage)
-        largest[where] = largest.get(where, 0) + storage.num_bytes
-    shown = sorted(largest.items(), key=lambda item: -item[1])[:_LISTED]
-    lines = "; ".join(f"{size / _GIB:.2f} GiB {where}" for where, size in shown)
-    return (
-        f"rank {trace.rank} needs {memory.reserved_peak / _GIB:.1f} GiB, a {device.name} has "
-        f"{device.memory_bytes / _GIB:.1f}: tensors at the peak in GiB: {kinds}; the largest: {lines}: use a smaller "
-        "batch, activation checkpointing, or more ranks"
-    )
 
 
 def _where(trace: Trace, storage: Allocate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,6 +41,16 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     Raises:
         EchelonError: matplotlib is not installed, or the suffix names no format.
     """
+    save(lambda: figure_of(timeline, against), path)
+
+
+def save(make: Callable[[], Figure], path: str | os.PathLike[str]) -> None:
+    """Writes a figure into a file, the same bytes in every run. `make` is called with the default style.
+
+    Raises:
+        EchelonError: matplotlib is not installed, or the suffix names no format.
+        FileError: the file cannot be written.
+    """
     check_path(path)
     suffix = Path(path).suffix.lower()
     if suffix not in _FORMATS:
@@ -54,7 +65,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], against: Timeline | N
     # kept as text can be searched and keeps the file small. The salt makes the ids in an SVG the same in every run.
     own = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "pdf.fonttype": 42}
     with style.context(["default", own]):
-        figure = figure_of(timeline, against)
+        figure = make()
         with writing(path):
             figure.savefig(path, format=suffix[1:], dpi=150, metadata=_FORMATS[suffix])
 

@@ -40,6 +40,14 @@ class CommunicationSpan(NamedTuple):
     protocol: str
 
 
+class ExposedPart(NamedTuple):
+    """Interval of a communication in which no kernel runs."""
+
+    span: CommunicationSpan
+    start: float
+    end: float
+
+
 class Exposed(NamedTuple):
     """Communication of one group called at one line."""
 
@@ -89,6 +97,14 @@ class PlayedRole:
         come is no communication.
         """
         found: dict[Exposed, float] = defaultdict(float)
+        for span, start, end in self.exposed_parts:
+            found[self._name_of(span)] += end - start
+        return dict(found)
+
+    @cached_property
+    def exposed_parts(self) -> tuple[ExposedPart, ...]:
+        """Intervals in which no kernel runs and communication does."""
+        found: list[ExposedPart] = []
         gaps = self._gaps()
         at, covered = 0, 0.0
         for span in self.communication:
@@ -99,8 +115,10 @@ class PlayedRole:
             for start, end in islice(gaps, at, None):
                 if start >= span.end:
                     break
-                found[self._name_of(span)] += max(0.0, min(end, span.end) - max(start, begin))
-        return {name: seconds for name, seconds in found.items() if seconds > 0}
+                part = ExposedPart(span, max(start, begin), min(end, span.end))
+                if part.start < part.end:
+                    found.append(part)
+        return tuple(found)
 
     def _gaps(self) -> list[tuple[float, float]]:
         gaps, last = [], 0.0

@@ -11,7 +11,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.recorder import Recorder
 from echelon.foresight.record.steps import Steps, StepsDone, steps_noted
+from echelon.foresight.record.until import Until
 from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Trace
 from echelon.group.group import ProcessGroup
@@ -75,6 +76,8 @@ class Request(NamedTuple):
     """Facts that the program may ask for. None: its hosts have no GPUs."""
     allow_writes: bool = False
     """Whether the program may write files."""
+    until: str = ""
+    """Function whose return ends a step. Empty: optimizers do."""
 
 
 def record(
@@ -234,20 +237,24 @@ class _Run:
             backend.begin()
             log = Log()
             memory = Memory(log)
-            steps = self._steps[rank] = Steps(log, memory, self._request.steps)
+            until = Until(self._request.until) if self._request.until else None
+            steps = self._steps[rank] = Steps(log, memory, self._request.steps, by_optimizers=until is None)
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 Modules(log).watch()
                 stack.enter_context(recorded_tensors())
                 stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
                 stack.enter_context(Recorder(log, memory))
                 try:
-                    self._request.call.run(group)
+                    with until.watched(steps.finish) if until else nullcontext():
+                        self._request.call.run(group)
                 except StepsDone:
                     pass
                 except SystemExit as error:
                     if error.code:
                         raise
                 self.calls.at_exit(rank)
+            if until and not steps.num_done:
+                raise until.missing(rank)
             self.traces[rank] = steps.trace(rank, world_size)
             self._world.returned.add(rank)
         except Ended:

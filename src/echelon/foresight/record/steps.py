@@ -24,7 +24,7 @@ class StepsDone(BaseException):
 class Steps:
     """Steps of one rank so far."""
 
-    def __init__(self, log: Log, memory: Memory, num_steps: int) -> None:
+    def __init__(self, log: Log, memory: Memory, num_steps: int, by_optimizers: bool = True) -> None:
         self.entries: Sequence[Entry] | None = None
         """Entries of the last step that has ended. None before the first end."""
         self.live: Sequence[Allocate] = ()
@@ -33,6 +33,8 @@ class Steps:
         self._log = log
         self._memory = memory
         self._num_steps = num_steps
+        self._by_optimizers = by_optimizers
+        """Whether optimizers end a step. Otherwise `finish` alone does."""
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_dropped = False
@@ -48,7 +50,7 @@ class Steps:
         """Notes the call of an optimizer's `step`."""
         log = self._log
         if not log.optimizer_depth:
-            if optimizer in self._stepped:
+            if optimizer in self._stepped and self._by_optimizers:
                 # Another one has not stepped, and perhaps never will. The step was over with the last one that did.
                 self._made = weakref.WeakSet(self._stepped)
                 self._finish(*self._end)
@@ -68,9 +70,13 @@ class Steps:
             self._memory.mark(state.values(), "optimizer")
         self._stepped.add(optimizer)
         self._end = len(log.entries), list(self._memory.live.values())
-        if all(each in self._stepped or not _has_parameters(each) for each in self._made):
-            gc.collect()
-            self._finish(len(log.entries), list(self._memory.live.values()))
+        if self._by_optimizers and all(each in self._stepped or not _has_parameters(each) for each in self._made):
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends a step here. Raises StepsDone after the last step."""
+        gc.collect()
+        self._finish(len(self._log.entries), list(self._memory.live.values()))
 
     def _finish(self, position: int, live: list[Allocate]) -> None:
         """Ends a step after `position` entries."""

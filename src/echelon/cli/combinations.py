@@ -1,0 +1,52 @@
+"""Combinations of arguments, such as "--tp {1,2} --pp {1,4}". Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from itertools import product
+
+from echelon.errors import LaunchError
+
+_CHOICE = re.compile(r"\{([^{}]*)\}")
+_MOST = 500
+"""Combinations at most. More are a slip of the keyboard, or a week of work."""
+
+
+def combinations(option: str, text: str) -> list[tuple[str, ...]]:
+    """Returns the words of each combination: every {a,b} is replaced by each of its alternatives.
+
+    Words are split as by a shell, so an alternative with a space is quoted: "'{a b,c}'". The last choice changes first.
+
+    Args:
+        option: name of the option, for errors.
+        text: words with choices.
+
+    Raises:
+        LaunchError: a quote or a brace is not closed, a choice has no alternatives, or combinations are too many.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{option} {text!r}: {str(error).lower()}: close each quote") from None
+    # Literal text at even places, the alternatives of a choice at odd ones.
+    parts = [_CHOICE.split(word) for word in words]
+    for word, literals in zip(words, parts, strict=True):
+        if any(brace in literal for literal in literals[::2] for brace in "{}"):
+            raise LaunchError(
+                f"{option} {text!r}: {word!r} has an open brace: write {{1,2}} without spaces, or quote it"
+            )
+    choices = [choice.split(",") for literals in parts for choice in literals[1::2]]
+    if not choices or not all(all(choice) for choice in choices):
+        raise LaunchError(f"{option} {text!r}: give alternatives in braces, as --tp {{1,2,4}}")
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > _MOST:
+        raise LaunchError(f"{option} {text!r}: {count} combinations: give at most {_MOST}")
+    return [_words(parts, taken) for taken in product(*choices)]
+
+
+def _words(parts: list[list[str]], taken: tuple[str, ...]) -> tuple[str, ...]:
+    left = iter(taken)
+    return tuple("".join(part if place % 2 == 0 else next(left) for place, part in enumerate(word)) for word in parts)

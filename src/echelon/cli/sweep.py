@@ -1,0 +1,190 @@
+"""Sweep of `echelon foresee`: a script foreseen with each combination of arguments, and a ranked table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from rich.console import Console
+
+from echelon.cli.output import print_table, to_json
+from echelon.foresight.report import seconds_text
+
+_GIB = 1 << 30
+_MARK = "echelon: "
+"""Start of a line that the command itself writes."""
+_WORKERS = 2
+"""Processes at once at most. Each takes up to 4 GiB."""
+
+
+class Ended(NamedTuple):
+    """Outcome of a process."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+RunAll: TypeAlias = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
+"""Function that runs `echelon` with each of several lists of arguments, and returns when all have ended."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One combination of arguments: its figures, or the reason why there are none."""
+
+    arguments: tuple[str, ...]
+    figures: dict[str, Any] | None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Arguments as one would type them."""
+        return shlex.join(self.arguments)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs, and every rank has enough memory."""
+        return self.figures is not None and bool(self.figures["memory"]["fits"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the figures as plain values."""
+        if self.figures is None:
+            return {"arguments": list(self.arguments), "reason": self.reason}
+        names = ("step_seconds", "tokens_per_second", "mfu", "bubble", "memory", "problems")
+        found = {name: self.figures[name] for name in names if name in self.figures}
+        return {"arguments": list(self.arguments), **found}
+
+
+def sweep(
+    options: Sequence[str], program: Sequence[str], each: Sequence[tuple[str, ...]], run_all: RunAll
+) -> list[Entry]:
+    """Foresees a program with each combination of arguments.
+
+    Args:
+        options: options of `echelon foresee`.
+        program: script and its own arguments. Those of the combination come after them.
+        each: combinations of arguments.
+        run_all: runs the processes.
+
+    Returns:
+        An entry for each combination: those that fit first, the best at the top, and failures last.
+    """
+    ended = run_all([["foresee", *options, "--json", *program, *arguments] for arguments in each])
+    return ranked(list(map(entry_of, each, ended)), is_same_work="--tokens" in options)
+
+
+def ranked(entries: Sequence[Entry], is_same_work: bool) -> list[Entry]:
+    """Returns entries, the best first.
+
+    Args:
+        is_same_work: whether each step has the same number of tokens. Then the shortest step is the best. Otherwise it
+            is the highest MFU, since a longer step may have a larger batch.
+    """
+
+    def key(entry: Entry) -> tuple[bool, bool, float]:
+        figures = entry.figures
+        if figures is None:
+            return True, True, 0.0
+        return False, not entry.fits, figures["step_seconds"] if is_same_work else -figures["mfu"]
+
+    return sorted(entries, key=key)
+
+
+def entry_of(arguments: tuple[str, ...], ended: Ended) -> Entry:
+    """Returns the entry of a process that has ended."""
+    try:
+        figures = json.loads(ended.stdout.rpartition("\n")[2])
+    except ValueError:
+        figures = None
+    if isinstance(figures, dict) and "step_seconds" in figures:
+        return Entry(arguments, figures)
+    said = [line.removeprefix(_MARK) for line in ended.stderr.splitlines() if line.startswith(_MARK)]
+    if said:
+        return Entry(arguments, None, said[0])
+    end = f"killed by signal {-ended.status}" if ended.status < 0 else f"ended with status {ended.status}"
+    return Entry(arguments, None, (ended.stderr.strip().splitlines() or [end])[-1])
+
+
+def show(entries: Sequence[Entry], console: Console) -> None:
+    """Prints a table of the foreseen steps, and a line for each combination that failed."""
+    has_tokens = any(entry.figures and entry.figures["tokens_per_second"] for entry in entries)
+    rows = [["arguments", "step", *["tokens/s"] * has_tokens, "MFU", "reserved", "of", "fits"]]
+    for entry in entries:
+        if (figures := entry.figures) is None:
+            continue
+        memory = figures["memory"]
+        sizes = [f"{memory[name] / _GIB:.1f} GiB" for name in ("reserved_peak", "limit")]
+        tokens = [f"{figures['tokens_per_second'] or 0:,.0f}"] * has_tokens
+        verdict = "yes" if memory["fits"] else "NO"
+        rows.append(
+            [entry.name, seconds_text(figures["step_seconds"]), *tokens, f"{figures['mfu']:.1%}", *sizes, verdict]
+        )
+    if len(rows) > 1:
+        print_table(console, rows)
+    failed = [entry for entry in entries if entry.figures is None]
+    if failed:
+        print_table(console, [["failed", "reason"], *([entry.name, entry.reason] for entry in failed)], left=(0, 1))
+
+
+def as_json(entries: Sequence[Entry]) -> str:
+    """Returns the entries as JSON: "ranked" have figures, "failed" have a reason."""
+    groups = {"ranked": [], "failed": []}  # type: dict[str, list[dict[str, Any]]]
+    for entry in entries:
+        groups["failed" if entry.figures is None else "ranked"].append(entry.to_json())
+    return to_json(groups)
+
+
+def run_all(commands: Sequence[Sequence[str]]) -> list[Ended]:
+    """Runs `echelon` with each list of arguments, two at a time where cores allow. Blocks until all have ended."""
+    processes = _Processes()
+    with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
+        try:
+            return list(pool.map(processes.run, commands))
+        finally:
+            processes.stop()  # before the pool waits for its threads
+
+
+class _Processes:
+    """Processes of `echelon`.
+
+    Strategy: threads start a process each and wait for it. `stop` kills the processes that run, so that the threads
+    return, and keeps others from starting.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_stopped = False
+
+    def run(self, arguments: Sequence[str]) -> Ended:
+        """Runs `echelon` with arguments. Blocks until it has ended."""
+        # -P: as the installed command, without the current folder before the installed packages.
+        command = [sys.executable, "-P", "-m", "echelon", *arguments]
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._is_stopped:
+                return Ended(1, "", "stopped")
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            )
+            self._running.add(process)
+        out, err = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+        return Ended(process.returncode, out, err)
+
+    def stop(self) -> None:
+        """Kills the processes that run, and starts none any more."""
+        with self._lock:
+            self._is_stopped = True
+            for process in self._running:
+                process.kill()

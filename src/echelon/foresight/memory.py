@@ -1,0 +1,183 @@
+"""Memory of each role over a step, by kind, and its picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from echelon.errors import LaunchError
+from echelon.foresight.play.allocator import Memory
+from echelon.foresight.play.played import Played, PlayedRole
+from echelon.foresight.trace import Allocate, Free, MemoryKind
+
+KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "gradients", "activations", "communication", "other")
+"""Kinds of tensors, from the bottom of a stack to its top: the state of training first, since it is always there."""
+
+NAMES: Mapping[MemoryKind, str] = {"optimizer": "optimizer state", "communication": "communication buffers"}
+"""Names of kinds in a legend, where they differ."""
+
+_GIB = 1 << 30
+POINTS = 1000
+"""Intervals of a curve, of which each has two points at most. More are not seen in a picture."""
+
+
+class Curve(NamedTuple):
+    """Memory of one rank: values that hold from a point in time until the next one."""
+
+    seconds: tuple[float, ...]
+    kinds: Mapping[MemoryKind, tuple[int, ...]]
+    """Bytes of tensors at each point, by kind. Kinds that never occur are left out."""
+    reserved: tuple[int, ...]
+    """Bytes that the allocator has reserved at each point."""
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryCurves(Mapping[int, Memory]):
+    """Memory of each role over a step, by the rank that was recorded.
+
+    Args:
+        played: The step.
+        memories: Memory of each role.
+    """
+
+    played: Played
+    memories: Mapping[int, Memory]
+
+    def __getitem__(self, rank: int) -> Memory:
+        return self.memories[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.memories)
+
+    def __len__(self) -> int:
+        return len(self.memories)
+
+    def __repr__(self) -> str:
+        return f"<Memory of {len(self)} roles, the fullest is that of rank {self.fullest}>"
+
+    @property
+    def fullest(self) -> int:
+        """Role with the highest peak of tensors. The lowest rank of several."""
+        return max(self.memories, key=lambda rank: (self.memories[rank].live_peak, -rank))
+
+    def curve(self, rank: int | None = None, points: int = POINTS) -> Curve:
+        """Returns the memory of a rank over the step.
+
+        The clock is that of the kernels: a tensor is allocated when the kernel before it has ended. The host, which
+        calls the allocator, is ahead of them by a time that the program cannot see.
+
+        Args:
+            rank: any rank. None: the fullest role.
+            points: intervals of time, of which each has two points at most.
+
+        Raises:
+            LaunchError: there is no such rank.
+        """
+        role = self.fullest if rank is None else self._role_of(rank)
+        return _curve(self.played.roles[role], self.memories[role], points)
+
+    def draw(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
+        """Draws the memory of a rank over the step into a file, as SVG, PNG or PDF by its suffix.
+
+        Args:
+            path: file to write.
+            rank: any rank. None: the fullest role.
+
+        Raises:
+            LaunchError: there is no such rank.
+            EchelonError: matplotlib is not installed, or the suffix is none of .svg, .png and .pdf.
+            FileError: the file cannot be written.
+        """
+        from echelon.foresight.memory_figure import figure_of
+        from echelon.timeline.figure import save
+
+        role = self.fullest if rank is None else self._role_of(rank)
+        device = self.played.device
+        title = f"memory of rank {role if rank is None else rank} on {device.name}"
+        save(lambda: figure_of(self.curve(role), self.memories[role], device.memory_bytes, title), path)
+
+    def _role_of(self, rank: int) -> int:
+        if type(rank) is not int or not 0 <= rank < self.played.world_size:
+            raise LaunchError(f"rank={rank!r}: give a rank below {self.played.world_size}")
+        return self.played.classes[rank]
+
+
+def highest(curve: Curve, limit: int) -> float:
+    """Returns the bytes at the upper edge of a picture. The limit is left out where it would make the rest flat."""
+    most = max(*curve.reserved, *map(sum, zip(*curve.kinds.values(), strict=True)))
+    return 1.08 * (most if limit > 2 * most else max(most, limit)) or 1.0
+
+
+def limit_text(curve: Curve, limit: int) -> str:
+    """Returns the name of the limit in a legend."""
+    return f"limit, {limit / _GIB:.1f} GiB{' (above)' if limit > highest(curve, limit) else ''}"
+
+
+class _Moment(NamedTuple):
+    """Bytes from a point in time on."""
+
+    seconds: float
+    reserved: int
+    kinds: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds)
+
+
+def _curve(role: PlayedRole, memory: Memory, points: int) -> Curve:
+    moments = _moments(role, memory)
+    width = role.seconds / points or 1.0
+    kept = [moments[0]]
+    # Of each interval the fullest moment is kept, so that no peak is lost, and the last one, which lasts.
+    for _, interval in groupby(moments[1:], lambda moment: int(moment.seconds / width)):
+        changes = list(interval)
+        fullest = max(range(len(changes)), key=lambda index: changes[index].total)
+        kept += changes[fullest :: len(changes) - 1 - fullest or 1]
+    kept.append(kept[-1]._replace(seconds=role.seconds))
+    times, reserved, samples = zip(*kept, strict=True)
+    stack = zip(KINDS, zip(*samples, strict=True), strict=True)
+    return Curve(times, {kind: sizes for kind, sizes in stack if any(sizes)}, reserved)
+
+
+def _moments(role: PlayedRole, memory: Memory) -> list[_Moment]:
+    """Returns the memory after each allocation and each free."""
+    trace = role.program.trace
+    ends = _kernel_ends(role)
+    sizes: dict[MemoryKind, int] = dict.fromkeys(KINDS, 0)
+    alive: dict[int, Allocate] = {}
+    for state in trace.live:
+        alive[state.storage] = state
+        sizes[state.kind] += state.num_bytes
+    reserved = dict(memory.reserved)
+    moments = [_Moment(0.0, reserved[-1], tuple(sizes.values()))]
+    time, held = 0.0, reserved[-1]
+    for index, entry in enumerate(trace.entries):
+        time = max(time, ends.get(index, 0.0))
+        held = reserved.get(index, held)
+        if isinstance(entry, Allocate):
+            alive[entry.storage] = entry
+            sizes[entry.kind] += entry.num_bytes
+        elif isinstance(entry, Free) and (gone := alive.pop(entry.storage, None)) is not None:
+            sizes[gone.kind] -= gone.num_bytes
+        else:
+            continue
+        moments.append(_Moment(time, held, tuple(sizes.values())))
+    return moments
+
+
+def _kernel_ends(role: PlayedRole) -> dict[int, float]:
+    """Returns the ends of kernels of the default stream, by their index in the trace."""
+    seconds = role.program.kernel_seconds
+    ends: dict[int, float] = {}
+    for run in role.runs:
+        total = sum(seconds[index] for index in run.entries)
+        stretch = (run.end - run.start) / total if total else 0.0
+        time = run.start
+        for index in run.entries if run.stream == 0 else ():
+            time += seconds[index] * stretch
+            ends[index] = min(time, run.end)
+    return ends

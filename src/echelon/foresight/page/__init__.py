@@ -1,0 +1,1 @@
+"""A foreseen step as one HTML file that needs no network."""

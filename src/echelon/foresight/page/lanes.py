@@ -1,0 +1,204 @@
+"""Lanes of a role's step for a picture, in which neighbouring kernels are joined to blocks that name lines. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from echelon.foresight.play.played import CommunicationSpan, PlayedRole
+from echelon.foresight.report import seconds_text
+from echelon.foresight.trace import Collective, Kernel, Message, Trace
+
+# A repeated block of a model, such as "layers.3" of "layers.3.attention.wq".
+_REPEATED = re.compile(r"(.*?\.\d+)(?:\.|$)")
+_SEEN = 1e-2
+"""Share of the step that a stream computes at least. With less its lane would look empty."""
+
+_LONGEST = 200
+"""Characters of a text at most, since a page has thousands of texts."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Kernels or communication in a row.
+
+    Args:
+        start: Seconds since the start of the step.
+        end: Seconds since the start of the step.
+        hue: Phase of kernels, kind of communication, or "exposed".
+        parts: (name, seconds) of each kernel or communication, where the name has its line.
+        first: Module of the first one, up to its number.
+        last: Module of the last one, up to its number.
+    """
+
+    start: float
+    end: float
+    hue: str
+    parts: tuple[tuple[str, float], ...]
+    first: str = ""
+    last: str = ""
+
+    @property
+    def width(self) -> float:
+        """Seconds from start to end."""
+        return self.end - self.start
+
+    @property
+    def text(self) -> str:
+        """Description: hue, modules, duration, and the longest part."""
+        modules = self.first if self.first == self.last else f"{self.first or '-'} to {self.last or '-'}"
+        name, seconds = max(self.parts, key=lambda part: part[1])
+        rest = f": {name}"
+        if len(self.parts) > 1:
+            rest = f", {len(self.parts)} in a row, the longest {seconds_text(seconds)}: {name}"
+        text = f"{' '.join(filter(None, (self.hue, modules)))}, {seconds_text(self.width)}{rest}"
+        return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+class Lane(NamedTuple):
+    """Row of a picture."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    """Blocks to draw."""
+    parts: tuple[Block, ...]
+    """The same joined to fewer, which have a text each."""
+
+
+def lanes_of(role: PlayedRole, most: int, most_parts: int) -> list[Lane]:
+    """Returns the lanes of a role: its streams, its groups, and exposed communication.
+
+    Args:
+        role: the step.
+        most: blocks of a lane at most. Neighbours are joined until there are as few.
+        most_parts: parts of a lane at most.
+    """
+    rows = [
+        ("compute" if stream == 0 else f"stream {stream}", blocks)
+        for stream, blocks in sorted(_kernels(role).items())
+        if stream == 0 or sum(block.width for block in blocks) > _SEEN * role.seconds
+    ]
+    rows += _communication(role).items()
+    if exposed := list(_exposed(role)):
+        rows.append(("exposed", exposed))
+    lanes = []
+    for name, blocks in rows:
+        drawn = joined(blocks, most)
+        lanes.append(Lane(name, tuple(drawn), tuple(joined(drawn, most_parts))))
+    return lanes
+
+
+def joined(blocks: Sequence[Block], most: int) -> list[Block]:
+    """Returns blocks in order with neighbours joined, `most` at most.
+
+    Neighbours of one hue and module are joined first, then short neighbours of one hue, then any short ones.
+    """
+    found = _join(blocks, lambda one, two: one.hue == two.hue and one.last == two.first and two.start <= one.end)
+    least = blocks[-1].end / 4096 if blocks else 0.0
+    while len(found) > most:
+        found = _join(found, lambda one, two, least=least: _is_short(one, two, least) and one.hue == two.hue)  # type: ignore[misc]
+        if len(found) > most:
+            found = _join(found, lambda one, two, least=least: two.end - one.start < least)  # type: ignore[misc]
+        least *= 2
+    return found
+
+
+def _is_short(one: Block, two: Block, least: float) -> bool:
+    return two.start - one.end < least and min(one.width, two.width) < least
+
+
+def _join(blocks: Sequence[Block], belongs: Callable[[Block, Block], bool]) -> list[Block]:
+    rows: list[list[Block]] = []
+    for block in blocks:
+        if rows and belongs(_around(rows[-1]), block):
+            rows[-1].append(block)
+        else:
+            rows.append([block])
+    return [_merged(row) for row in rows]
+
+
+def _around(row: list[Block]) -> Block:
+    """Returns a block for a row, without its parts."""
+    return row[0] if len(row) == 1 else Block(row[0].start, row[-1].end, row[0].hue, (), row[0].first, row[-1].last)
+
+
+def _merged(row: list[Block]) -> Block:
+    if len(row) == 1:
+        return row[0]
+    widths: dict[str, float] = {}
+    for block in row:
+        widths[block.hue] = widths.get(block.hue, 0.0) + block.width
+    hue = max(widths, key=widths.__getitem__)
+    parts = tuple(part for block in row for part in block.parts)
+    return Block(row[0].start, row[-1].end, hue, parts, row[0].first, row[-1].last)
+
+
+def _kernels(role: PlayedRole) -> dict[int, list[Block]]:
+    trace = role.program.trace
+    streams: dict[int, list[Block]] = {}
+    spans = role.kernel_spans()
+    for stream in spans:
+        entries = [index for run in role.runs if run.stream == stream for index in run.entries]
+        blocks = streams[stream] = []
+        for index, span in zip(entries, spans[stream], strict=True):
+            kernel = trace.entries[index]
+            assert isinstance(kernel, Kernel)
+            start, end = float(span.start), float(span.end)
+            part = f"{kernel.name}{_where(trace, kernel)}", end - start
+            module = _repeated(trace, kernel.module)
+            blocks.append(Block(start, end, kernel.phase, (part,), module, module))
+    return streams
+
+
+def _communication(role: PlayedRole) -> dict[str, list[Block]]:
+    """Returns the communication of each group, on a lane for each level of overlap."""
+    trace = role.program.trace
+    lanes: dict[tuple[int, int], list[Block]] = {}
+    for span in role.communication:
+        entry, block = _call_of(trace, span)
+        level = 0
+        while (lane := lanes.get((entry.group, level))) and lane[-1].end > block.start:
+            level += 1
+        lanes.setdefault((entry.group, level), []).append(block)
+    named: dict[str, list[Block]] = {}
+    for (group, level), blocks in sorted(lanes.items()):
+        ranks = trace.groups[group].ranks
+        name = trace.groups[group].name or f"group of {len(ranks)}"
+        name = f"{name} ({level + 1})" if level else name
+        while name in named:
+            name += "'"
+        named[name] = blocks
+    return named
+
+
+def _call_of(trace: Trace, span: CommunicationSpan) -> tuple[Collective | Message, Block]:
+    entry = trace.entries[span.entry]
+    assert isinstance(entry, Collective | Message)
+    kind = entry.kind if isinstance(entry, Collective) else "send" if entry.is_send else "receive"
+    how = ", ".join(filter(None, (span.algorithm, span.protocol)))
+    size = f"{entry.num_bytes / (1 << 20):,.1f} MiB of {entry.dtype}{how and f' by {how}'}"
+    part = f"{size}{_where(trace, entry)}", span.end - span.start
+    return entry, Block(span.start, span.end, kind, (part,))
+
+
+def _exposed(role: PlayedRole) -> Iterator[Block]:
+    """Yields the time in which communication runs and no kernel does."""
+    for part in role.exposed_parts:
+        _, call = _call_of(role.program.trace, part.span)
+        text = f"{call.hue} of {call.parts[0][0]}"
+        yield Block(part.start, part.end, "exposed", ((text, part.end - part.start),))
+
+
+def _where(trace: Trace, entry: Kernel | Collective | Message) -> str:
+    place = f" at {trace.places[entry.place]}" if entry.place >= 0 else ""
+    return place + (f" in {trace.modules[entry.module]}" if entry.module >= 0 else "")
+
+
+def _repeated(trace: Trace, module: int) -> str:
+    if module < 0:
+        return ""
+    name = trace.modules[module]
+    found = _REPEATED.match(name)
+    return found[1] if found else name

@@ -1,0 +1,236 @@
+"""Page of a foreseen step: one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from echelon.foresight.memory import NAMES, Curve, highest, limit_text
+from echelon.foresight.page import svg
+from echelon.foresight.page.lanes import Lane, lanes_of
+from echelon.foresight.play.played import Exposed
+from echelon.foresight.report import NOT_MODELLED, Report, accuracy_text, seconds_text
+
+if TYPE_CHECKING:
+    from echelon.foresight.run import Foreseen
+
+_GIB = 1 << 30
+_BLOCKS, _PARTS = 24_000, 2_500
+"""Blocks of all lanes, and their parts with a text, so that the file stays below 1 MB."""
+_ROLES = 16
+"""Roles whose lanes are shown."""
+_LINES = 40
+"""Lines of exposed communication that are listed."""
+_TENSORS = 12
+"""Lines of tensors that are listed."""
+_INTERVALS = 400
+"""Intervals of the memory curve."""
+
+
+def page(seen: Foreseen, report: Report) -> str:
+    """Returns a foreseen step as HTML. Text of the program is escaped.
+
+    Args:
+        seen: the step.
+        report: its figures.
+    """
+    played, memory = seen.played, seen.memory
+    limit = played.device.memory_bytes
+    curve = memory.curve(points=_INTERVALS)
+    lanes = _lanes(seen)
+    figures, peak = report.figures_table(), report.memory_table()
+    values = {
+        "title": escape(report.title or "A foreseen step"),
+        "sentence": escape(_sentence(seen)),
+        "verdict": _badge(seen.fits),
+        "cards": _cards(seen, report),
+        "problems": _list("Problems", report.problems, "problems"),
+        "hues": "".join(_swatch(svg.HUES.get(hue, "ot"), hue) for hue in svg.hues_of(_flat(lanes))),
+        "roles": "".join(_role(seen, rank, found) for rank, found in lanes.items()) + _others(seen) + _axis(seen),
+        "fullest": str(memory.fullest),
+        "levels": _levels(highest(curve, limit)),
+        "memory": svg.memory(curve, limit),
+        "moments": _ticks(curve.seconds[-1]),
+        "kinds": _legend(curve, limit),
+        "figures": _rich_table(figures),
+        "peak": _rich_table(peak),
+        "exposed": _exposed(played.exposed, played.seconds),
+        "largest": _largest(seen),
+        "notes": _list("What if", report.what_ifs)
+        + _list("Assumed", seen.assumptions)
+        + _list("Not written", seen.skipped),
+        "accuracy": escape(_sentence_of(accuracy_text(played.device.name))),
+        "unmodelled": escape(f"Not modelled: {', '.join(NOT_MODELLED)}."),
+    }
+    template = files("echelon.foresight.page").joinpath("page.html").read_text("utf-8")
+    return Template(template).substitute(values)
+
+
+# Head
+
+
+def _sentence(seen: Foreseen) -> str:
+    hosts, roles = len(seen.cluster.hosts), len(seen.played.roles)
+    network = seen.network if isinstance(seen.network, str) else "a network of its own"
+    return (
+        f"A step on {seen.world_size} x {seen.device.name}, {hosts} host{'s' if hosts > 1 else ''}, {network}: "
+        f"foreseen from {roles} recorded role{'s' if roles > 1 else ''}, without a GPU."
+    )
+
+
+def _sentence_of(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+def _badge(fits: bool) -> str:
+    return f'<span class="badge {"good" if fits else "bad"}">{"fits" if fits else "does not fit"}</span>'
+
+
+def _cards(seen: Foreseen, report: Report) -> str:
+    limit = seen.device.memory_bytes
+    # A full device reserves no more than it has, but the program needs more.
+    name, peak = "memory reserved", max(seen.peak_memory)
+    if not seen.fits:
+        name, peak = "memory needed", max(peak, *seen.live_memory)
+    exposed = max((sum(role.exposed.values()) / (role.seconds or 1) for role in seen.played.roles.values()), default=0)
+    cards = [_card("step", seconds_text(seen.step_seconds), report.band or "not compared with real runs")]
+    if report.tokens:
+        cards.append(_card("tokens per second", f"{seen.tokens_per_second(report.tokens):,.0f}", "of the whole job"))
+    cards += [
+        _card("MFU", f"{seen.mfu:.1%}", "of the dense bfloat16 peak", seen.mfu),
+        _card("exposed communication", f"{exposed:.1%}", "of the step", exposed),
+        _card(name, f"{peak / _GIB:.1f} GiB", f"of {limit / _GIB:.1f} GiB", peak / limit),
+    ]
+    return "".join(cards)
+
+
+def _card(name: str, value: str, note: str, share: float | None = None) -> str:
+    meter = ""
+    if share is not None:
+        hue = ' class="ex"' if share >= 1 else ""
+        meter = f'<div class="meter"><i{hue} style="width:{100 * min(1.0, share):.1f}%"></i></div>'
+    return (
+        f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b>{meter}<span>{escape(note)}</span></div>'
+    )
+
+
+# Timeline
+
+
+def _lanes(seen: Foreseen) -> dict[int, list[Lane]]:
+    shown = list(seen.played.roles.items())[:_ROLES]
+    # A role has about four lanes.
+    most, most_parts = (max(16, whole // len(shown) // 4) for whole in (_BLOCKS, _PARTS))
+    return {rank: lanes_of(role, most, most_parts) for rank, role in shown}
+
+
+def _flat(lanes: Mapping[int, Sequence[Lane]]) -> Iterable[Lane]:
+    return (lane for found in lanes.values() for lane in found)
+
+
+def _role(seen: Foreseen, rank: int, lanes: Sequence[Lane]) -> str:
+    count = seen.classes.count(rank)
+    role = seen.played.roles[rank]
+    of = f"stands for {count} ranks, " if count > 1 else ""
+    rows = "".join(
+        f'<div class="lane{"" if lane.name == "compute" else " thin"}"><span title="{escape(lane.name)}">'
+        f"{escape(lane.name)}</span><div>{svg.lane(lane, seen.step_seconds)}</div></div>"
+        for lane in lanes
+    )
+    return f'<div class="role"><h3>rank {rank} <small>{of}{seconds_text(role.seconds)}</small></h3>{rows}</div>'
+
+
+def _others(seen: Foreseen) -> str:
+    left = len(seen.played.roles) - _ROLES
+    return f'<p class="faint">{left} other roles are not shown.</p>' if left > 0 else ""
+
+
+def _axis(seen: Foreseen) -> str:
+    ticks = _ticks(seen.step_seconds)
+    return f'<div class="lane axis"><span></span><div><div class="ticks">{ticks}</div></div></div>'
+
+
+def _ticks(seconds: float) -> str:
+    return "".join(
+        f'<span style="left:{100 * time / seconds:.2f}%">{1e3 * time:g}{"" if time else " ms"}</span>'
+        for time in _round(seconds, 6)
+        if time <= 0.92 * seconds  # a later one has no room for its text
+    )
+
+
+def _round(most: float, count: int) -> list[float]:
+    """Returns about `count` round numbers from 0 to `most`."""
+    if most <= 0:
+        return []
+    unit = 10.0 ** math.floor(math.log10(most / count))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if most / (unit * factor) <= count)
+    return [float(f"{index * step:.6g}") for index in range(int(most / step) + 1)]
+
+
+# Memory
+
+
+def _levels(top: float) -> str:
+    return "".join(
+        f'<span style="top:{100 * (1 - level * _GIB / top):.2f}%">{level:g}{" GiB" if not level else ""}</span>'
+        for level in _round(top / _GIB, 5)
+    )
+
+
+def _legend(curve: Curve, limit: int) -> str:
+    kinds = "".join(_swatch(f"m-{kind}", NAMES.get(kind, kind)) for kind in curve.kinds)
+    rules = '<span><i class="rule" style="border-top-style:dotted"></i>reserved</span>'
+    return f'{kinds}{rules}<span><i class="rule" style="color:var(--bad)"></i>{limit_text(curve, limit)}</span>'
+
+
+def _swatch(name: str, text: str) -> str:
+    return f'<span><i class="{name}"></i>{escape(text)}</span>'
+
+
+def _largest(seen: Foreseen) -> str:
+    rows = [(where, f"{size / _GIB:.3f}") for where, size in seen.largest_at_peak(seen.memory.fullest)[:_TENSORS]]
+    return _table(("kind, line and module", "GiB"), rows)
+
+
+# Tables and lists
+
+
+def _exposed(exposed: Mapping[Exposed, float], seconds: float) -> str:
+    rows = [
+        (name.place or "unknown line", name.group or "-", seconds_text(time), f"{time / seconds:.1%}")
+        for name, time in list(exposed.items())[:_LINES]
+    ]
+    return _table(("line", "group", "time", "share"), rows) if rows else "<p>None.</p>"
+
+
+def _rich_table(table: Table) -> str:
+    titles = [str(column.header) for column in table.columns]
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return _table(titles if any(titles) else (), list(zip(*columns, strict=True)))
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table whose first column is text and whose last ones are numbers."""
+    head = f"<tr>{''.join(_cell('th', index, title) for index, title in enumerate(titles))}</tr>" if titles else ""
+    body = "".join(f"<tr>{''.join(_cell('td', index, text) for index, text in enumerate(row))}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{head}{body}</table></div>'
+
+
+def _cell(tag: str, index: int, text: str) -> str:
+    shown = escape(text)
+    if index:
+        return f'<{tag} class="number">{shown}</{tag}>'
+    return f"<{tag}>{f'<code>{shown}</code>' if ':' in text else shown}</{tag}>"
+
+
+def _list(title: str, texts: Sequence[str], name: str = "") -> str:
+    if not texts:
+        return ""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f'<section class="{name}"><h2>{title}</h2><ul>{items}</ul></section>'

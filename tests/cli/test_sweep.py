@@ -1,0 +1,139 @@
+"""`echelon foresee --sweep`: combinations of arguments, and the table of their steps."""
+
+import io
+import json
+import shlex
+
+import pytest
+from rich.console import Console
+
+from echelon import LaunchError
+from echelon.cli import main as command
+from echelon.cli.combinations import combinations
+from echelon.cli.sweep import Ended, as_json, show, sweep
+
+
+def test_every_choice_is_combined_with_every_other():
+    assert combinations("--sweep", "--tp {1,2} --pp={1,4} --zero") == [
+        ("--tp", "1", "--pp=1", "--zero"),
+        ("--tp", "1", "--pp=4", "--zero"),
+        ("--tp", "2", "--pp=1", "--zero"),
+        ("--tp", "2", "--pp=4", "--zero"),
+    ]
+    assert combinations("--sweep", """--name '{a b,c}' x{1}y{2,3}""") == [
+        ("--name", "a b", "x1y2"),
+        ("--name", "a b", "x1y3"),
+        ("--name", "c", "x1y2"),
+        ("--name", "c", "x1y3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "give alternatives"),
+        ("--tp 2", "give alternatives"),
+        ("--tp {}", "give alternatives"),
+        ("--tp {1,,2}", "give alternatives"),
+        ("--tp {1, 2}", "open brace"),
+        ("--tp {1,{2,3}}", "open brace"),
+        ("--tp 1}", "open brace"),
+        ("--tp '{1,2}", "quote"),
+        (" ".join(["{1,2,3,4,5,6,7,8,9}"] * 3), "729 combinations"),
+    ],
+)
+def test_bad_text_is_one_line(text, error, capsys):
+    with pytest.raises(LaunchError, match=error) as raised:
+        combinations("--sweep", text)
+    assert "\n" not in str(raised.value)
+    assert command(["foresee", "-n", "2", "--sweep", text, "train.py"]) == 2
+    assert capsys.readouterr().err.startswith("echelon: --sweep")
+
+
+def figures(step, mfu, reserved=1 << 30, fits=True, tokens=None):
+    memory = {"reserved_peak": reserved, "limit": 80 << 30, "fits": fits}
+    return {"step_seconds": step, "mfu": mfu, "tokens_per_second": tokens, "memory": memory, "problems": []}
+
+
+OUTCOMES = {
+    "1": Ended(1, json.dumps(figures(0.5, 0.9, 90 << 30, fits=False)), ""),
+    "2": Ended(0, "[0] loss 1\n" + json.dumps(figures(2.0, 0.4)), "a warning"),
+    "4": Ended(0, json.dumps(figures(1.0, 0.3)), ""),
+    "8": Ended(1, "[0] begun\n", "a warning\nechelon: rank 0 raised ValueError: 8 does not divide 12\n[0] Traceback"),
+    "16": Ended(-9, "", ""),
+}
+
+
+def run_all(commands):
+    return [OUTCOMES[words[-1]] for words in commands]
+
+
+EACH = [("--tp", tp) for tp in OUTCOMES]
+
+
+def test_a_sweep_runs_the_command_with_each_combination_after_the_arguments():
+    ran = []
+    sweep(
+        ["-n", "12"], ["train.py", "--tp", "9"], EACH[1:3], lambda commands: ran.extend(commands) or run_all(commands)
+    )
+    assert list(map(shlex.join, ran)) == [
+        "foresee -n 12 --json train.py --tp 9 --tp 2",
+        "foresee -n 12 --json train.py --tp 9 --tp 4",
+    ]
+
+
+@pytest.mark.parametrize(("options", "best"), [([], ["2", "4"]), (["--tokens", "9"], ["4", "2"])])
+def test_the_best_is_first_and_failures_are_last(options, best):
+    found = sweep(options, ["train.py"], EACH, run_all)
+    assert [entry.arguments[1] for entry in found] == [*best, "1", "8", "16"]
+    values = json.loads(as_json(found))
+    assert values["ranked"][0]["arguments"] == ["--tp", best[0]]
+    assert [entry["reason"] for entry in values["failed"]] == [
+        "rank 0 raised ValueError: 8 does not divide 12",
+        "killed by signal 9",
+    ]
+
+
+def test_the_table_has_a_line_for_each_combination():
+    written = io.StringIO()
+    show(sweep([], ["train.py"], EACH, run_all), Console(file=written, width=200))
+    assert written.getvalue().splitlines() == [
+        "arguments       step    MFU  reserved        of  fits",
+        "--tp 2        2.00 s  40.0%   1.0 GiB  80.0 GiB   yes",
+        "--tp 4        1.00 s  30.0%   1.0 GiB  80.0 GiB   yes",
+        "--tp 1     500.00 ms  90.0%  90.0 GiB  80.0 GiB    NO",
+        "failed   reason",
+        "--tp 8   rank 0 raised ValueError: 8 does not divide 12",
+        "--tp 16  killed by signal 9",
+    ]
+
+
+def test_a_sweep_has_no_pictures(capsys):
+    assert command(["foresee", "-n", "2", "--sweep", "{1,2}", "--html", "a.html", "train.py"]) == 2
+    assert "--html with --sweep" in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys, torch
+size = int(sys.argv[-1])
+if size == 3: raise ValueError("3 is refused\\nfor no reason")
+model = torch.nn.Linear(size, size).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(8, size, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_script_is_foreseen_in_processes_of_its_own(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    status = command(["foresee", "-n", "2", "--gpu", "a100", "--sweep", "--size {64,4096,3}", "--json", "train.py"])
+    values = json.loads(capfd.readouterr().out)
+    assert status == 0
+    assert [entry["arguments"] for entry in values["ranked"]] == [["--size", "4096"], ["--size", "64"]]
+    assert values["ranked"][0]["mfu"] > values["ranked"][1]["mfu"]
+    (failed,) = values["failed"]
+    assert failed["reason"].startswith("rank 0 raised ValueError: 3 is refused")

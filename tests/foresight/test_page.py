@@ -1,0 +1,153 @@
+"""The HTML file of a foreseen step: complete, escaped, small, and in need of nothing else."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from echelon.foresight.page.lanes import Block, joined, lanes_of
+from echelon.foresight.play.devices import DEVICES
+from echelon.foresight.play.player import play
+from echelon.foresight.run import Foreseen
+from tests.helpers.traces import LINKS, PLAIN, Step
+
+MIB = 1 << 20
+HOSTILE = "</title><script>alert(1)</script>\"' onload=x \udcff$title"
+VOID = {"meta", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed, and keeps the elements and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.texts.append(text)
+
+
+def seen_of(*steps, device=PLAIN, assumption=""):
+    traces = {step.rank: replace(step.trace(), assumptions=(assumption,) * bool(assumption)) for step in steps}
+    classes = tuple(max(rank for rank in traces if rank <= each) for each in range(4))
+    return Foreseen(play(traces, classes, device, LINKS), traces, classes, (), "string")
+
+
+def written(seen, tmp_path, **options):
+    path = tmp_path / "report.html"
+    seen.to_html(path, **options)
+    text = path.read_text("utf-8")
+    return text, Page(text)
+
+
+@pytest.fixture
+def step():
+    step = Step().kernel(1, name="mm").collective(1, 40).allocate(1, 512 * MIB).allocate(2, 256 * MIB, "gradients")
+    return step.wait(1).kernel(1, phase="backward")
+
+
+def test_a_page_has_figures_lanes_memory_and_lines(step, tmp_path):
+    _, page = written(seen_of(step, assumption="loss is 1 at train.py:9"), tmp_path, tokens=400, title="train.py")
+    text = "\n".join(page.texts)
+    for part in (
+        "train.py",
+        "A step on 4 x plain, 2 hosts, string: foreseen from 1 recorded role",
+        "4.00 s",
+        "100",  # tokens per second
+        "50.0%",
+        "stands for 4 ranks",
+        "forward, 1.00 s: mm at train.py:1",
+        "all_gather, 2.00 s: 0.0 MiB of float32 by ring at train.py:2",
+        "exposed, 2.00 s: all_gather of",
+        "of 1.0 GiB",
+        "limit, 1.0 GiB",
+        "activations of an unknown line",
+        "loss is 1 at train.py:9",
+        "Not compared with published runs",
+        "stragglers",
+    ):
+        assert part in text
+    hues = [attributes["class"] for tag, attributes in page.tags if tag == "path" and "h" in attributes["d"]]
+    assert hues == ["fw", "bw", "ag", "ex"]
+    assert [tag for tag, _ in page.tags].count("rect") == 4
+
+
+def test_a_page_needs_no_network_and_runs_no_text_of_the_program(step, tmp_path):
+    step.places = [HOSTILE] * len(step.places)
+    seen = seen_of(step, assumption=HOSTILE)
+    text, page = written(seen, tmp_path, title=HOSTILE)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name == "src"]
+    assert not re.search(r"https?:|url\(|@import|<link", text)
+    assert "default-src 'none'" in text
+    assert text.count("alert(1)") == text.count("&lt;script&gt;alert(1)")
+
+
+def test_many_kernels_and_roles_stay_below_a_megabyte(tmp_path):
+    steps = []
+    for rank in range(4):
+        step = Step(rank, groups=((0, 1), (2, 3)))
+        for index in range(2000):
+            step.allocate(index + 1, MIB)  # too much in the end
+            step.places = [HOSTILE * 9] * index
+            step.kernel(1 + index % 3, stream=index % 2, phase=("forward", "backward", "recompute")[index % 3])
+        steps.append(step)
+    text, page = written(seen_of(*steps), tmp_path)
+    assert any("(3 other roles do not fit either)" in text for text in page.texts)
+    assert len(text) < 1_000_000
+    assert len(re.findall("M[0-9.]+ 5h", text)) > 2000  # not joined beyond recognition
+
+
+def test_a_step_that_does_not_fit_says_so_at_the_top(step, tmp_path):
+    _, page = written(seen_of(step, device=replace(DEVICES["a100"], memory_bytes=MIB)), tmp_path)
+    text = "\n".join(page.texts)
+    assert "rank 0 needs at least 0.8 GiB, a a100 has 0.0" in text
+    assert text.index("does not fit") < text.index("memory needed") < text.index("Problems") < text.index("Timeline")
+
+
+def block(start, end, hue="forward", module="layers.0"):
+    return Block(start, end, hue, ((f"mm at {start}", end - start),), module, module)
+
+
+def test_neighbours_of_one_hue_and_module_are_one_block():
+    blocks = [
+        block(0, 1),
+        block(1, 3),
+        block(3, 4, module="layers.1"),
+        block(4, 5, "backward"),
+        block(6, 7, "backward"),
+    ]
+    found = joined(blocks, 10)
+    assert [(each.start, each.end) for each in found] == [(0, 3), (3, 4), (4, 5), (6, 7)]
+    assert found[0].text == "forward layers.0, 3.00 s, 2 in a row, the longest 2.00 s: mm at 1"
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_joined_blocks_are_few_and_lose_nothing(most):
+    blocks = [block(index, index + 0.5 + index % 2 / 2, ("forward", "backward")[index % 5 > 2]) for index in range(500)]
+    found = joined(blocks, most)
+    assert len(found) <= most
+    assert [part for each in found for part in each.parts] == [part for each in blocks for part in each.parts]
+    assert all(one.end <= two.start for one, two in pairwise(found))
+
+
+def test_lanes_tell_streams_and_groups_apart():
+    step = Step(groups=((0, 1), (0, 2))).kernel(1).kernel(1, stream=3).collective(1, 40, group=1).collective(2, 4)
+    (role,) = seen_of(step).played.roles.values()
+    assert [lane.name for lane in lanes_of(role, 100, 10)] == ["compute", "stream 3", "g0", "g1", "exposed"]
