@@ -89,6 +89,8 @@ class Message(NamedTuple):
     phase: Phase
     place: int
     module: int
+    is_ordered: bool = True
+    """Whether it begins after earlier messages between the two ranks. Those of Echelon are matched by their tags."""
 
 
 class Wait(NamedTuple):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from echelon._torch_private.distributed import DistributedBackendOptions
 from echelon._torch_private.tensors import real_tensors, recorded_tensors
+from echelon.backends.admission import taking_fake_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup
@@ -233,6 +234,7 @@ class _Run:
             steps = self._steps[rank] = Steps(log, memory, self._request.steps)
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 Modules(log).watch()
+                stack.enter_context(taking_fake_tensors())
                 stack.enter_context(recorded_tensors())
                 stack.enter_context(OnDevice())
                 stack.enter_context(Recorder(log, memory))
