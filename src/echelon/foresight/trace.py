@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["matmul", "attention", "other"]
@@ -179,4 +178,5 @@ class Trace:
     """Assumed values and approximations, each with its line."""
     skipped: tuple[str, ...] = ()
     """Writes to files that were skipped, each with its line."""
-    annotations: Mapping[str, object] = field(default_factory=dict)
+    computed: tuple[tuple[int, int, object], ...] = ()
+    """(first entry, entry after the last one, step) of the steps of a schedule, such as "0F3" of a pipeline."""

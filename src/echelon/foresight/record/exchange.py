@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -174,6 +175,11 @@ class RecordingBackend(VirtualBackend):
         ranks, number = self._groups[context]
         latest = self.flight_recorder.latest(context)
         return Group(ranks, "" if latest is None else latest.group, number)
+
+    def compute(self, step: object) -> AbstractContextManager[None]:
+        """Notes the entries of a step of a schedule; see `Backend.compute`."""
+        recording = recording_here()
+        return nullcontext() if recording is None else recording.log.computing(step)
 
     def aside(self, context: int) -> StreamScope | None:
         """Returns the place of an asynchronous operation on the stream of its group; see `Backend.aside`."""
