@@ -102,6 +102,7 @@ class ExchangeExecutor(CollectiveExecutor):
             for rank in self._needed(collective, record, is_fake):
                 while rank not in call.contributions:
                     self._wait_for(call, self._ranks[rank], record)
+                    self._backend.boundary.resume()
             parts = [self._part_of(call, rank, own) for rank in range(len(self._ranks))]
             if is_fake or (collective.kind in FROM_ROOT and parts[collective.root].is_fake):
                 recording = recording_here()

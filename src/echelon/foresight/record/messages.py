@@ -128,6 +128,7 @@ class _Receipt(VirtualWork[Any]):
         """Returns the tensor; see `Work.result`."""
         message = super().result()
         if not self._has_result:
+            self.boundary.resume()
             self._taken, self._has_result = self._make(message), True
         return self._taken
 
