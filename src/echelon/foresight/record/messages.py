@@ -29,11 +29,8 @@ from echelon.foresight.trace import Group, Message, Wait
 from echelon.simulation.backend import Boundary, Passage, VirtualWork
 from echelon.simulation.values import snapshot
 
-_STEP_BITS = 32
-"""Bits of a tag's step, which is the user's tag of a plain message."""
-_SEQUENCE = (1 << 62) - 1
-_OF_GROUP = 1 << 96
-"""Distance of the tags of two groups of the same ranks."""
+_STEP_BITS, _SEQUENCE_BITS = 32, 62
+"""Bits of a tag's step, which is the user's tag of a plain message, and of its sequence that are kept."""
 
 
 class _Sent(NamedTuple):
@@ -255,14 +252,15 @@ class RecordingMessages(Messages):
         log, group = recording.log, self._group_of(tag.context)
         recording.memory.number(tensor)
         phase, place, module = log.where([tensor])
-        sequence = tag.sequence & _SEQUENCE
+        # The same in groups of other ranks: a context differs between pipelines that do the same.
+        address = group.number << _SEQUENCE_BITS | tag.sequence & ((1 << _SEQUENCE_BITS) - 1)
         entry = Message(
             stream=log.stream,
             number=log.new_number(),
             is_send=is_send,
             peer=peer,
             group=log.group(group),
-            tag=tag.step + (sequence << _STEP_BITS) + group.number * _OF_GROUP,
+            tag=tag.step | address << _STEP_BITS,
             num_bytes=shape.numel() * dtype.itemsize,
             dtype=str(dtype).removeprefix("torch."),
             blocking=False,
