@@ -1,4 +1,4 @@
-"""Messages of a recorded rank: those of fake tensors are entries of its log, those of real values are delivered.
+"""Messages of a recorded rank: entries of its log for fake tensors, and values that are delivered.
 
 Strategy. Shape, dtype and note of a message are kept by sender, receiver and tag, so that ranks may run one after the
 other. A receive waits for the sender, whose rank is started if it does not run. Its entry stands where it was posted if
