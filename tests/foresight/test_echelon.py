@@ -7,7 +7,8 @@ from torch import nn
 import echelon
 import echelon.pipeline
 from echelon.backends.admission import check_values
-from echelon.errors import CollectiveMismatch, UnsupportedOp
+from echelon.checkpoint import Store
+from echelon.errors import CollectiveMismatch, DeadlockError, UnsupportedOp
 from echelon.foresight.trace import Collective, Kernel, Message
 from echelon.pipeline import Costs, schedules
 from echelon.simulation import Network
@@ -57,6 +58,7 @@ def train_pipeline(group, name, dp=1):
         is_used = pipe.is_first or pipe.is_last
         batch = torch.ones(NUM_MICROBATCHES << 17, WIDTH, device="cuda") if is_used else None
         pipe.step(batch, target=batch)
+        pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -119,19 +121,24 @@ def test_1f1b_holds_less_memory_than_gpipe():
     assert [round((more - less) / microbatch) for more, less in zip(other, one, strict=True)][1:3] == [8 - 3, 8 - 2]
 
 
-def test_zero_and_synchronized_batch_norm():
+def test_zero_and_synchronized_batch_norm(tmp_path):
     def main(group):
         model = nn.Sequential(nn.Linear(64, 64), echelon.SyncBatchNorm(64, group=group), nn.Linear(64, 64))
         model = echelon.DDP(model.cuda(), group, buffers="local")
         optimizer = echelon.ZeroOptimizer(torch.optim.AdamW, model.parameters(), group, lr=1e-3)
+        store = Store(tmp_path / "saved")
         sizes.append(sum(parameter.nbytes for parameter in model.parameters()))
         while True:
             model(torch.ones(8, 64, device="cuda")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            store.save(1, model=model, optimizer=optimizer).wait()
 
     sizes = []
-    calls = communication(echelon.foresee(main, 2).traces[0], Collective)
+    seen = echelon.foresee(main, 2)
+    assert seen.skipped[0].startswith("Store.save at tests/foresight/test_echelon.py:")
+    assert not (tmp_path / "saved").exists()
+    calls = communication(seen.traces[0], Collective)
     assert [(call.kind, call.phase) for call in calls] == [
         ("all_gather", "forward"),
         ("all_reduce", "backward"),
@@ -152,6 +159,7 @@ def collectives(group, *, wrong=False):
         (torch.ones(64, 64, device="cuda") @ weight).sum().backward()
         assert work.wait() is x
         whole = group.all_gather(x)
+        assert [len(each) for each in group.all_gather_coalesced([x, x[:3]])] == [8 * size, 3 * size]
         assert group.reduce_scatter(whole).shape == (8, 64)
         assert group.all_to_all(whole).shape == (8 * size, 64)
         assert (group.gather(x, 1) is None) == (rank != 1)
@@ -177,6 +185,7 @@ def test_collectives_and_messages_of_a_group():
     assert [(call.kind, call.num_bytes // 2048, call.root) for call in calls] == [
         ("all_reduce", 1, -1),
         ("all_gather", 4, -1),
+        ("all_gather", 5, -1),
         ("reduce_scatter", 4, -1),
         ("all_to_all", 4, -1),
         ("gather", 4, 1),
@@ -197,6 +206,18 @@ def test_a_mismatch_between_ranks_names_both_lines():
         echelon.foresee(lambda group: collectives(group, wrong=True), 4)
     assert "group.reduce(x, 0)" in str(caught.value)
     assert "group.broadcast(x, 1)" in str(caught.value)
+
+
+def test_a_receive_that_nobody_answers_is_named():
+    def main(group):
+        x = torch.ones(8, device="cuda", requires_grad=True)
+        if group.rank == 0:
+            group.recv(1, tag=7)
+        else:
+            group.send(x, 0, tag=8)
+
+    with pytest.raises(DeadlockError, match="receive from rank 1, tag 7"):
+        echelon.foresee(main, 2)
 
 
 def test_ranks_refuse_fake_tensors_afterwards():

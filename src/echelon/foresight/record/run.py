@@ -261,7 +261,7 @@ class _Run:
 
     def _end(self) -> None:
         self._num_left -= 1
-        if self._num_left == 0 and not self._failures:
+        if self._num_left == 0 and not self._failures and self._world.scheduler.error is None:
             self._start_chosen()
         if self._num_left == 0:
             self._world.scheduler.is_ending = True

@@ -20,6 +20,8 @@ from unittest.mock import patch
 
 import torch
 
+from echelon.checkpoint.saving import Handle
+from echelon.checkpoint.store import Store
 from echelon.foresight.record.here import Recording, recording_here
 
 _CHANGES = (
@@ -74,6 +76,7 @@ def no_writes(*, allow_files: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(threading.Thread, "start", _inheriting(threading.Thread.start)))
         stack.enter_context(_replaced_everywhere(dict(_checkpoints())))
+        stack.enter_context(patch.object(Store, "save", _skipping(Store.save, "Store.save", _saved)))
         if not allow_files:
             for module in (builtins, io):
                 stack.enter_context(patch.object(module, "open", _opening(builtins.open)))
@@ -96,6 +99,10 @@ def _checkpoints() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         return
     for name in ("save_file", "save_model"):
         yield getattr(safetensors, name), _skipping(getattr(safetensors, name), f"safetensors.torch.{name}")
+
+
+def _saved() -> Handle:
+    return Handle(0, lambda: None, lambda: True)
 
 
 def _done() -> Any:
