@@ -43,7 +43,7 @@ def recorded_collective(
         number=log.new_number(),
         kind=_NAMES.get(call.kind, call.kind),
         group=log.group(group),
-        num_bytes=_num_bytes(calls, call, dtype),
+        num_bytes=result.nbytes if call.kind == "all_gather" and result is not None else _num_bytes(calls, call, dtype),
         dtype=str(dtype).removeprefix("torch."),
         op=call.op,
         root=group.ranks[call.root] if call.root >= 0 else -1,
@@ -60,7 +60,7 @@ def recorded_collective(
 
 def _num_bytes(calls: Sequence[Call], call: Call, dtype: torch.dtype) -> int:
     """Returns the bytes of the whole array."""
-    if call.kind in ("all_gather", "gather"):
+    if call.kind == "gather":
         return sum(_elements(each) for each in calls) * dtype.itemsize
     return _elements(calls[call.root] if call.kind in ("scatter", "broadcast_rows") else call) * dtype.itemsize
 
@@ -89,6 +89,10 @@ def _result(calls: Sequence[Call], rank: int, tensor: Tensor | None, out: Tensor
         num_rows = even_sizes(tensor.shape[0], num_ranks)[rank]
     elif kind == "all_to_all":
         num_rows = sum(call.out_splits or (splits_of(each, num_ranks)[rank] for each in calls))
+    elif kind == "all_gather" and out is not None and out.dim():
+        num_rows = len(
+            out
+        )  # ranks that are not recorded may have other numbers of rows, of which only the caller knows
     else:
         num_rows = sum(math.prod(each.shape[:1]) for each in calls if each.shape is not None)
     return result_buffer(out, (num_rows, *tensor.shape[1:]), tensor)
