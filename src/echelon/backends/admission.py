@@ -6,11 +6,15 @@ dense tensor of some shape on the CPU. To copy from address 0 ends the process.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from echelon._torch_private.autograd import forward_ad_level, is_dual
-from echelon._torch_private.tensors import is_faking, transform_stack, wraps_new_tensors
+from echelon._torch_private.tensors import FakeTensor, is_faking, transform_stack, wraps_new_tensors
 from echelon.errors import UnsupportedOp
 
 ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -31,6 +35,30 @@ _ADVICE = {
 """Advice for classes of torch, by name: to import them takes a second."""
 
 
+class _Here(threading.local):
+    """Setting of the calling thread."""
+
+    takes_fake_tensors = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def taking_fake_tensors() -> Iterator[None]:
+    """Inside, fake tensors of the calling thread stand for those of a device: its backend takes them."""
+    _here.takes_fake_tensors = True
+    try:
+        yield
+    finally:
+        _here.takes_fake_tensors = False
+
+
+def stands_for_device(tensor: object) -> bool:
+    """Whether a fake tensor stands for one of a device, see `taking_fake_tensors`."""
+    return _here.takes_fake_tensors and isinstance(tensor, FakeTensor)
+
+
 def check_mode(what: str) -> None:
     """Raises UnsupportedOp inside of FakeTensorMode or a transform of torch.func.
 
@@ -39,7 +67,7 @@ def check_mode(what: str) -> None:
     Args:
         what: the group or operation, for the error.
     """
-    if not wraps_new_tensors():
+    if not wraps_new_tensors() or (_here.takes_fake_tensors and transform_stack() is None):
         return
     if is_faking():
         raise UnsupportedOp(f"{what} was called inside of FakeTensorMode, where tensors have no values: call outside")
@@ -77,6 +105,8 @@ def check_values(tensor: object, what: str, *, takes_sparse: bool = False, takes
 
 def has_values(tensor: Tensor, *, takes_meta: bool = False) -> bool:
     """Says whether a tensor's values stand in memory of its own; `takes_meta` as in `check_values`."""
+    if stands_for_device(tensor):
+        return tensor.layout is torch.strided and not tensor.is_nested
     if not _is_of_plain_class(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     if not (tensor.is_cpu or tensor.is_cuda):  # other devices need not have addresses

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.backends.admission import check_values
+from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import check_module
 from echelon.errors import SizeMismatch
 from echelon.group.group import ProcessGroup, check_group
@@ -140,6 +140,8 @@ def _statistics(values: Tensor, group: ProcessGroup) -> tuple[float, Tensor, Ten
     told = group.all_gather(torch.cat([wide.new_tensor([float(count)]), mean, squares]).unsqueeze(0))
     counts, means, deviations = told[:, :1], told[:, 1 : features + 1], told[:, features + 1 :]
     total = float(counts.sum())
+    if stands_for_device(told):  # has no values: every rank is taken to have as many as this one
+        total = float(count * len(counts))
     whole = (counts * means).sum(0) / max(total, 1.0)
     deviation = (deviations + counts * (means - whole).square()).sum(0)
     return total, whole, deviation / max(total, 1.0)

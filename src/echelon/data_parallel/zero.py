@@ -353,8 +353,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for rank in range(group.world_size)
             ]
             mine = [_piece_of(self._parameters[row.numbers[piece.parameter]], piece) for piece in parts[group.rank]]
-            empty = self._parameters[row.numbers[0]].detach().new_empty(0)
-            came = group.all_gather(torch.cat(mine) if mine else empty)
+            like = self._parameters[row.numbers[0]].detach()
+            out = like.new_empty(sum(len(piece) for part in parts for piece in part))
+            came = group.all_gather(torch.cat(mine) if mine else like.new_empty(0), out=out)
             self._keep(row, parts, came)
 
     def _keep(self, row: _Row, parts: list[tuple[Piece, ...]], came: Tensor) -> None:

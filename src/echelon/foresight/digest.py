@@ -23,14 +23,21 @@ def digest(trace: Trace) -> str:
 def _facts(trace: Trace) -> Iterator[object]:
     sizes = {entry.storage: entry.num_bytes for entry in trace.live}
     yield sorted((entry.kind, entry.num_bytes) for entry in trace.live)
+    freed: list[int] = []
     for entry in trace.entries:
+        if isinstance(entry, Free):
+            freed.append(sizes.pop(entry.storage, 0))
+            continue
+        # Storages that die together do so in any order, as those in the cache of autocast.
+        if freed:
+            yield sorted(freed)
+            freed.clear()
         if isinstance(entry, Allocate):
             sizes[entry.storage] = entry.num_bytes
             yield entry.num_bytes, entry.kind
-        elif isinstance(entry, Free):
-            yield -sizes.pop(entry.storage, 0)
         else:
             yield _fact(trace, entry)
+    yield sorted(freed)
 
 
 def _fact(trace: Trace, entry: Entry) -> object:

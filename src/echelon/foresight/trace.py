@@ -90,6 +90,8 @@ class Message(NamedTuple):
     phase: Phase
     place: int
     module: int
+    is_ordered: bool = True
+    """Whether it begins after earlier messages between the two ranks. Those of Echelon are matched by their tags."""
 
 
 class Wait(NamedTuple):
@@ -177,3 +179,5 @@ class Trace:
     """Assumed values and approximations, each with its line."""
     skipped: tuple[str, ...] = ()
     """Writes to files that were skipped, each with its line."""
+    computed: tuple[tuple[int, int, object], ...] = ()
+    """(first entry, entry after the last one, step) of the steps of a schedule, such as "0F3" of a pipeline."""

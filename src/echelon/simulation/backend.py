@@ -162,6 +162,10 @@ class Boundary:
         if self._meter is not None and not task.is_moving:
             self._meter.start((self._rank, task.number))
 
+    def resume(self) -> None:
+        """Installs the rank's state of the process within nested calls, too, as code of its program runs in them."""
+        self._world.rank_states.install(self._rank)
+
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Inside, the calling task executes a collective. Its computing there takes no virtual time.

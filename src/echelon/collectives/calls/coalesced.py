@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from echelon.backends.admission import stands_for_device
 from echelon.backends.collective import Collective
 from echelon.backends.memory import describe, is_plain, plain
 from echelon.backends.modes import in_normal_mode, outside_autograd, overwrite
@@ -187,6 +188,8 @@ def _unpack(packs: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts: list[list[Tensor]] = [[] for _ in like]
     while begin < len(packs):
         counts = packs[begin : begin + 8 * len(like)].view(torch.int64).tolist()
+        if stands_for_device(packs):  # has no values: every rank is taken to have as many rows as this one
+            counts = [len(each) for each in like]
         begin += _padded(8 * len(like))
         for number, (count, kind) in enumerate(zip(counts, like, strict=True)):
             size = count * _row_bytes(kind)

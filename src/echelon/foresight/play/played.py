@@ -154,8 +154,9 @@ class PlayedRole:
         return {stream: tuple(spans) for stream, spans in streams.items()}
 
     def phase_spans(self) -> tuple[Span, ...]:
-        """Returns the default stream's kernels by phase, such as "backward"."""
+        """Returns the default stream's kernels by phase, such as "backward", or by their step of a schedule."""
         trace, seconds = self.program.trace, self.program.kernel_seconds
+        steps = {index: step for begin, end, step in trace.computed for index in range(begin, end)}
         spans: list[Span] = []
         for run in self.runs:
             if run.stream:
@@ -167,10 +168,11 @@ class PlayedRole:
                 kernel = trace.entries[index]
                 assert isinstance(kernel, Kernel)
                 end = min(time + seconds[index] * stretch, run.end)
-                if spans and spans[-1].step == kernel.phase and time - spans[-1].end <= 1e-9:
-                    spans[-1] = Span(kernel.phase, spans[-1].start, end)
+                step = steps.get(index, kernel.phase)
+                if spans and spans[-1].step == step and time - spans[-1].end <= 1e-9:
+                    spans[-1] = Span(step, spans[-1].start, end)
                 else:
-                    spans.append(Span(kernel.phase, time, end))
+                    spans.append(Span(step, time, end))
                 time = end
         return tuple(spans)
 

@@ -45,7 +45,10 @@ class Post(NamedTuple):
 
     stream: int
     queue: tuple[str, int]
-    """Communication that starts in the order of its calls: ("group", index), or ("peer", rank) of a lone message."""
+    """Communication that starts in the order of its calls: ("group", index), or ("peer", rank) of a lone message.
+
+    A message that need not wait for others has a queue of its own.
+    """
     entries: tuple[int, ...]
     blocking: bool
 
@@ -140,7 +143,8 @@ class _Lowering:
         if isinstance(entry, Collective):
             self._post(("group", entry.group), (index,), entry.stream, entry.blocking)
         elif isinstance(entry, Message):
-            self._post(("peer", entry.peer), (index,), entry.stream, entry.blocking)
+            queue = ("peer", entry.peer) if entry.is_ordered else ("message", index)
+            self._post(queue, (index,), entry.stream, entry.blocking)
         elif isinstance(entry, Wait):
             # Communication of an earlier step has long ended.
             if entry.number in self._posted:

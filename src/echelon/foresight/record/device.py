@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from echelon._torch_private.tensors import FakeTensor, real_tensors
+from echelon.foresight.record.here import recording_here
 
 _CUDA = "cuda"
 
@@ -118,6 +119,18 @@ def _address(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if isinstance(tensor, FakeTensor):
         return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
     return int(func(*args, **kwargs))
+
+
+def _counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns counts of the values of a tensor, of which none is taken to be above `minlength`."""
+    given = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **kwargs}
+    length = given.get("minlength", 0)
+    recording = recording_here()
+    if recording is None or not isinstance(given["input"], FakeTensor) or not length:
+        return func(*args, **kwargs)
+    recording.log.assume(f"no value that bincount counts is above {length - 1}")
+    weights = given.get("weights")
+    return torch.zeros(length, dtype=torch.int64 if weights is None else torch.float64)
 
 
 # Attention
@@ -240,6 +253,7 @@ _READS: dict[str, _Special] = {
 
 _SPECIAL: dict[str, _Special] = {
     **_READS,
+    "bincount": _counts,
     "device": _device,
     "cuda": _first,
     "pin_memory": _first,

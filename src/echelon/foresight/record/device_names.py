@@ -155,6 +155,7 @@ def _device_names(num_devices: int, gpu: Gpu) -> dict[str, Any]:
         "init": _nothing,
         "_lazy_init": _nothing,
         "device_count": _returning(num_devices),
+        "default_generators": tuple(torch.Generator() for _ in range(num_devices)),
         "current_device": _current_device,
         "set_device": _set_device,
         "device": _Device,

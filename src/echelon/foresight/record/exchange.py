@@ -7,7 +7,9 @@ caller waits for it, and its rank is started if it does not run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,14 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon._torch_private.tensors import FakeTensor, real_tensors
 from echelon.backends.collective import Collective, CollectiveExecutor, Run
 from echelon.backends.formats.wire import Tag, readable, signed
+from echelon.backends.host_copies import StreamScope
 from echelon.backends.memory import new_tensor
 from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
-from echelon.collectives.calls.plan_executor import PlannedExecutor
 from echelon.errors import CollectiveMismatch
+from echelon.foresight.record.aside import LanesAtOnce, RecordedScope
+from echelon.foresight.record.collectives import recorded_collective
+from echelon.foresight.record.here import recording_here
+from echelon.foresight.record.messages import Post, RecordingMessages
+from echelon.foresight.trace import Group
 from echelon.operation_records import OperationRecord
+from echelon.pipeline.run.agreement import STAGES
 from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
 from echelon.simulation.values import Calls, result_of, snapshot
@@ -33,6 +42,8 @@ from echelon.simulation.world import World
 class _Contribution:
     collective: Collective
     tensor: Tensor | None
+    """Values. None if there are none, or if the tensor is fake."""
+    is_fake: bool
     note: str
     place: str
 
@@ -51,6 +62,7 @@ class Exchange:
 
     def __init__(self, start: Callable[[int], object]) -> None:
         self.start = start
+        self.post = Post(start)
         self._calls: dict[tuple[int, tuple[int, ...], int], _Call] = {}
 
     def call(self, context: int, ranks: tuple[int, ...], sequence: int) -> _Call:
@@ -58,7 +70,7 @@ class Exchange:
         return self._calls.setdefault((context, ranks, sequence), _Call())
 
 
-class ExchangeExecutor(PlannedExecutor):
+class ExchangeExecutor(CollectiveExecutor):
     """Collectives of one group on one recorded rank."""
 
     def __init__(self, backend: RecordingBackend, ranks: tuple[int, ...], context: int) -> None:
@@ -77,22 +89,38 @@ class ExchangeExecutor(PlannedExecutor):
     def _run(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
         call = self._backend.exchange.call(self._context, self._ranks, record.sequence)
         note = signed(record.operation, record.sequence, record.signature)
+        is_fake = isinstance(tensor, FakeTensor)
         with torch.no_grad():
-            own = _Contribution(
-                collective, None if tensor is None else snapshot(tensor), note, source_of(calling_place())
-            )
+            with real_tensors():
+                values = None if tensor is None or is_fake else snapshot(tensor)
+            own = _Contribution(collective, values, is_fake, note, source_of(calling_place()))
             self._check(call, own)
             call.contributions[self._rank] = own
             for work in call.waiting:
                 work.complete()
             call.waiting.clear()
-            if collective.kind in FROM_ROOT and collective.root not in call.contributions:
-                self._wait_for_root(call, collective.root, record)
+            for rank in self._needed(collective, record, is_fake):
+                while rank not in call.contributions:
+                    self._wait_for(call, self._ranks[rank], record)
+                    self._backend.boundary.resume()
             parts = [self._part_of(call, rank, own) for rank in range(len(self._ranks))]
+            if is_fake or (collective.kind in FROM_ROOT and parts[collective.root].is_fake):
+                recording = recording_here()
+                assert recording is not None, "only recorded ranks have fake tensors"
+                group, collectives = self._backend.group_of(self._context), [part.collective for part in parts]
+                return recorded_collective(recording, group, collectives, self._rank, tensor, out)
             calls = Calls(
                 [part.collective for part in parts], [part.tensor for part in parts], [None] * len(parts), plan=None
             )
-            return result_of(calls)(self._rank, tensor, out, record)
+            with real_tensors():
+                return result_of(calls)(self._rank, tensor, out, record)
+
+    def _needed(self, collective: Collective, record: OperationRecord, is_fake: bool) -> Sequence[int]:
+        """Returns the ranks of the group that cannot be represented by others."""
+        if collective.kind in FROM_ROOT and not is_fake:
+            return (collective.root,)
+        # Each stage has names, times and a loss of its own.
+        return range(len(self._ranks)) if not is_fake and record.group.endswith(STAGES) else ()
 
     def _check(self, call: _Call, own: _Contribution) -> None:
         for rank, other in call.contributions.items():
@@ -109,8 +137,8 @@ class ExchangeExecutor(PlannedExecutor):
         nearest = min(call.contributions, key=lambda other: (abs(other - rank), other))
         return call.contributions[nearest] if len(call.contributions) > 1 else own
 
-    def _wait_for_root(self, call: _Call, root: int, record: OperationRecord) -> None:
-        backend, peer = self._backend, self._ranks[root]
+    def _wait_for(self, call: _Call, peer: int, record: OperationRecord) -> None:
+        backend = self._backend
         work: VirtualWork[None] = VirtualWork(
             backend.boundary,
             Passage("collective with", peer, Tag(self._context, record.sequence)),
@@ -125,14 +153,44 @@ class ExchangeExecutor(PlannedExecutor):
 
 
 class RecordingBackend(VirtualBackend):
-    """Simulated rank of which only real values are exchanged."""
+    """Simulated rank of which only real values are exchanged. Communication of fake tensors is recorded."""
 
     def __init__(self, rank: int, world_size: int, world: World, timeout: float, exchange: Exchange) -> None:
         super().__init__(rank, world_size, world, timeout)
         self.exchange = exchange
+        self.messages = RecordingMessages(rank, world_size, timeout, self.boundary, exchange.post, self.group_of)
+        self.lanes = LanesAtOnce(self.control, world, self.boundary, timeout)
+        self._numbers: Counter[tuple[int, ...]] = Counter()
+        self._groups: dict[int, tuple[tuple[int, ...], int]] = {}
+        """Ranks and number of each group, by its context."""
+        self._streams: dict[int, int] = {}
 
     def executor(self, context: int, ranks: Sequence[int]) -> CollectiveExecutor:  # noqa: D102
-        return ExchangeExecutor(self, tuple(ranks), context)
+        members = tuple(ranks)
+        self._groups[context] = members, self._numbers[members]
+        self._numbers[members] += 1
+        return ExchangeExecutor(self, members, context)
+
+    def group_of(self, context: int) -> Group:
+        """Returns a group as a value of the trace."""
+        ranks, number = self._groups[context]
+        latest = self.flight_recorder.latest(context)
+        return Group(ranks, "" if latest is None else latest.group, number)
+
+    def compute(self, step: object) -> AbstractContextManager[None]:
+        """Notes the entries of a step of a schedule; see `Backend.compute`."""
+        recording = recording_here()
+        return nullcontext() if recording is None else recording.log.computing(step)
+
+    def aside(self, context: int) -> StreamScope | None:
+        """Returns the place of an asynchronous operation on the stream of its group; see `Backend.aside`."""
+        recording = recording_here()
+        if recording is None:
+            return None
+        log = recording.log
+        if context not in self._streams:
+            self._streams[context] = log.new_stream()
+        return RecordedScope(log, self._streams[context])
 
 
 def _empty(collective: Collective, *_: object) -> Tensor:

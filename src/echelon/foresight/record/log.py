@@ -52,6 +52,8 @@ class Log:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self.computed: list[tuple[int, int, object]] = []
+        """(first entry, entry after the last one, step) of the steps of a schedule, such as those of a pipeline."""
         self.stream = 0
         """Number of the stream that is current."""
         self.device = 0
@@ -156,6 +158,24 @@ class Log:
     def where(self, inputs: Iterable[torch.Tensor] = ()) -> Where:
         """Returns phase, line and module of an operation."""
         return Where(self.phase(inputs), self.place(), self.module())
+
+    # Steps of a schedule
+
+    @contextmanager
+    def computing(self, step: object) -> Iterator[None]:
+        """Inside, the rank computes a step of its schedule."""
+        begin = len(self.entries)
+        yield
+        self.computed.append((begin, len(self.entries), step))
+
+    def drop(self, num_entries: int) -> list[tuple[int, int, object]]:
+        """Drops the first entries. Returns the steps that they computed."""
+        del self.entries[:num_entries]
+        dropped = [each for each in self.computed if each[0] < num_entries]
+        self.computed = [
+            (begin - num_entries, end - num_entries, step) for begin, end, step in self.computed if begin >= num_entries
+        ]
+        return dropped
 
     # Tables
 

@@ -61,3 +61,4 @@ class Modules:
             if parts[:1] == first:
                 parts = parts[1:]
             self._names[module] = ".".join(parts) or type(module).__name__
+        self._names.setdefault(root, type(root).__name__)  # a wrapper may leave itself out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +30,24 @@ _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
 _BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
 """Files of torch between an operation and its caller."""
+_OWN_ON_HOST = tuple(
+    os.path.join(os.sep, "echelon", *parts)
+    for parts in (
+        ("data_parallel", "hooks.py"),
+        ("data_parallel", "join.py"),
+        ("data_parallel", "reducer.py"),
+        ("data_parallel", "summary.py"),
+        ("pipeline", "run", "loss.py"),
+        ("pipeline", "run", "step.py"),
+        ("collectives", "calls", "objects.py"),
+        ("backends", "messages.py"),
+        ("functional.py",),
+    )
+)
+"""Files of this package whose new tensors are counts, times and bytes of objects."""
+_OWN_MEMORY = os.path.join(os.sep, "echelon", "backends", "memory.py")
+"""File of this package that makes tensors for others."""
+_RECORDING = os.path.join(os.sep, "echelon", "foresight", "")
 _SMALL = 1 << 16
 """Elements up to which real tensors stay real in an operation that takes no fake one."""
 
@@ -147,9 +166,12 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation without fake tensors computes with values of the host."""
     if inputs and facts.name != "lift_fresh":
-        return all(each.numel() <= (1 if each.is_floating_point() else _SMALL) for each in inputs)
+        small = all(each.numel() <= (1 if each.is_floating_point() else _SMALL) for each in inputs)
+        return small or _of_own(sys._getframe(2)) is not None
     # Of an operator without inputs only the caller says whether its tensor has to have values.
     frame = sys._getframe(2)
+    if (own := _of_own(frame)) is not None:
+        return own.endswith(_OWN_ON_HOST)
     while frame.f_back is not None and (
         is_own(frame.f_code.co_filename) or frame.f_code.co_filename.endswith(_BETWEEN)
     ):
@@ -158,6 +180,18 @@ def _is_on_host(facts: Operator, inputs: Sequence[Tensor], kwargs: Mapping[str, 
     if path.endswith(_REPLICAS):
         return kwargs.get("dtype") in _INTEGERS
     return path.endswith(_ON_HOST) or any(folder in path for folder in _FOLDERS_ON_HOST)
+
+
+def _of_own(frame: FrameType | None) -> str | None:
+    """Returns the file of this package that calls an operation. None if it is another's file."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_own(path) and _RECORDING not in path and not path.endswith(_OWN_MEMORY):
+            return path
+        if not is_own(path) and not path.endswith(_BETWEEN):
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _tensors(values: Sequence[Any] | Any) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from echelon._torch_private.distributed import DistributedBackendOptions
 from echelon._torch_private.tensors import real_tensors, recorded_tensors
+from echelon.backends.admission import taking_fake_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
 from echelon.foresight.record.communication import RecordedGroup
@@ -241,6 +242,7 @@ class _Run:
             steps = self._steps[rank] = Steps(log, memory, self._request.steps, by_optimizers=until is None)
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
                 Modules(log).watch()
+                stack.enter_context(taking_fake_tensors())
                 stack.enter_context(recorded_tensors())
                 stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
                 stack.enter_context(Recorder(log, memory))
@@ -270,7 +272,7 @@ class _Run:
 
     def _end(self) -> None:
         self._num_left -= 1
-        if self._num_left == 0 and not self._failures:
+        if self._num_left == 0 and not self._failures and self._world.scheduler.error is None:
             self._start_chosen()
         if self._num_left == 0:
             self._world.scheduler.is_ending = True

@@ -27,6 +27,8 @@ class Steps:
     def __init__(self, log: Log, memory: Memory, num_steps: int, by_optimizers: bool = True) -> None:
         self.entries: Sequence[Entry] | None = None
         """Entries of the last step that has ended. None before the first end."""
+        self.computed: Sequence[tuple[int, int, object]] = ()
+        """Its steps of a schedule, as in `Log.computed`."""
         self.live: Sequence[Allocate] = ()
         """Storages that were alive when it began."""
         self.num_done = 0
@@ -81,7 +83,7 @@ class Steps:
     def _finish(self, position: int, live: list[Allocate]) -> None:
         """Ends a step after `position` entries."""
         self.entries, self.live = self._log.entries[:position], self._live_at_begin
-        del self._log.entries[:position]
+        self.computed = self._log.drop(position)
         self._live_at_begin = live
         self._stepped.clear()
         self._log.forget_graph()
@@ -107,6 +109,7 @@ class Steps:
             is_step=self.entries is not None,
             assumptions=tuple(log.assumptions),
             skipped=tuple(log.skipped),
+            computed=tuple(log.computed if self.entries is None else self.computed),
         )
 
 

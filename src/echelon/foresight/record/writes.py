@@ -27,6 +27,8 @@ import numpy as np
 import torch
 
 from echelon.call_site import is_foreign
+from echelon.checkpoint.saving import Handle
+from echelon.checkpoint.store import Store
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.overlay import Scratch
 
@@ -68,6 +70,7 @@ def no_writes(*, allow_files: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(threading.Thread, "start", _inheriting(threading.Thread.start)))
         stack.enter_context(_replaced_everywhere(dict(_checkpoints())))
+        stack.enter_context(patch.object(Store, "save", _skipping(Store.save, "Store.save", _saved)))
         if not allow_files:
             # Made first, removed last: by the real functions.
             scratch = Scratch(stack.enter_context(tempfile.TemporaryDirectory(prefix="echelon-foresee-")))
@@ -382,6 +385,10 @@ def _checkpoints() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
     yield arrays.save_file, _skipping(arrays.save_file, "safetensors.numpy.save_file")
     for name in ("save_file", "save_model"):
         yield getattr(safetensors, name), _skipping(getattr(safetensors, name), f"safetensors.torch.{name}")
+
+
+def _saved() -> Handle:
+    return Handle(0, lambda: None, lambda: True)
 
 
 def _done() -> Any:

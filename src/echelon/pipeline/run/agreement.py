@@ -161,12 +161,16 @@ def agreed_group(group: ProcessGroup, schedule: Schedule, others: Sequence[str])
             raise CollectiveMismatch(
                 f"rank {rank} made a Pipeline with {theirs}, rank {group.rank} with {mine}: pass the same arguments"
             )
-    return own_group(group)
+    return own_group(group, STAGES)
 
 
-def own_group(group: ProcessGroup) -> ProcessGroup:
+STAGES = "stages"
+"""End of the names of groups whose ranks hold different stages."""
+
+
+def own_group(group: ProcessGroup, what: str = "pipeline") -> ProcessGroup:
     """Returns a new group of the same ranks. A failed step revokes it; the given group stays usable."""
-    own = group.subgroup(range(group.world_size), f"{group.name}/pipeline")
+    own = group.subgroup(range(group.world_size), f"{group.name}/{what}")
     assert own is not None
     return own
 

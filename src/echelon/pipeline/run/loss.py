@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from echelon.backends.admission import check_values
+from echelon.backends.admission import check_values, stands_for_device
 from echelon.backends.work import Work
 from echelon.errors import NotFinite, SizeMismatch
 from echelon.group.group import ProcessGroup
@@ -201,7 +201,7 @@ def no_loss(output: Value) -> torch.Tensor:
 
 def is_here(number: torch.Tensor) -> bool:
     """Whether a number can be read without waiting for a device."""
-    return number.is_cpu
+    return number.is_cpu and not stands_for_device(number)
 
 
 def check_finite(losses: Mapping[int, torch.Tensor], advice: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from echelon.arguments import shown
-from echelon.backends.admission import check_values
+from echelon.backends.admission import check_values, stands_for_device
 from echelon.data_parallel.broadcast import broadcast_tensors
 from echelon.data_parallel.reducer import GradientReducer
 from echelon.errors import InvalidArgument, NotFinite, SizeMismatch, UnsupportedOp
@@ -275,7 +275,7 @@ class Weights:
         total, num_problems = self._group.all_reduce(told, op="max" if is_largest else "sum").unbind()
         if problem is not None:
             raise problem
-        if num_problems:
+        if not stands_for_device(told) and num_problems:
             raise UnsupportedOp(
                 "clip_grad_norm_: another rank has a gradient without memory of its own, such as a DTensor, and says "
                 "which: nothing was scaled"
