@@ -114,6 +114,10 @@ class _Role:
         """Time of the host before each operation."""
         self.runs: list[RunSpan] = []
         self.communication: list[CommunicationSpan] = []
+        self.met: dict[int, float] = {}
+        """Times at which all sides of a communication have come, by its entry."""
+        self.waits: list[tuple[float, float]] = []
+        """Intervals in which a stream waits until the other sides of a communication come."""
 
     def stream(self, number: int) -> _Line:
         line = self.streams.get(number)
@@ -231,6 +235,8 @@ class _Player:
             if time is None:
                 role.waiters.setdefault(key, []).append(line)
                 return False
+            if operation.communication >= 0 and (met := role.met[operation.communication]) > line.time:
+                role.waits.append((line.time, met))
             line.time = max(line.time, time)
             return True
         if type(operation) is Post:
@@ -291,7 +297,9 @@ class _Player:
             return False
         for entry, gathering in zip(post.entries, gatherings, strict=True):
             self._end(role, line, entry, begin, gathering)
+        met = max(begin if each is None else each.start for each in gatherings)
         for entry in post.entries:
+            role.met[entry] = met
             self._set(role, ("end", entry), line.time)
         return True
 
@@ -391,6 +399,7 @@ class _Player:
             runs=tuple(role.runs),
             communication=tuple(sorted(role.communication, key=lambda span: span.start)),
             hosts=tuple(role.hosts),
+            waits=tuple(sorted(role.waits)),
         )
 
 

@@ -22,6 +22,7 @@ from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
 from echelon.collectives.calls.plan_executor import PlannedExecutor
 from echelon.errors import CollectiveMismatch
+from echelon.foresight.record.mail import Mail
 from echelon.operation_records import OperationRecord
 from echelon.simulation.backend import Passage, VirtualBackend, VirtualWork
 from echelon.simulation.meeting import FROM_ROOT
@@ -49,8 +50,9 @@ class _Call:
 class Exchange:
     """Contributions of all ranks, and the function that starts a rank."""
 
-    def __init__(self, start: Callable[[int], object]) -> None:
+    def __init__(self, start: Callable[[int], object], has_begun: Callable[[int], bool]) -> None:
         self.start = start
+        self.mail = Mail(start, has_begun)
         self._calls: dict[tuple[int, tuple[int, ...], int], _Call] = {}
 
     def call(self, context: int, ranks: tuple[int, ...], sequence: int) -> _Call:
