@@ -146,6 +146,9 @@ class _Player:
         self._matches = Roles(traces, classes)
         self._roles = {rank: _Role(rank, lower(trace, device)) for rank, trace in traces.items()}
         self._gatherings: dict[tuple[Meeting | Channel, int], _Gathering] = {}
+        self._arrivals: dict[tuple[Channel, bool, int], float] = {}
+        """Times at which a side of a message has come, by its channel, whether it sends, and its number."""
+        self._followers: dict[tuple[Channel, bool, int], list[_Gathering]] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
         self._costs: dict[tuple[tuple[int, ...], str, int], Cost] = {}
         self._communication_share = device.communication_sms / device.num_sms
@@ -318,14 +321,17 @@ class _Player:
             side: object = where
         else:
             assert isinstance(entry, Message)
+            self._arrive(role, entry, begin)
             where = self._matches.channel(role.rank, entry)
             # A class's role sends to itself where ranks of one class send to each other: its two sides are two members.
             members = {0, 1}
             side = where, entry.is_send
+            if where is None and (followed := self._matches.followed(role.rank, entry)) is not None:
+                following = role.joined[number, part] = self._follow(role, line, entry, followed, begin)
+                return following
         if where is None:
             return None
-        count = role.calls.get(side, 0)
-        role.calls[side] = count + 1
+        count = _count(role, side)
         gathering = self._gatherings.get((where, count))
         if gathering is None:
             gathering = self._gatherings[where, count] = _Gathering(members)
@@ -335,12 +341,40 @@ class _Player:
         gathering.arrived[member] = begin
         gathering.lines.append((role, line))
         if not gathering.missing:
-            gathering.start = max(gathering.arrived.values())
             gathering.cost = self._cost(role, entry)
-            gathering.end = gathering.start + gathering.cost.seconds
-            self._woken.extend(gathering.lines)
+            self._close(gathering)
             del self._gatherings[where, count]
         return gathering
+
+    def _arrive(self, role: _Role, message: Message, begin: float) -> None:
+        """Notes that a side of a message has come, for the messages that follow it."""
+        channel = self._matches.channel_of(role.rank, message)
+        key = channel, message.is_send, _count(role, ("arrive", channel, message.is_send))
+        self._arrivals[key] = begin
+        for gathering in self._followers.pop(key, ()):
+            gathering.arrived[1] = begin
+            self._close(gathering)
+
+    def _follow(self, role: _Role, line: _Line, message: Message, followed: Channel, begin: float) -> _Gathering:
+        """Returns the gathering of a message whose other side meets another rank."""
+        key = followed, not message.is_send, _count(role, ("follow", followed, message.is_send))
+        gathering = _Gathering(set())
+        gathering.arrived[0] = begin
+        gathering.lines.append((role, line))
+        gathering.cost = self._cost(role, message)
+        if (arrived := self._arrivals.get(key)) is None:
+            self._followers.setdefault(key, []).append(gathering)
+        else:
+            gathering.arrived[1] = arrived
+            self._close(gathering)
+        return gathering
+
+    def _close(self, gathering: _Gathering) -> None:
+        """Sets the times of a gathering in which all have come."""
+        assert gathering.cost is not None
+        gathering.start = max(gathering.arrived.values())
+        gathering.end = gathering.start + gathering.cost.seconds
+        self._woken.extend(gathering.lines)
 
     def _end(self, role: _Role, line: _Line, index: int, begin: float, gathering: _Gathering | None) -> None:
         entry = role.trace.entries[index]
@@ -401,6 +435,13 @@ class _Player:
             hosts=tuple(role.hosts),
             waits=tuple(sorted(role.waits)),
         )
+
+
+def _count(role: _Role, what: object) -> int:
+    """Returns the number of a role's call, and counts it."""
+    number = role.calls.get(what, 0)
+    role.calls[what] = number + 1
+    return number
 
 
 def _waits(role: _Role, index: int, gathering: _Gathering) -> str:
