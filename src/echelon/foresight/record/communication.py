@@ -168,7 +168,7 @@ class RecordedGroup(EchelonProcessGroup):
         return Done([tensor])
 
     def _flag(self, is_send: bool, tensor: Tensor, peer: int, tag: int) -> Callable[[], None] | None:
-        """Passes the value of a fake tensor on, if torch could know it. Returns what a wait for a receive has to do."""
+        """Passes the value of a fake tensor of one integer on. Returns a function that waits for that of a receive."""
         if tensor.numel() != 1 or tensor.is_floating_point() or peer < 0:
             return None
         route = self._route(is_send, peer, tag)
