@@ -1,7 +1,7 @@
 """Published steps of GPT with tensor parallelism and pipelines on A100, beside their forecast.
 
 The program is Megatron's: float16 with float32 main weights, tensor parallelism by all-reduce, gradients reduced at the
-end of a step, pipelines by torch. Only the stages of one pipeline are recorded, since the others do the same. The time of
+end of a step, pipelines by torch. Only the stages of one pipeline are recorded, since others do the same. The time of
 a step grows linearly with the microbatches, so two smaller numbers of microbatches are recorded.
 """
 
