@@ -11,8 +11,8 @@ from echelon.foresight.trace import Allocate, Collective, Entry, Free, Group, Ke
 def digest(trace: Trace) -> str:
     """Returns 32 hexadecimal digits, the same for two ranks that could stand for each other.
 
-    Groups count by their size and the distances of their ranks, peers by their place in the group. Lines, modules and
-    the numbers of storages do not count.
+    Groups count by their size and the distances of their ranks, messages with the places of both sides in the group.
+    Lines, modules and the numbers of storages do not count.
     """
     found = hashlib.blake2b(digest_size=16)
     for fact in _facts(trace):
@@ -57,8 +57,9 @@ def _fact(trace: Trace, entry: Entry) -> object:
         )
     if isinstance(entry, Message):
         group = trace.groups[entry.group]
-        peer = group.ranks.index(entry.peer) - group.ranks.index(trace.rank) if entry.peer >= 0 else None
-        return *entry[:3], peer, form(group), *entry[5:11]
+        # Both places, not their distance alone: stages in the middle of a pipeline do the same, but not at one time.
+        places = [group.ranks.index(rank) for rank in (trace.rank, entry.peer) if rank >= 0]
+        return *entry[:3], places, form(group), *entry[5:11]
     return tuple(value for name, value in zip(entry._fields, entry, strict=True) if name != "place")
 
 

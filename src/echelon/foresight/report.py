@@ -101,6 +101,7 @@ class Report:
             "step_seconds": played.seconds,
             "tokens_per_second": self.tokens / played.seconds if self.tokens and played.seconds else None,
             "mfu": played.mfu,
+            "bubble": played.bubble if played.bubbles else None,
             "kernel_seconds": dict(self._slowest.kernel_seconds),
             "exposed": [
                 {"group": name.group, "place": name.place, "seconds": seconds}
@@ -165,11 +166,14 @@ class Report:
         if self.tokens and played.seconds:
             table.add_row("tokens per second", f"{self.tokens / played.seconds:,.0f}")
         table.add_row("MFU", f"{played.mfu:.1%}")
+        if played.bubbles:
+            table.add_row("bubble", f"{played.bubble:.1%}")
         role = self._slowest
         if role.seconds:
             parts = [f"{kind} {seconds / role.seconds:.0%}" for kind, seconds in role.kernel_seconds.items()]
             exposed = sum(role.exposed.values()) / role.seconds
-            idle = max(0.0, 1 - sum(end - start for start, end in role.computing) / role.seconds - exposed)
+            bubble = role.waiting / role.seconds if played.bubbles else 0.0
+            idle = max(0.0, 1 - sum(end - start for start, end in role.computing) / role.seconds - exposed - bubble)
             table.add_row("kernels", ", ".join(parts))
             table.add_row("exposed communication", f"{exposed:.1%}")
             table.add_row("idle otherwise", f"{idle:.1%}")

@@ -89,6 +89,15 @@ class Foreseen:
         """Model FLOPs, without recomputation, by the dense bfloat16 peak of all devices: 0 to 1."""
         return self.played.mfu
 
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which a device computes nothing because it waits for messages, 0 to 1: mean of all ranks.
+
+        0 if the program has no messages between ranks, as it has no pipeline. The time in which messages are under way
+        counts as exposed communication.
+        """
+        return self.played.bubble
+
     @cached_property
     def memory(self) -> MemoryCurves:
         """Memory of each role over the step, by the rank that was recorded."""

@@ -66,6 +66,8 @@ class PlayedRole:
     """By start."""
     hosts: tuple[float, ...]
     """Time of the host before each operation, and at the end."""
+    waits: tuple[tuple[float, float], ...] = ()
+    """Intervals in which a stream waits until the other sides of a communication come, by start."""
 
     @cached_property
     def computing(self) -> tuple[tuple[float, float], ...]:
@@ -119,6 +121,25 @@ class PlayedRole:
                 if part.start < part.end:
                     found.append(part)
         return tuple(found)
+
+    @cached_property
+    def has_messages(self) -> bool:
+        """Whether the role sends or receives messages, as a stage of a pipeline does."""
+        return any(type(entry) is Message for entry in self.program.trace.entries)
+
+    @cached_property
+    def waiting(self) -> float:
+        """Seconds in which no kernel runs and a stream waits until the other sides of a communication come."""
+        gaps, at, covered, total = self._gaps(), 0, 0.0, 0.0
+        for start, end in self.waits:
+            start, covered = max(start, covered), max(covered, end)
+            while at < len(gaps) and gaps[at][1] <= start:
+                at += 1
+            for begin, until in islice(gaps, at, None):
+                if begin >= end:
+                    break
+                total += max(0.0, min(until, end) - max(begin, start))
+        return total
 
     def _gaps(self) -> list[tuple[float, float]]:
         gaps, last = [], 0.0
@@ -234,6 +255,27 @@ class Played:
         """Model FLOPs by the FLOPs of all devices at their dense bfloat16 peak in the same time."""
         peak = self.device.peak_of("bfloat16") * self.world_size
         return self.model_flops / (self.seconds * peak) if self.seconds else 0.0
+
+    @cached_property
+    def bubbles(self) -> Mapping[int, float]:
+        """Seconds of each role's bubble: it computes nothing and waits for other ranks. Empty without messages.
+
+        The time between the end of a rank and that of the last one counts, since the rank waits in the next step.
+        """
+        if not any(role.has_messages for role in self.roles.values()):
+            return {}
+        return {rank: role.waiting + self.seconds - role.seconds for rank, role in self.roles.items()}
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which a device computes nothing because it waits for messages, 0 to 1: mean of all ranks.
+
+        0 without messages. The messages' own time is no part of it, but exposed communication.
+        """
+        if not self.bubbles or not self.seconds:
+            return 0.0
+        total = sum(self.bubbles[self.classes[rank]] for rank in range(self.world_size))
+        return total / (self.world_size * self.seconds)
 
     def memory(self, *, expandable: bool = False) -> Mapping[int, Memory]:
         """Returns the memory of each role.

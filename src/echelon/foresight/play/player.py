@@ -11,7 +11,7 @@ of other streams. If nothing can go on and something waits, the program is in a 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -107,6 +107,8 @@ class _Role:
         self.queues: dict[tuple[str, int], _Line] = {}
         self.times: dict[_Key, float] = {}
         self.waiters: dict[_Key, list[_Line]] = {}
+        self.calls: Counter[object] = Counter()
+        """Number of messages so far, by their channel and side."""
         self.joined: dict[tuple[int, int], _Gathering] = {}
         """By operation and its part."""
         self.taken: list[tuple[float, float, float]] = []
@@ -115,6 +117,10 @@ class _Role:
         """Time of the host before each operation."""
         self.runs: list[RunSpan] = []
         self.communication: list[CommunicationSpan] = []
+        self.met: dict[int, float] = {}
+        """Times at which all sides of a communication have come, by its entry."""
+        self.waits: list[tuple[float, float]] = []
+        """Intervals in which a stream waits until the other sides of a communication come."""
 
     def stream(self, number: int) -> _Line:
         line = self.streams.get(number)
@@ -143,6 +149,9 @@ class _Player:
         self._matches = Roles(traces, classes)
         self._roles = {rank: _Role(rank, lower(trace, device)) for rank, trace in traces.items()}
         self._gatherings: dict[tuple[Meeting | Channel, int], _Gathering] = {}
+        self._arrivals: dict[tuple[Channel, bool, int], float] = {}
+        """Times at which a side of a message has come, by its channel, whether it sends, and its number."""
+        self._followers: dict[tuple[Channel, bool, int], list[_Gathering]] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
         self._communication_share = device.communication_sms / device.num_sms
 
@@ -223,6 +232,8 @@ class _Player:
             if time is None:
                 role.waiters.setdefault(key, []).append(line)
                 return False
+            if operation.communication >= 0 and (met := role.met[operation.communication]) > line.time:
+                role.waits.append((line.time, met))
             line.time = max(line.time, time)
             return True
         if type(operation) is Post:
@@ -272,7 +283,9 @@ class _Player:
             return False
         for entry, gathering in zip(post.entries, gatherings, strict=True):
             self._end(role, line, entry, begin, gathering)
+        met = max(begin if each is None else each.start for each in gatherings)
         for entry in post.entries:
+            role.met[entry] = met
             self._set(role, ("end", entry), line.time)
         return True
 
@@ -285,9 +298,16 @@ class _Player:
         assert isinstance(operation, Post)
         entry = role.trace.entries[operation.entries[part]]
         assert isinstance(entry, Collective | Message)
+        if isinstance(entry, Message):
+            self._arrive(role, entry, begin)
         encounter = self._matches.encounter(role.rank, entry)
         if encounter is None:
-            return None
+            followed = self._matches.followed(role.rank, entry) if isinstance(entry, Message) else None
+            if followed is None:
+                return None
+            assert isinstance(entry, Message)
+            following = role.joined[number, part] = self._follow(role, line, entry, followed, begin)
+            return following
         gathering = self._gatherings.get(encounter.key)
         if gathering is None:
             gathering = self._gatherings[encounter.key] = _Gathering(set(encounter.members))
@@ -296,12 +316,40 @@ class _Player:
         gathering.arrived[encounter.member] = begin
         gathering.lines.append((role, line))
         if not gathering.missing:
-            gathering.start = max(gathering.arrived.values())
             gathering.cost = cost_of(self._cluster, role.trace, role.rank, entry)
-            gathering.end = gathering.start + gathering.cost.seconds
-            self._woken.extend(gathering.lines)
+            self._close(gathering)
             del self._gatherings[encounter.key]
         return gathering
+
+    def _arrive(self, role: _Role, message: Message, begin: float) -> None:
+        """Notes that a side of a message has come, for the messages that follow it."""
+        channel = self._matches.channel_of(role.rank, message)
+        key = channel, message.is_send, _count(role, ("arrive", channel, message.is_send))
+        self._arrivals[key] = begin
+        for gathering in self._followers.pop(key, ()):
+            gathering.arrived[1] = begin
+            self._close(gathering)
+
+    def _follow(self, role: _Role, line: _Line, message: Message, followed: Channel, begin: float) -> _Gathering:
+        """Returns the gathering of a message whose other side meets another rank."""
+        key = followed, not message.is_send, _count(role, ("follow", followed, message.is_send))
+        gathering = _Gathering(set())
+        gathering.arrived[0] = begin
+        gathering.lines.append((role, line))
+        gathering.cost = cost_of(self._cluster, role.trace, role.rank, message)
+        if (arrived := self._arrivals.get(key)) is None:
+            self._followers.setdefault(key, []).append(gathering)
+        else:
+            gathering.arrived[1] = arrived
+            self._close(gathering)
+        return gathering
+
+    def _close(self, gathering: _Gathering) -> None:
+        """Sets the times of a gathering in which all have come."""
+        assert gathering.cost is not None
+        gathering.start = max(gathering.arrived.values())
+        gathering.end = gathering.start + gathering.cost.seconds
+        self._woken.extend(gathering.lines)
 
     def _end(self, role: _Role, line: _Line, index: int, begin: float, gathering: _Gathering | None) -> None:
         entry = role.trace.entries[index]
@@ -348,7 +396,15 @@ class _Player:
             runs=tuple(role.runs),
             communication=tuple(sorted(role.communication, key=lambda span: span.start)),
             hosts=tuple(role.hosts),
+            waits=tuple(sorted(role.waits)),
         )
+
+
+def _count(role: _Role, what: object) -> int:
+    """Returns the number of a role's call, and counts it."""
+    number = role.calls[what]
+    role.calls[what] += 1
+    return number
 
 
 def _lost(taken: list[tuple[float, float, float]], start: float, seconds: float) -> float:

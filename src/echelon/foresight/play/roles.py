@@ -3,7 +3,8 @@
 A role stands for all ranks of its class. Two roles of one group meet if the group has members of both classes. The
 group that a role was recorded with need not have the other role's own rank: then the other role has a group of the
 same composition, and these two count as one. A message to a rank that is not recorded is answered by the role of its
-class.
+class. If that role has its messages with another one, as a stage that differs from its like in one pipeline alone, the
+message follows them: it waits for the other side, which does not wait for it.
 """
 
 from __future__ import annotations
@@ -108,10 +109,25 @@ class Roles:
 
     def channel(self, role: int, message: Message) -> Channel | None:
         """Returns the channel of a role's message. None if no recorded role answers it."""
-        channel = self._channel(role, message)
+        channel = self.channel_of(role, message)
         return channel if channel in self._answered else None
 
-    def _channel(self, role: int, message: Message) -> Channel:
+    def followed(self, role: int, message: Message) -> Channel | None:
+        """Returns the channel of the peer's role that a message without an answer follows. None if there is none."""
+        if message.peer < 0:
+            return None
+        group = self._traces[role].groups[message.group]
+        peer = self._classes[message.peer]
+        mine, theirs = group.ranks.index(role), group.ranks.index(message.peer)
+        for index, other in enumerate(self._traces[peer].groups):
+            is_like = (other.name, other.number, len(other.ranks)) == (group.name, group.number, len(group.ranks))
+            if is_like and other.ranks[theirs] == peer:
+                answer = message._replace(is_send=not message.is_send, peer=other.ranks[mine], group=index)
+                return self.channel_of(peer, answer)
+        return None
+
+    def channel_of(self, role: int, message: Message) -> Channel:
+        """Returns the channel of a role's message, answered or not."""
         is_class = message.peer not in self._traces
         peer = self._classes[message.peer] if is_class else message.peer
         src, dst = (role, peer) if message.is_send else (peer, role)
@@ -124,7 +140,7 @@ class Roles:
         for role, trace in self._traces.items():
             for entry in trace.entries:
                 if type(entry) is Message:
-                    (sends if entry.is_send else receives)[self._channel(role, entry)] += 1
+                    (sends if entry.is_send else receives)[self.channel_of(role, entry)] += 1
         return {each for each in sends.keys() | receives.keys() if not each.is_class or sends[each] == receives[each]}
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
+from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.log import Log
+from echelon.foresight.record.mail import Route
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.works import RecordedWork
 from echelon.foresight.trace import Collective, Group, Message, Wait
@@ -144,6 +146,44 @@ class RecordedGroup(EchelonProcessGroup):
                 with real_tensors():
                     set_known_value(tensor, value * len(self.ranks))
 
+    # Messages
+
+    def _route(self, is_send: bool, peer: int, tag: int) -> Route:
+        src, dst = (self.rank(), peer) if is_send else (peer, self.rank())
+        return Route(self.ranks, self._number, src, dst, tag)
+
+    def pass_value(self, is_send: bool, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Sends or receives the value of a real tensor."""
+        route = self._route(is_send, peer, tag)
+        backend = _recording_backend(self.group)
+        mail = backend.exchange.mail
+        with real_tensors():
+            if is_send:
+                mail.send(route, tensor.detach().clone())
+            elif (value := mail.receive(backend.boundary, backend.timeout, route, mail.next_of(route))) is not None:
+                tensor.copy_(value.reshape(tensor.shape))
+        return Done([tensor])
+
+    def _flag(self, is_send: bool, tensor: Tensor, peer: int, tag: int) -> Callable[[], None] | None:
+        """Passes the value of a fake tensor of one integer on. Returns a function that waits for that of a receive."""
+        if tensor.numel() != 1 or tensor.is_floating_point() or peer < 0:
+            return None
+        route = self._route(is_send, peer, tag)
+        backend = _recording_backend(self.group)
+        mail = backend.exchange.mail
+        if is_send:
+            mail.send(route, known_value(tensor))
+            return None
+        number = mail.next_of(route)
+
+        def settle() -> None:
+            with real_tensors():
+                value = mail.receive(backend.boundary, backend.timeout, route, number)
+            if value is not None:
+                set_known_value(tensor, value)
+
+        return settle
+
     def record_message(self, recording: Recording, is_send: bool, tensor: Tensor, peer: int, tag: int) -> RecordedWork:
         """Records a send or a receive of a fake tensor and returns its Work."""
         log = recording.log
@@ -159,17 +199,23 @@ class RecordedGroup(EchelonProcessGroup):
             num_bytes=tensor.numel() * tensor.element_size(),
             dtype=_dtype([tensor]),
             blocking=False,
-            batch=-1,
+            batch=log.next_of_batch(),
             phase=phase,
             place=place,
             module=module,
         )
         log.entries.append(entry)
-        return self._keep(RecordedWork(log, entry.number, [tensor], False))
+        settle = self._flag(is_send, tensor, peer, tag)
+        return self._keep(RecordedWork(log, entry.number, [tensor], False, settle))
 
     def _keep(self, work: RecordedWork) -> RecordedWork:
         self._kept.append(work)
         return work
+
+
+def _recording_backend(group: ProcessGroup) -> RecordingBackend:
+    assert isinstance(group.backend, RecordingBackend), "every group of a recorded rank has one"
+    return group.backend
 
 
 def _collective(name: str, form: _Form) -> Callable[..., Any]:
@@ -190,6 +236,9 @@ def _message(name: str) -> Callable[..., Any]:
         if recording is not None and isinstance(tensors[0], FakeTensor):
             peer, tag = args if name != "recv_anysource" else (-1, *args)
             return self.record_message(recording, name == "send", tensors[0], peer, tag)
+        if recording is not None and name != "recv_anysource":
+            recording.log.next_of_batch()
+            return self.pass_value(name == "send", tensors[0], *args)
         with real_tensors():
             return getattr(super(RecordedGroup, self), name)(tensors, *args)
 

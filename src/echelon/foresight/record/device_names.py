@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon._torch_private.autograd import backward_with
-from echelon._torch_private.distributed import ddp_checks_by, objects_packed_by
+from echelon._torch_private.distributed import batches_noted, ddp_checks_by, objects_packed_by
 from echelon._torch_private.modules import devices_as_on_gpu, optimizers_as_on_gpu
 from echelon._torch_private.tensors import FakeTensor, move_fake, real_tensors, storage_address
 from echelon.foresight.record import streams
@@ -70,6 +70,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
         stack.enter_context(ddp_checks_by(_with_values))
         stack.enter_context(objects_packed_by(_with_values))
+        stack.enter_context(batches_noted(_begin_batch))
         replace(torch.nn.Module, "_apply", _applying(torch.nn.Module._apply))
         replace(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_))
         replace(torch.UntypedStorage, "data_ptr", _addressing(torch.UntypedStorage.data_ptr))
@@ -81,6 +82,11 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
 
 def _nothing(*_: object, **__: object) -> None:
     """Does nothing."""
+
+
+def _begin_batch(size: int) -> None:
+    if (recording := recording_here()) is not None:
+        recording.log.begin_batch(size)
 
 
 def _returning(value: Any) -> Callable[..., Any]:

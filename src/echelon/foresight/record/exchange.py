@@ -28,7 +28,8 @@ from echelon.errors import CollectiveMismatch
 from echelon.foresight.record.aside import LanesAtOnce, RecordedScope
 from echelon.foresight.record.collectives import recorded_collective
 from echelon.foresight.record.here import recording_here
-from echelon.foresight.record.messages import Post, RecordingMessages
+from echelon.foresight.record.mail import Mail
+from echelon.foresight.record.messages import RecordingMessages, Undelivered
 from echelon.foresight.trace import Group
 from echelon.operation_records import OperationRecord
 from echelon.pipeline.run.agreement import STAGES
@@ -60,9 +61,10 @@ class _Call:
 class Exchange:
     """Contributions of all ranks, and the function that starts a rank."""
 
-    def __init__(self, start: Callable[[int], object]) -> None:
+    def __init__(self, start: Callable[[int], object], has_begun: Callable[[int], bool]) -> None:
         self.start = start
-        self.post = Post(start)
+        self.undelivered = Undelivered(start)
+        self.mail = Mail(start, has_begun)
         self._calls: dict[tuple[int, tuple[int, ...], int], _Call] = {}
 
     def call(self, context: int, ranks: tuple[int, ...], sequence: int) -> _Call:
@@ -158,7 +160,7 @@ class RecordingBackend(VirtualBackend):
     def __init__(self, rank: int, world_size: int, world: World, timeout: float, exchange: Exchange) -> None:
         super().__init__(rank, world_size, world, timeout)
         self.exchange = exchange
-        self.messages = RecordingMessages(rank, world_size, timeout, self.boundary, exchange.post, self.group_of)
+        self.messages = RecordingMessages(rank, world_size, timeout, self.boundary, exchange.undelivered, self.group_of)
         self.lanes = LanesAtOnce(self.control, world, self.boundary, timeout)
         self._numbers: Counter[tuple[int, ...]] = Counter()
         self._groups: dict[int, tuple[tuple[int, ...], int]] = {}

@@ -73,6 +73,8 @@ class Log:
         self.new_stream = count(1).__next__
         self.new_event = count(1).__next__
         self.new_number = count(1).__next__
+        self._new_batch = count(1).__next__
+        self._batch, self._num_left_in_batch = -1, 0
         self._num_groups: Counter[tuple[int, ...]] = Counter()
         self._place_of: dict[tuple[CodeType, int], int] = {}
         self._marks: list[_Mark] = [_Mark(0, -1, is_compiled=False)]
@@ -176,6 +178,19 @@ class Log:
             (begin - num_entries, end - num_entries, step) for begin, end, step in self.computed if begin >= num_entries
         ]
         return dropped
+
+    # Batches of messages
+
+    def begin_batch(self, size: int) -> None:
+        """Notes that the next `size` messages begin together."""
+        self._batch, self._num_left_in_batch = self._new_batch(), size
+
+    def next_of_batch(self) -> int:
+        """Returns the batch of the next message. -1 if it stands alone."""
+        if not self._num_left_in_batch:
+            return -1
+        self._num_left_in_batch -= 1
+        return self._batch
 
     # Tables
 

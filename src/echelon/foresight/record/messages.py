@@ -52,7 +52,7 @@ class _Channel:
         self.receipts: deque[_Receipt] = deque()
 
 
-class Post:
+class Undelivered:
     """Messages of all ranks that wait to be received, and receives that wait for a message."""
 
     def __init__(self, start: Callable[[int], object]) -> None:
@@ -87,7 +87,7 @@ class Post:
 class _Receipt(VirtualWork[Any]):
     """A receive. Its tensor is made by the thread that takes the result, since that has the modes of its rank."""
 
-    __slots__ = ("_has_result", "_make", "_post", "_taken", "address", "rank", "sources")
+    __slots__ = ("_has_result", "_make", "_taken", "_undelivered", "address", "rank", "sources")
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Receipt(VirtualWork[Any]):
         sources: Mapping[int, int],
         tag: Tag,
         make: Callable[[_Sent], object],
-        post: Post,
+        undelivered: Undelivered,
     ) -> None:
         peer = next(iter(sources)) if len(sources) == 1 else ANY
         super().__init__(boundary, Passage("receive from", peer, tag), timeout, peer, "", None)
@@ -105,7 +105,7 @@ class _Receipt(VirtualWork[Any]):
         self.sources = sources
         self.address = tag
         self._make = make
-        self._post = post
+        self._undelivered = undelivered
         self._has_result = False
         self._taken: object = None
 
@@ -118,7 +118,7 @@ class _Receipt(VirtualWork[Any]):
         """Blocks until the message is there; see `Work.ends_within`. Starts its sender."""
         if not self.has_ended:
             for src in self.sources:
-                self._post.start(src)
+                self._undelivered.start(src)
         return super().ends_within(seconds)
 
     def result(self) -> Any:
@@ -139,7 +139,7 @@ class RecordingMessages(Messages):
         world_size: int,
         timeout: float,
         boundary: Boundary,
-        post: Post,
+        undelivered: Undelivered,
         group_of: Callable[[int], Group],
     ) -> None:
         """Sends nothing yet.
@@ -147,12 +147,12 @@ class RecordingMessages(Messages):
         Args:
             rank, world_size, timeout: as in `Messages`.
             boundary: of the rank.
-            post: delivers messages.
+            undelivered: messages of all ranks.
             group_of: returns the group of a context.
         """
         super().__init__(rank, world_size, timeout)
         self._boundary = boundary
-        self._post = post
+        self._undelivered = undelivered
         self._group_of = group_of
 
     def will_wait(self) -> AbstractContextManager[object]:  # noqa: D102
@@ -170,7 +170,7 @@ class RecordingMessages(Messages):
         else:
             with real_tensors():
                 values = snapshot(tensor)
-        self._post.send(dst, tag, _Sent(self.rank, tensor.shape, tensor.dtype, values, note))
+        self._undelivered.send(dst, tag, _Sent(self.rank, tensor.shape, tensor.dtype, values, note))
         work.complete()
         return work
 
@@ -210,8 +210,8 @@ class RecordingMessages(Messages):
         work.complete(error=Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def _begin(self, sources: Mapping[int, int], tag: Tag, make: Callable[[_Sent], object]) -> Work[Any]:
-        receipt = _Receipt(self._boundary, self.timeout, self.rank, sources, tag, make, self._post)
-        self._post.receive(receipt)
+        receipt = _Receipt(self._boundary, self.timeout, self.rank, sources, tag, make, self._undelivered)
+        self._undelivered.receive(receipt)
         return receipt
 
     def _taken(

@@ -188,7 +188,7 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         self._failures: list[RankFailure] = []
         self._backends: list[RecordingBackend] = []
-        self._exchange = Exchange(self._start)
+        self._exchange = Exchange(self._start, self._started.__contains__)
         self._num_left = 0
         self.torch = TorchDistributed(world, _BACKEND)
         has_own_modules = isinstance(request.fn, ProgramWithStates)

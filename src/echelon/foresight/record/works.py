@@ -21,9 +21,18 @@ S = TypeVar("S")
 class RecordedWork(EchelonWork):
     """Work of a collective or a message. A wait for it is an entry of the log."""
 
-    def __init__(self, log: Log, number: int, tensors: Sequence[Tensor], is_waited_for: bool) -> None:
+    def __init__(
+        self,
+        log: Log,
+        number: int,
+        tensors: Sequence[Tensor],
+        is_waited_for: bool,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        """`settle` is called by the first wait, as to receive a value."""
         super().__init__()
         self._log = log
+        self._settle = settle
         self._number = number
         self._tensors = list(tensors)
         self._is_waited_for = False
@@ -41,6 +50,8 @@ class RecordedWork(EchelonWork):
         if not self._is_waited_for:
             self._log.entries.append(Wait(self._log.stream, self._number, self._log.place()))
             self._waited()
+            if self._settle is not None:
+                self._settle()
         return True
 
     def block_current_stream(self) -> None:  # noqa: D102

@@ -1,0 +1,76 @@
+"""Messages of values between ranks of which only some run: shapes that stages of a pipeline tell each other, and flags.
+
+A sender that does not run is represented by the same place of a similar group, as the first stage of another pipeline.
+If there is none, it is started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from echelon.backends.formats.wire import Tag
+from echelon.backends.work import Work
+from echelon.simulation.backend import Boundary, Passage, VirtualWork
+
+
+class Route(NamedTuple):
+    """Way of messages from one rank of a group to another one."""
+
+    ranks: tuple[int, ...]
+    """World ranks of the group."""
+    number: int
+    """Number of the group among those of the same ranks."""
+    src: int
+    """Place of the sender in the group."""
+    dst: int
+    tag: int
+
+    @property
+    def form(self) -> Route:
+        """Route that similar groups share."""
+        return self._replace(ranks=tuple(rank - self.ranks[0] for rank in self.ranks))
+
+
+class Mail:
+    """Values that recorded ranks have sent."""
+
+    def __init__(self, start: Callable[[int], object], has_begun: Callable[[int], bool]) -> None:
+        self._start = start
+        self._has_begun = has_begun
+        self._sent: defaultdict[Route, list[Tensor | None]] = defaultdict(list)
+        self._similar: defaultdict[Route, dict[Route, None]] = defaultdict(dict)
+        """Routes on which something was sent, by their form."""
+        self._num_received: Counter[Route] = Counter()
+        self._waiting: defaultdict[Route, list[Work[None]]] = defaultdict(list)
+
+    def send(self, route: Route, value: Tensor | None) -> None:
+        """Keeps a value for its receiver. None: a value that is not known."""
+        self._sent[route].append(value)
+        self._similar[route.form][route] = None
+        for work in self._waiting.pop(route, ()):
+            work.complete()
+
+    def next_of(self, route: Route) -> int:
+        """Returns the number of a new receive."""
+        self._num_received[route] += 1
+        return self._num_received[route] - 1
+
+    def receive(self, boundary: Boundary, timeout: float, route: Route, number: int) -> Tensor | None:
+        """Blocks until the value of a receive is known, and returns it."""
+        src = route.ranks[route.src]
+        while True:
+            if number < len(sent := self._sent.get(route, ())):
+                return sent[number]
+            if not self._has_begun(src):
+                for similar in self._similar[route.form]:
+                    if number < len(sent := self._sent[similar]):
+                        return sent[number]
+                self._start(src)
+            passage = Passage("receive from", src, Tag(step=route.tag))
+            work: VirtualWork[None] = VirtualWork(boundary, passage, timeout, src, "recv", None)
+            self._waiting[route].append(work)
+            work.wait()
