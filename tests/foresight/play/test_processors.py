@@ -74,3 +74,21 @@ def test_a_missing_collective_is_a_deadlock():
     missing += [Step(rank, groups=()).kernel(1) for rank in (2, 3)]
     with pytest.raises(DeadlockError, match=r"rank 0 at train.py:2 in all_gather of group g0 for rank 1"):
         played(*missing)
+
+
+def test_a_stream_beside_the_default_one_waits_without_the_host():
+    beside = Step(0).collective(1, SECOND, stream=1).wait(1, stream=1).record(7, stream=1)
+    pair, cores = replace(HOST, hosts=(2,)), replace(TWO_CORES, cores=4)
+    hidden = played(beside.kernel(3).wait_event(7).kernel(1), classes=(0, 0), cluster=pair, device=cores)
+    assert hidden.seconds == 4
+    at_once = Step(0).collective(1, SECOND, stream=1).wait(1, stream=1).record(7, stream=1).wait_event(7).kernel(3)
+    assert played(at_once, classes=(0, 0), cluster=pair, device=cores).seconds == 4
+
+
+def test_a_rank_that_waits_for_a_late_one_has_a_bubble():
+    late = Step(0).kernel(4).send(1, 1)
+    early = Step(1).receive(1, 0).kernel(4)
+    result = played(late, early, Step(2, groups=()), Step(3, groups=()))
+    assert result.roles[1].waiting == 4
+    assert result.seconds == 4 + 1 + 4
+    assert result.bubble == pytest.approx((5 + 4 + 9 + 9 - 1) / (4 * 9), abs=0.03)

@@ -8,8 +8,9 @@ are slowed down alike (processor sharing). Time goes from one event to the next:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 from echelon.errors import DeadlockError
@@ -17,10 +18,11 @@ from echelon.foresight.play.cluster import Cluster
 from echelon.foresight.play.collectives import Cost, cost_of
 from echelon.foresight.play.device import Device
 from echelon.foresight.play.played import CommunicationSpan, Played, PlayedRole, RunSpan
-from echelon.foresight.play.program import Await, HostAwait, Post, Program, Run, lower
+from echelon.foresight.play.program import Await, Mark, Post, Program, Run, lower
 from echelon.foresight.play.roles import Channel, Meeting, Roles, waiting_text
 from echelon.foresight.trace import Collective, Message, Trace
 
+_DEFAULT_STREAM = 0
 _EPSILON = 1e-15
 """Seconds of work below which a job is done: rounding leaves such rests."""
 
@@ -72,15 +74,21 @@ class _Role:
     remaining: float = 0.0
     """Work left of the kernels that the host computes. 0 if it computes none."""
     computes: Run | None = None
-    awaits: int = -1
-    """Entry of the communication that the host waits for. -1: none."""
+    awaits: set[int] = field(default_factory=set)
+    """Entries of communication that the host waits for."""
+    waits_since: float = 0.0
+    held: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Entries of communication that a stream beside the default one waits for. It holds up no other stream."""
+    events: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Entries of communication that an event waits for, by the operation that recorded it."""
     queues: dict[tuple[str, int], deque[_Posted]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    """Entries of communication that have ended."""
+    ended: dict[int, float] = field(default_factory=dict)
+    """Times at which all members of ended communication had come, by its entry."""
     seconds: float = 0.0
     hosts: list[float] = field(default_factory=list)
     runs: list[RunSpan] = field(default_factory=list)
     spans: list[CommunicationSpan] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def trace(self) -> Trace:
@@ -98,6 +106,7 @@ class _Role:
             runs=tuple(self.runs),
             communication=tuple(sorted(self.spans, key=lambda span: span.start)),
             hosts=(*self.hosts, self.host),
+            waits=tuple(self.waits),
         )
 
 
@@ -181,10 +190,13 @@ class _Player:
         operations = role.program.operations
         while role.computes is None:
             role.host = self._time
-            if role.awaits >= 0:
-                if role.awaits not in role.ended:
+            if role.awaits:
+                if not role.awaits <= role.ended.keys():
                     return
-                role.awaits = -1
+                met = max(role.ended[entry] for entry in role.awaits)
+                if met > role.waits_since:
+                    role.waits.append((role.waits_since, met))
+                role.awaits = set()
             if role.at >= len(operations):
                 if role.is_done:
                     role.seconds = max(role.seconds, self._time)
@@ -197,13 +209,25 @@ class _Player:
             elif isinstance(operation, Post):
                 self._post(role, operation)
                 if operation.blocking:
-                    role.awaits = operation.entries[-1]
-            elif isinstance(operation, Await) and operation.communication >= 0:
-                role.awaits = operation.communication
-            elif isinstance(operation, HostAwait) and operation.event < 0 and any(role.queues.values()):
-                role.awaits = next(queue[-1] for queue in role.queues.values() if queue).post.entries[-1]
-                role.at -= 1  # again, since others may be under way
-                role.hosts.pop()
+                    self._wait(role, operation.stream, operation.entries)
+            elif isinstance(operation, Mark):
+                role.events[operation.event] = role.held.get(operation.stream, frozenset())
+            elif isinstance(operation, Await):
+                known = role.events.get(operation.event, ())
+                self._wait(role, operation.stream, known if operation.communication < 0 else (operation.communication,))
+            elif operation.event >= 0:
+                self._wait(role, _DEFAULT_STREAM, role.events.get(operation.event, ()))
+            else:
+                under_way = [posted.post.entries for queue in role.queues.values() for posted in queue]
+                self._wait(role, _DEFAULT_STREAM, chain.from_iterable(under_way))
+
+    def _wait(self, role: _Role, stream: int, entries: Iterable[int]) -> None:
+        """Lets a stream wait for communication. The default stream is the host itself."""
+        left = frozenset(entry for entry in entries if entry not in role.ended)
+        if stream == _DEFAULT_STREAM:
+            role.awaits, role.waits_since = set(left), self._time
+        else:
+            role.held[stream] = role.held.get(stream, frozenset()) | left
 
     def _post(self, role: _Role, post: Post) -> None:
         queue = role.queues.setdefault(post.queue, deque())
@@ -239,7 +263,7 @@ class _Player:
             role.spans.append(
                 CommunicationSpan(index, posted.ready, communication.begun, self._time, cost.algorithm, cost.protocol)
             )
-            role.ended.add(index)
+            role.ended[index] = communication.begun
             role.seconds = max(role.seconds, self._time)
             posted.left -= 1
             if posted.left == 0:
