@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 class ForeseeOptions:
     """Options of `echelon foresee`, as they were given."""
 
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to foresee; with -m a module.")]
+    program: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="Script to foresee; with -m a module.", show_default=False)
+    ] = ""
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None
     num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="Number of ranks.  [required]")] = None
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, like python -m.")] = False
-    gpu: Annotated[str, value("NAME", "Device of every rank.")] = "h100"
+    gpu: Annotated[str, value("NAME", "Device of every rank; or the file of --calibrate.")] = "h100"
     hosts: Annotated[
         str | None, value("HOSTS", "Number of equal hosts, or ranks of each, as 8,8,4.  [default: as many as needed]")
     ] = None
@@ -47,6 +49,9 @@ class ForeseeOptions:
     sweep: Annotated[
         str | None, value("ARGS", 'Foresee each combination of script arguments, as "--tp {1,2,4} --pp {1,2}".')
     ] = None
+    calibrate: Annotated[
+        str | None, value("FILE", "Measure this machine's processors for --gpu, about a minute, and end.")
+    ] = None
     json: Json = False
     html: Annotated[str | None, value("FILE", "Write the report with timeline and memory as one HTML file.")] = None
     chrome: Chrome = None
@@ -58,6 +63,14 @@ class ForeseeOptions:
         Raises:
             LaunchError, ScheduleError, InvalidWorldSize: an option is missing or wrong.
         """
+        if self.calibrate is not None:
+            if self.program:
+                raise LaunchError(f"--calibrate {self.calibrate} takes no script: foresee it afterwards, with --gpu")
+            if not self.calibrate.endswith(".json"):
+                raise LaunchError(f"--calibrate {self.calibrate}: give a file that ends in .json")
+            return
+        if not self.program:
+            raise LaunchError("give a script, as: echelon foresee -n 64 train.py")
         if self.num_ranks is None:
             raise LaunchError(no_ranks("foresee", self.program, self.args or []))
         if self.num_ranks < 1:
@@ -101,6 +114,8 @@ def foresee(options: ForeseeOptions) -> int:
     its ranks disagree. Options go before SCRIPT; words after it are passed to the script.
     """
     options.check()
+    if options.calibrate is not None:
+        return _calibrate(options.calibrate)
     assert options.num_ranks is not None, "checked"
     if options.sweep is not None:
         return _sweep(options, options.sweep)
@@ -129,6 +144,17 @@ def foresee(options: ForeseeOptions) -> int:
     for path in written:
         shown.say(f"wrote {path}")
     return 0 if seen.fits else 1
+
+
+def _calibrate(path: str) -> int:
+    from echelon.foresight.calibrate import calibrate, save  # late: it imports torch
+
+    shown = console()
+    shown.say("measuring this machine: leave it alone for a minute")
+    device = calibrate()
+    write_files((path, lambda file: save(device, file)))
+    shown.say(f"wrote {path}: {device.cores} processors; use it by --gpu {path}")
+    return 0
 
 
 def _sweep(options: ForeseeOptions, text: str) -> int:
