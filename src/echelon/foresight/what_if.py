@@ -1,4 +1,4 @@
-"""Forecasts of a program with cheaper communication, played again without recording. Pure."""
+"""Forecasts of a program with cheaper communication, played again without recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes of a role's step for a picture, in which neighbouring kernels are joined to blocks that name lines. Pure."""
+"""Lanes of a role's step for a picture, in which neighbouring kernels are joined to blocks that name lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawings of a page as SVG: lanes of blocks, and memory over the step. Their width is that of the page. Pure."""
+"""Drawings of a page as SVG: lanes of blocks, and memory over the step. Their width is that of the page."""
 
 from __future__ import annotations
 
