@@ -281,6 +281,7 @@ class Boundary:
             return
         self._num_looks = 0
         began = self.now()
+        self.resume()  # a pipeline computes within a nested call while its sends are under way
         self._is_computing = True
         try:
             yield
