@@ -105,6 +105,9 @@ def beyond_gloo(rank):
     dist.reduce_scatter(parts, [torch.ones(1), torch.full((2,), 2.0)])
     mean = torch.tensor([rank, 2 + rank, -2 - rank])
     dist.all_reduce(mean, dist.ReduceOp.AVG)  # as NCCL's: rounded towards zero
+    for dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide them
+        with pytest.raises(UnsupportedOp, match=f"op=AVG has no meaning for {dtype}"):
+            dist.all_reduce(torch.ones(2, dtype=dtype), dist.ReduceOp.AVG)
     return scaled.tolist(), [tensor.tolist() for tensor in uneven], parts.tolist(), mean.tolist()
 
 

@@ -113,6 +113,12 @@ class Reduction(NamedTuple):
         return [tensor for pair in zip(totals, into, strict=True) for tensor in self.finish(*pair)]
 
 
+def _check_average(kind: object, dtype: torch.dtype) -> None:
+    """Raises UnsupportedOp for an average of dtypes that torch cannot divide, before anything is sent."""
+    if kind == ReduceOp.AVG and dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):
+        raise UnsupportedOp(f"op=AVG has no meaning for {dtype}: convert the tensor, or use another op")
+
+
 def _op_for(name: str, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         name = _OF_TRUTHS.get(name, name)
