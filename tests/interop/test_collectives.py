@@ -225,6 +225,8 @@ def misfits(rank):
     for kind, sizes in lists.items():
         several = [torch.ones(size) for size in (sizes if rank == 0 else reversed(sizes))]
         calls = {
+            "all_to_all, in": lambda: dist.all_to_all([two.clone(), two.clone()], several),  # noqa: B023
+            "all_to_all, out": lambda: dist.all_to_all(several, [two, two]),  # noqa: B023
             "all_gather": lambda: dist.all_gather(several, two),  # noqa: B023
             "all_gather_coalesced": lambda: dist.all_gather_coalesced([[each] for each in several], [two]),  # noqa: B023
             "gather": lambda: dist.gather(two, several, dst=rank),  # noqa: B023
@@ -239,6 +241,14 @@ def misfits(rank):
             accepted.append((kind, name))
     with pytest.raises(SizeMismatch, match="3 rows, which 2 ranks do not divide"):
         dist.all_to_all_single(torch.empty(3, 2), torch.ones(3, 2))
+    with pytest.raises(SizeMismatch, match="1 rows, which 2 ranks do not divide"):
+        dist.all_to_all_single(torch.empty(()), torch.ones(()))
+    rows, right = torch.ones(4, 2), [2, 2]
+    for wrong in ([3, 2], [4], [2, 2, 0], [-1, 5]):
+        with pytest.raises(SizeMismatch, match=r"\(input_split_sizes=\): expected 2 numbers of rows that add up to 4"):
+            dist.all_to_all_single(rows.clone(), rows, right, wrong)
+        with pytest.raises(SizeMismatch, match=r"\(output_split_sizes=\): expected 2 numbers of rows that add up to 4"):
+            dist.all_to_all_single(rows.clone(), rows, wrong, right)
     dist.all_reduce(two)
     return accepted, two.tolist()
 

@@ -19,6 +19,7 @@ from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
 from echelon.interop.tensors import (
     Tensors,
+    check_length,
     check_list,
     check_sizes,
     count_change,
@@ -89,6 +90,8 @@ class Reduction(NamedTuple):
             raise UnsupportedOp(f"{kind}: use one of {', '.join(op.name for op in _NAMES)}")
         if kind == ReduceOp.PREMUL_SUM and release(torch.__version__) < (2, 13):
             raise UnsupportedOp("PREMUL_SUM: torch before 2.13 hides its factor: multiply the tensor, and use SUM")
+        for tensor in tensors:
+            _check_average(kind, tensor.dtype)
         ops = {_op_for(_NAMES[kind], tensor.dtype) for tensor in tensors} or {"sum"}
         if len(ops) > 1:
             raise UnsupportedOp(f"{kind} of tensors of different dtypes at once: call it for each dtype")
@@ -366,6 +369,9 @@ def scatter(
 
 def alltoall(runner: Runner, output_tensors: Tensors, input_tensors: Tensors, opts: Options | None = None) -> TorchWork:
     """Sends each rank a tensor of a list and receives one from each."""
+    num_ranks, rank = runner.group.world_size, runner.group.rank
+    check_length(input_tensors, num_ranks, "all_to_all")
+    check_list(output_tensors, rank, num_ranks, input_tensors[rank].numel(), "all_to_all")
     writable(output_tensors, "all_to_all")
     splits, counts = ([tensor.numel() for tensor in each] for each in (input_tensors, output_tensors))
     call = partial(runner.group.all_to_all, joined(input_tensors), None, splits, counts)
@@ -381,26 +387,34 @@ def all_to_all_single(
     opts: Options | None = None,
 ) -> TorchWork:
     """Sends each rank a part of a tensor, split along dim 0, and receives one from each. No sizes: equal parts."""
+    splits = _splits(input, input_split_sizes, runner.group.world_size, "input_split_sizes")
+    counts = _splits(output, output_split_sizes, runner.group.world_size, "output_split_sizes")
     writable([output], "all_to_all")
-    splits = _splits(input, input_split_sizes, runner.group.world_size)
-    counts = _splits(output, output_split_sizes, runner.group.world_size)
     call = partial(runner.group.all_to_all, flat(input), flat(output), splits, counts)
     return runner.run(call, partial(deal, into=[output], operation="all_to_all"), opts)
 
 
-def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the number of elements for each rank."""
+def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int, argument: str) -> list[int]:
+    """Returns the number of elements for each rank.
+
+    Raises:
+        SizeMismatch: the sizes are not a number of rows for each rank that add up to the tensor's.
+    """
     # torch counts rows, Echelon the elements of a flat tensor.
+    num_rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
-        if tensor.dim() and tensor.shape[0] % num_ranks:
+        if num_rows % num_ranks:
             raise SizeMismatch(
                 "a number of rows that all ranks share equally",
-                f"{tensor.shape[0]} rows, which {num_ranks} ranks do not divide",
+                f"{num_rows} rows, which {num_ranks} ranks do not divide",
                 "all_to_all_single",
                 "give the rows of each rank as input_split_sizes and output_split_sizes",
             )
         return [tensor.numel() // num_ranks] * num_ranks
-    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    if len(sizes) != num_ranks or sum(sizes) != num_rows or min(sizes) < 0:
+        expected = f"{num_ranks} numbers of rows that add up to {num_rows}"
+        raise SizeMismatch(expected, list(sizes), f"all_to_all_single({argument}=)", "give the rows of each rank")
+    row = tensor.numel() // num_rows if num_rows else 0
     return [size * row for size in sizes]
 
 
