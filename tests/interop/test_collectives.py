@@ -11,6 +11,7 @@ from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.tensors import fake_tensors, operators_of
 from echelon._torch_versions import release
 from echelon.errors import EchelonError, SizeMismatch, UnsupportedOp
+from echelon.interop.collectives import all_gather_single_coalesced, reduce_scatter_single_coalesced
 from tests.helpers.torch_groups import all_gather_single, reduce_scatter_single
 
 N = 2
@@ -239,6 +240,12 @@ def misfits(rank):
             except SizeMismatch:
                 continue
             accepted.append((kind, name))
+    for outputs, expected in (([[two]] * 3, "2 lists of outputs"), ([[two, two]] * 2, "1 outputs")):
+        with pytest.raises(SizeMismatch, match=f"expected {expected}"):
+            dist.all_gather_coalesced(outputs, [two])
+    for call in (all_gather_single_coalesced, reduce_scatter_single_coalesced):
+        with pytest.raises(SizeMismatch, match="expected 1 outputs"):
+            call(dist.group.WORLD.runner, [two.clone(), two.clone()], [two])
     with pytest.raises(SizeMismatch, match="3 rows, which 2 ranks do not divide"):
         dist.all_to_all_single(torch.empty(3, 2), torch.ones(3, 2))
     with pytest.raises(SizeMismatch, match="1 rows, which 2 ranks do not divide"):

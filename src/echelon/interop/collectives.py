@@ -232,6 +232,7 @@ def reduce_scatter_single_coalesced(
 ) -> TorchWork:
     """Reduces many tensors over all ranks. Each rank gets its part of each."""
     reduction = Reduction.of(runner, opts, inputs)
+    _check_pairs(outputs, inputs, "reduce_scatter_coalesced")
     writable(outputs, "reduce_scatter_coalesced")
     values = [reduction.prepare(tensor) for tensor in inputs]
     call = partial(runner.group.reduce_scatter_coalesced, values, reduction.op)
@@ -270,6 +271,11 @@ def allgather_coalesced(
     runner: Runner, output_lists: Sequence[Tensors], input_list: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
+    if len(output_lists) != runner.group.world_size:
+        expected = f"{runner.group.world_size} lists of outputs"
+        raise SizeMismatch(expected, len(output_lists), "all_gather_coalesced", "give one for each rank")
+    for outputs in output_lists:
+        _check_pairs(outputs, input_list, "all_gather_coalesced")
     places: list[Tensors] = list(zip(*output_lists, strict=True))
     for tensor, outputs in zip(input_list, places, strict=True):
         check_list(outputs, runner.group.rank, runner.group.world_size, tensor.numel(), "all_gather_coalesced")
@@ -313,9 +319,15 @@ def all_gather_single_coalesced(
     runner: Runner, outputs: Tensors, inputs: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks, each into one, on every rank."""
+    _check_pairs(outputs, inputs, "all_gather_coalesced")
     for output, tensor in zip(outputs, inputs, strict=True):
         _check_room(output, runner.group.world_size, tensor.numel())
     return _all_gather_many(runner, [[output] for output in outputs], inputs, opts)
+
+
+def _check_pairs(outputs: Tensors, inputs: Tensors, operation: str) -> None:
+    if len(outputs) != len(inputs):
+        raise SizeMismatch(f"{len(inputs)} outputs", len(outputs), operation, "give one for each input")
 
 
 def _check_room(output: Tensor, num_ranks: int, size: int) -> None:
