@@ -227,3 +227,13 @@ def test_strides_on_one_rank_change_no_bit_of_a_reduction(on_backend):
     plain, spread = (on_backend(reduced_with_other_strides, 2, spreads) for spreads in (False, True))
     assert plain[0][0] == plain[1][0]
     assert spread == plain
+
+
+def infinite_sums(group):
+    values = edges(torch.complex64, 130, group.rank)
+    return digest(group.all_reduce(values.clone())), digest(group.reduce_scatter(values))
+
+
+def test_complex_infinities_over_tcp_are_combined_in_the_order_of_the_plan(pool):
+    """Only there does the order of two operands show: a + b is not b + a."""
+    assert pool.run(infinite_sums, 3, backend="tcp") == echelon.simulate(infinite_sums, 3, order="tcp").results
