@@ -194,17 +194,20 @@ def test_what_cannot_be_written_in_place_is_refused():
 
 
 def edges(dtype, count, seed):
-    """Returns bits of any kind for 16-bit floats, many of them NaN. Else numbers, zeros of both signs among them."""
+    """Returns bits of any kind for 16-bit floats, many of them NaN. Else numbers, infinities or zeros of both signs."""
     if dtype.itemsize == 2:
         return sample(dtype, (count,), seed)
     numbers = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-    return numbers if dtype.is_complex else torch.where(numbers < 0, torch.copysign(torch.zeros(1), -numbers), 0.0)
+    if dtype.is_complex:
+        numbers[seed::5] = complex(1.0, math.inf)  # of which torch makes a NaN if it is the second of two
+        return numbers
+    return torch.where(numbers < 0, torch.copysign(torch.zeros(1), -numbers), 0.0)
 
 
 def reduced_with_other_strides(group, spreads):
     """Returns the bits of reductions, to which rank 0 gives tensors with strides if `spreads`."""
     whole, own = {}, {}
-    cases = [(torch.complex64, "product"), (torch.float32, "min"), (torch.float32, "max")]
+    cases = [(torch.complex64, "product"), (torch.complex64, "sum"), (torch.float32, "min"), (torch.float32, "max")]
     cases += [(dtype, op) for dtype in (torch.bfloat16, torch.float16) for op in ("sum", "mean", "max")]
     for dtype, op in cases:
         for count in (130, 60_000):
@@ -224,3 +227,13 @@ def test_strides_on_one_rank_change_no_bit_of_a_reduction(on_backend):
     plain, spread = (on_backend(reduced_with_other_strides, 2, spreads) for spreads in (False, True))
     assert plain[0][0] == plain[1][0]
     assert spread == plain
+
+
+def infinite_sums(group):
+    values = edges(torch.complex64, 130, group.rank)
+    return digest(group.all_reduce(values.clone())), digest(group.reduce_scatter(values))
+
+
+def test_complex_infinities_over_tcp_are_combined_in_the_order_of_the_plan(pool):
+    """Only there does the order of two operands show: a + b is not b + a."""
+    assert pool.run(infinite_sums, 3, backend="tcp") == echelon.simulate(infinite_sums, 3, order="tcp").results

@@ -11,6 +11,7 @@ from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.tensors import fake_tensors, operators_of
 from echelon._torch_versions import release
 from echelon.errors import EchelonError, SizeMismatch, UnsupportedOp
+from echelon.interop.collectives import all_gather_single_coalesced, reduce_scatter_single_coalesced
 from tests.helpers.torch_groups import all_gather_single, reduce_scatter_single
 
 N = 2
@@ -105,6 +106,9 @@ def beyond_gloo(rank):
     dist.reduce_scatter(parts, [torch.ones(1), torch.full((2,), 2.0)])
     mean = torch.tensor([rank, 2 + rank, -2 - rank])
     dist.all_reduce(mean, dist.ReduceOp.AVG)  # as NCCL's: rounded towards zero
+    for dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide them
+        with pytest.raises(UnsupportedOp, match=f"op=AVG has no meaning for {dtype}"):
+            dist.all_reduce(torch.ones(2, dtype=dtype), dist.ReduceOp.AVG)
     return scaled.tolist(), [tensor.tolist() for tensor in uneven], parts.tolist(), mean.tolist()
 
 
@@ -222,6 +226,8 @@ def misfits(rank):
     for kind, sizes in lists.items():
         several = [torch.ones(size) for size in (sizes if rank == 0 else reversed(sizes))]
         calls = {
+            "all_to_all, in": lambda: dist.all_to_all([two.clone(), two.clone()], several),  # noqa: B023
+            "all_to_all, out": lambda: dist.all_to_all(several, [two, two]),  # noqa: B023
             "all_gather": lambda: dist.all_gather(several, two),  # noqa: B023
             "all_gather_coalesced": lambda: dist.all_gather_coalesced([[each] for each in several], [two]),  # noqa: B023
             "gather": lambda: dist.gather(two, several, dst=rank),  # noqa: B023
@@ -234,8 +240,22 @@ def misfits(rank):
             except SizeMismatch:
                 continue
             accepted.append((kind, name))
+    for outputs, expected in (([[two]] * 3, "2 lists of outputs"), ([[two, two]] * 2, "1 outputs")):
+        with pytest.raises(SizeMismatch, match=f"expected {expected}"):
+            dist.all_gather_coalesced(outputs, [two])
+    for call in (all_gather_single_coalesced, reduce_scatter_single_coalesced):
+        with pytest.raises(SizeMismatch, match="expected 1 outputs"):
+            call(dist.group.WORLD.runner, [two.clone(), two.clone()], [two])
     with pytest.raises(SizeMismatch, match="3 rows, which 2 ranks do not divide"):
         dist.all_to_all_single(torch.empty(3, 2), torch.ones(3, 2))
+    with pytest.raises(SizeMismatch, match="1 rows, which 2 ranks do not divide"):
+        dist.all_to_all_single(torch.empty(()), torch.ones(()))
+    rows, right = torch.ones(4, 2), [2, 2]
+    for wrong in ([3, 2], [4], [2, 2, 0], [-1, 5]):
+        with pytest.raises(SizeMismatch, match=r"\(input_split_sizes=\): expected 2 numbers of rows that add up to 4"):
+            dist.all_to_all_single(rows.clone(), rows, right, wrong)
+        with pytest.raises(SizeMismatch, match=r"\(output_split_sizes=\): expected 2 numbers of rows that add up to 4"):
+            dist.all_to_all_single(rows.clone(), rows, wrong, right)
     dist.all_reduce(two)
     return accepted, two.tolist()
 

@@ -114,8 +114,10 @@ class Spy(dist.ProcessGroup):
 def other_devices(rank):
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
-    with pytest.raises(UnsupportedOp, match="name a backend for the others"):
+    with pytest.raises(UnsupportedOp, match="on the meta device, which has no values: pass one on the CPU"):
         dist.all_reduce(torch.ones(2, device="meta"))
+    with pytest.raises(UnsupportedOp, match=r"name a backend for the others, as in .*,cuda:nccl"):
+        group_for(dist.group.WORLD, torch.device("cuda"))
     assert dist.group.WORLD._device_types == [torch.device("cpu")]
     return tensor.tolist()
 

@@ -19,6 +19,7 @@ from echelon._torch_versions import release
 from echelon.errors import SizeMismatch, UnsupportedOp
 from echelon.interop.tensors import (
     Tensors,
+    check_length,
     check_list,
     check_sizes,
     count_change,
@@ -89,6 +90,8 @@ class Reduction(NamedTuple):
             raise UnsupportedOp(f"{kind}: use one of {', '.join(op.name for op in _NAMES)}")
         if kind == ReduceOp.PREMUL_SUM and release(torch.__version__) < (2, 13):
             raise UnsupportedOp("PREMUL_SUM: torch before 2.13 hides its factor: multiply the tensor, and use SUM")
+        for tensor in tensors:
+            _check_average(kind, tensor.dtype)
         ops = {_op_for(_NAMES[kind], tensor.dtype) for tensor in tensors} or {"sum"}
         if len(ops) > 1:
             raise UnsupportedOp(f"{kind} of tensors of different dtypes at once: call it for each dtype")
@@ -111,6 +114,12 @@ class Reduction(NamedTuple):
     def finish_all(self, totals: Tensors, into: Tensors) -> list[Tensor]:
         """Writes many reduced values into the user's tensors. Returns the tensors."""
         return [tensor for pair in zip(totals, into, strict=True) for tensor in self.finish(*pair)]
+
+
+def _check_average(kind: object, dtype: torch.dtype) -> None:
+    """Raises UnsupportedOp for an average of dtypes that torch cannot divide, before anything is sent."""
+    if kind == ReduceOp.AVG and dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):
+        raise UnsupportedOp(f"op=AVG has no meaning for {dtype}: convert the tensor, or use another op")
 
 
 def _op_for(name: str, dtype: torch.dtype) -> str:
@@ -223,6 +232,7 @@ def reduce_scatter_single_coalesced(
 ) -> TorchWork:
     """Reduces many tensors over all ranks. Each rank gets its part of each."""
     reduction = Reduction.of(runner, opts, inputs)
+    _check_pairs(outputs, inputs, "reduce_scatter_coalesced")
     writable(outputs, "reduce_scatter_coalesced")
     values = [reduction.prepare(tensor) for tensor in inputs]
     call = partial(runner.group.reduce_scatter_coalesced, values, reduction.op)
@@ -261,6 +271,11 @@ def allgather_coalesced(
     runner: Runner, output_lists: Sequence[Tensors], input_list: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks. `output_lists[rank]` has an output for each of them."""
+    if len(output_lists) != runner.group.world_size:
+        expected = f"{runner.group.world_size} lists of outputs"
+        raise SizeMismatch(expected, len(output_lists), "all_gather_coalesced", "give one for each rank")
+    for outputs in output_lists:
+        _check_pairs(outputs, input_list, "all_gather_coalesced")
     places: list[Tensors] = list(zip(*output_lists, strict=True))
     for tensor, outputs in zip(input_list, places, strict=True):
         check_list(outputs, runner.group.rank, runner.group.world_size, tensor.numel(), "all_gather_coalesced")
@@ -304,9 +319,15 @@ def all_gather_single_coalesced(
     runner: Runner, outputs: Tensors, inputs: Tensors, opts: Options | None = None
 ) -> TorchWork:
     """Gathers many tensors of all ranks, each into one, on every rank."""
+    _check_pairs(outputs, inputs, "all_gather_coalesced")
     for output, tensor in zip(outputs, inputs, strict=True):
         _check_room(output, runner.group.world_size, tensor.numel())
     return _all_gather_many(runner, [[output] for output in outputs], inputs, opts)
+
+
+def _check_pairs(outputs: Tensors, inputs: Tensors, operation: str) -> None:
+    if len(outputs) != len(inputs):
+        raise SizeMismatch(f"{len(inputs)} outputs", len(outputs), operation, "give one for each input")
 
 
 def _check_room(output: Tensor, num_ranks: int, size: int) -> None:
@@ -360,6 +381,9 @@ def scatter(
 
 def alltoall(runner: Runner, output_tensors: Tensors, input_tensors: Tensors, opts: Options | None = None) -> TorchWork:
     """Sends each rank a tensor of a list and receives one from each."""
+    num_ranks, rank = runner.group.world_size, runner.group.rank
+    check_length(input_tensors, num_ranks, "all_to_all")
+    check_list(output_tensors, rank, num_ranks, input_tensors[rank].numel(), "all_to_all")
     writable(output_tensors, "all_to_all")
     splits, counts = ([tensor.numel() for tensor in each] for each in (input_tensors, output_tensors))
     call = partial(runner.group.all_to_all, joined(input_tensors), None, splits, counts)
@@ -375,26 +399,34 @@ def all_to_all_single(
     opts: Options | None = None,
 ) -> TorchWork:
     """Sends each rank a part of a tensor, split along dim 0, and receives one from each. No sizes: equal parts."""
+    splits = _splits(input, input_split_sizes, runner.group.world_size, "input_split_sizes")
+    counts = _splits(output, output_split_sizes, runner.group.world_size, "output_split_sizes")
     writable([output], "all_to_all")
-    splits = _splits(input, input_split_sizes, runner.group.world_size)
-    counts = _splits(output, output_split_sizes, runner.group.world_size)
     call = partial(runner.group.all_to_all, flat(input), flat(output), splits, counts)
     return runner.run(call, partial(deal, into=[output], operation="all_to_all"), opts)
 
 
-def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the number of elements for each rank."""
+def _splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int, argument: str) -> list[int]:
+    """Returns the number of elements for each rank.
+
+    Raises:
+        SizeMismatch: the sizes are not a number of rows for each rank that add up to the tensor's.
+    """
     # torch counts rows, Echelon the elements of a flat tensor.
+    num_rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
-        if tensor.dim() and tensor.shape[0] % num_ranks:
+        if num_rows % num_ranks:
             raise SizeMismatch(
                 "a number of rows that all ranks share equally",
-                f"{tensor.shape[0]} rows, which {num_ranks} ranks do not divide",
+                f"{num_rows} rows, which {num_ranks} ranks do not divide",
                 "all_to_all_single",
                 "give the rows of each rank as input_split_sizes and output_split_sizes",
             )
         return [tensor.numel() // num_ranks] * num_ranks
-    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    if len(sizes) != num_ranks or sum(sizes) != num_rows or min(sizes) < 0:
+        expected = f"{num_ranks} numbers of rows that add up to {num_rows}"
+        raise SizeMismatch(expected, list(sizes), f"all_to_all_single({argument}=)", "give the rows of each rank")
+    row = tensor.numel() // num_rows if num_rows else 0
     return [size * row for size in sizes]
 
 

@@ -155,6 +155,8 @@ def group_for(group: EchelonProcessGroup, device: torch.device) -> Any:
     # Made on first use, since a group written in Python has only one backend when torch makes it.
     if device.type not in group.elsewhere:
         name = _backends(group).get(device.type, "echelon")
+        if name == "echelon" and device.type == "meta":
+            raise UnsupportedOp("a tensor on the meta device, which has no values: pass one on the CPU")
         if name == "echelon":
             raise UnsupportedOp(
                 f"a tensor on {device}, but this group carries tensors on the CPU: name a backend for the others, "

@@ -55,6 +55,12 @@ def only(tensors: Tensors, operation: str) -> Tensor:
     return tensors[0]
 
 
+def check_length(tensors: Tensors, num_ranks: int, operation: str) -> None:
+    """Raises SizeMismatch if a list has not as many tensors as there are ranks."""
+    if len(tensors) != num_ranks:
+        raise SizeMismatch(f"a list of {num_ranks} tensors", len(tensors), operation, "give one for each rank")
+
+
 def check_list(tensors: Tensors, rank: int, num_ranks: int, size: int, operation: str) -> None:
     """Checks a list with a tensor for each rank, of which this rank knows the size of its own.
 
@@ -62,8 +68,7 @@ def check_list(tensors: Tensors, rank: int, num_ranks: int, size: int, operation
         SizeMismatch: the list has not as many tensors as there are ranks, or this rank's has another size. The elements
             would be moved on to the next tensor of the list.
     """
-    if len(tensors) != num_ranks:
-        raise SizeMismatch(f"a list of {num_ranks} tensors", len(tensors), operation, "give one for each rank")
+    check_length(tensors, num_ranks, operation)
     if tensors[rank].numel() != size:
         expected = f"{size} elements in the tensor of rank {rank}"
         raise SizeMismatch(expected, tensors[rank].numel(), operation, "give each rank's tensor the size of its part")
@@ -77,7 +82,7 @@ def check_sizes(tensors: Tensors, sizes: Sequence[int], operation: str) -> None:
     """
     own = [tensor.numel() for tensor in tensors]
     if own != list(sizes):
-        expected = f"tensors of {list(sizes)} elements, as the ranks sent,"
+        expected = f"tensors of {list(sizes)} elements, as the ranks sent"
         raise SizeMismatch(expected, own, operation, "give each rank's tensor the size of its part")
 
 
