@@ -248,12 +248,12 @@ _READS: dict[str, _Special] = {
     "__array__": _array,
     "__format__": _formatted,
     "data_ptr": _address,
+    "bincount": _counts,
 }
-"""Functions of torch that read values or addresses of a tensor, by name."""
+"""Functions of torch that depend on values or addresses of a tensor, by name."""
 
 _SPECIAL: dict[str, _Special] = {
     **_READS,
-    "bincount": _counts,
     "device": _device,
     "cuda": _first,
     "pin_memory": _first,
