@@ -26,6 +26,7 @@ _FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in 
 """Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
 _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 """File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
+_DEVICE_OF = torch.ops.prim.device.default
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
 _BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
 """Files of torch between an operation and its caller."""
@@ -46,6 +47,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # three of four calls, since torch asks fake tensors for it in Python
         for kind in types:
             if kind not in _PLAIN:
                 return NotImplemented  # such as DTensor: the operations on its tensors come here
