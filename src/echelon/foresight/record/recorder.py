@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import DispatchMode, FakeTensor, known_value, real_tensors, tree_leaves
 from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
@@ -41,6 +42,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
         self.memory = memory
+        self._results = FakeResults()
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
 
@@ -60,9 +62,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with real_tensors():
                 return func(*args, **kwargs)
         if facts.role == "view":
-            return func(*args, **kwargs)
+            return self._results.run(func, args, kwargs)
         if facts.role == "allocation":
-            out = func(*args, **kwargs)
+            out = self._results.run(func, args, kwargs)
             self.memory.number(out)
             return out
         if facts.role == "kernel":
@@ -98,7 +100,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         log, number = self.log, self.memory.number
         # Before the operation: an input that is new counts from before its outputs on.
         before = [number(each) for each in inputs]
-        out = func(*args, **kwargs)
+        out = self._results.run(func, args, kwargs)
         outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
         if facts.into_a_part:
             outputs, inputs = outputs[:1], inputs[:-1]
