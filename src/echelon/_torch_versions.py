@@ -17,15 +17,18 @@ TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Tested versions, as by `make compat TORCH=2.15.0`; CONTRIBUTING.md lists the tests."""
 
 PRIVATE_NAMES = (
+    "torch.Tensor._make_subclass",
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.Tensor._version",
     "torch.UntypedStorage._cdata",
     "torch._C.DisableTorchFunction",
     "torch._C.Future.wait",
+    "torch._C._DisableTorchDispatch",
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._dispatch_get_all_op_names",
+    "torch._C._dispatch_keys",
     "torch._C._distributed_c10d._DistributedBackendOptions",
     "torch._C._distributed_c10d._register_work",
     "torch._C._distributed_c10d._resolve_process_group",
@@ -38,6 +41,7 @@ PRIVATE_NAMES = (
     "torch._C._get_accelerator",
     "torch._C._get_dispatch_mode",
     "torch._C._len_torch_dispatch_stack",
+    "torch._C._set_throw_on_mutable_data_ptr",
     "torch._C._storage_Use_Count",
     "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.FakeTensor",

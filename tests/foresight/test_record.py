@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import CollectiveMismatch
@@ -64,6 +66,21 @@ def test_fsdp_step():
     ] * 2
     assert attention[0].shape == (2, 4, 32, 32, 16)
     assert not trace.assumptions
+
+
+def test_operations_by_which_dtensor_decides_on_shardings_are_not_recorded():
+    def program():
+        device = programs.begin()
+        mesh = init_device_mesh("cuda", (4,))
+        rows, weights = (
+            distribute_tensor(torch.ones(8, 8, device=device), mesh, [placement])
+            for placement in (Shard(0), Replicate())
+        )
+        return torch._foreach_mul([rows @ weights] * 3, 2.0)
+
+    trace = traced(program)
+    assert [each.name for each in kernels(trace)] == ["ones", "ones", "mm", "_foreach_mul"]
+    assert kernels(trace, name="mm")[0].shape == (1, 2, 8, 8)
 
 
 def test_memory_of_the_state_is_exact():

@@ -12,13 +12,20 @@ PROPAGATOR = DTensor._op_dispatcher.sharding_propagator
 
 
 @pytest.fixture
-def decided(monkeypatch):
+def lengths():
+    """Returns the lengths of lists that DTensor itself decides on."""
+    return []
+
+
+@pytest.fixture
+def decided(monkeypatch, lengths):
     """Returns the list of operators that DTensor itself decides on."""
     found = []
     decide = type(PROPAGATOR).propagate_op_sharding_non_cached
 
     def record(self, schema):
         found.append(str(schema.op))
+        lengths.extend(len(each) for each in schema.args_schema if isinstance(each, list | tuple))
         return decide(self, schema)
 
     monkeypatch.setattr(type(PROPAGATOR), "propagate_op_sharding_non_cached", record)
@@ -54,6 +61,27 @@ def test_two_meshes_of_one_shape_in_a_world_share_decisions(decided):
 
     assert echelon.simulate(program, 4).results == [[2.0] * 4] * 4
     assert decided.count("aten.mul.Tensor") == 1
+
+
+@pytest.mark.usefixtures("decided")
+def test_equal_elements_of_lists_are_decided_on_once(lengths):
+    def program():
+        mesh = mesh_of_all()
+
+        def spread(sizes, placement):
+            return [distribute_tensor(torch.arange(float(size)), mesh, [placement]) for size in sizes]
+
+        sums = torch._foreach_add(spread((6, 4, 6, 4, 6), Shard(0)), spread((6, 4, 6, 4, 6), Replicate()))
+        torch._foreach_mul_(sums, [1.0, 2.0, 1.0, 3.0, 1.0])
+        assert all(each.placements == (Shard(0),) and each.device_mesh is mesh for each in sums)
+        assert torch._foreach_add(spread((6, 6), Shard(0)), 1.0)[0] is not sums[0]
+        return [each.full_tensor().tolist() for each in sums]
+
+    expected = [
+        [2.0 * factor * value for value in range(size)] for size, factor in ((6, 1), (4, 2), (6, 1), (4, 3), (6, 1))
+    ]
+    assert echelon.simulate(program, 2).results == [expected] * 2
+    assert lengths == [2, 2, 3, 3, 1]
 
 
 def test_each_rank_has_the_sizes_of_its_own_shard():

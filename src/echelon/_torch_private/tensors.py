@@ -43,6 +43,11 @@ def is_faking() -> bool:
     return _len_torch_dispatch_stack() > 0 and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
+def has_symbols() -> bool:
+    """Whether sizes of tensors can be symbols in this thread, as while torch.compile traces."""
+    return is_faking() and _get_dispatch_mode(_TorchDispatchModeKey.FAKE).shape_env is not None
+
+
 def wraps_new_tensors() -> bool:
     """Whether new tensors of this thread can be without memory, in FakeTensorMode or a transform of torch.func.
 

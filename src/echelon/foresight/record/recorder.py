@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon._torch_private.fake_results import FakeResults
 from echelon._torch_private.tensors import DispatchMode, FakeTensor, known_value, real_tensors, tree_leaves
 from echelon.call_site import is_own
 from echelon.foresight.record.communication import functional_collective
@@ -27,6 +28,7 @@ _FOLDERS_ON_HOST = tuple(os.path.join(os.sep, "torch", *parts, "") for parts in 
 """Folders of torch's optimizers, which count their steps on the host, and of loaders, which draw indices there."""
 _REPLICAS = os.path.join("torch", "nn", "parallel", "distributed.py")
 """File of DDP. Its reducer in C++ writes numbers of buckets and parameters into tensors of integers."""
+_DEVICE_OF = torch.ops.prim.device.default
 _INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8})
 _BETWEEN = (os.path.join("torch", "_ops.py"), os.path.join("torch", "utils", "_device.py"))
 """Files of torch between an operation and its caller."""
@@ -59,12 +61,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
         self.memory = memory
+        self._results = FakeResults()
         self._of_overflow: set[int] = set()
         """Storages that say whether values are infinite or not a number. They are taken to be 0 or false."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # three of four calls, since torch asks fake tensors for it in Python
         for kind in types:
             if kind not in _PLAIN:
                 return NotImplemented  # such as DTensor: the operations on its tensors come here
@@ -76,9 +81,9 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with real_tensors():
                 return func(*args, **kwargs)
         if facts.role == "view":
-            return func(*args, **kwargs)
+            return self._results.run(func, args, kwargs)
         if facts.role == "allocation":
-            out = func(*args, **kwargs)
+            out = self._results.run(func, args, kwargs)
             self.memory.number(out)
             return out
         if facts.role == "kernel":
@@ -114,7 +119,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         log, number = self.log, self.memory.number
         # Before the operation: an input that is new counts from before its outputs on.
         before = [number(each) for each in inputs]
-        out = func(*args, **kwargs)
+        out = self._results.run(func, args, kwargs)
         outputs = [out] if isinstance(out, Tensor) else list(_tensors((out,)))
         if facts.into_a_part:
             outputs, inputs = outputs[:1], inputs[:-1]

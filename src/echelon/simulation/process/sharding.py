@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from echelon._torch_private.distributed import Shardings, shardings
-from echelon._torch_private.tensors import is_faking
+from echelon._torch_private.tensors import has_symbols, is_faking, real_tensors
+from echelon.simulation.process.sharding_of_lists import decider_by_element
 
 
 class _OfOneRank(Exception):
@@ -42,10 +43,18 @@ class SharedShardings:
         self._known.clear()
 
     def _decider(self, decide: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        decide = decider_by_element(self._private, decide)
+
         def decide_once(schema: Any) -> Any:
-            # While torch.compile traces, sizes can be symbols.
-            if is_faking():
+            if not is_faking():
+                return decided(schema)
+            if has_symbols():  # while torch.compile traces
                 return decide(schema)
+            # Without modes, so that operations on fake tensors that DTensor makes to decide are not the program's.
+            with real_tensors():
+                return decided(schema)
+
+        def decided(schema: Any) -> Any:
             meshes: list[Any] = []
             try:
                 key = self._key(self._private.comparison_key(schema), meshes)
