@@ -46,6 +46,7 @@ def test_a_network_of_nothing_but_latency_favours_few_rounds():
         assert choose(operation, 1 << 20, hosts, table=table) == algorithm
 
 
+@pytest.mark.slow
 def test_a_network_of_nothing_but_bandwidth_favours_few_bytes():
     network = echelon.Network(latency=0.0, bandwidth=1e9)
     table = echelon.simulate(found, 8, network=network).results[0][0]

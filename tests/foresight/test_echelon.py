@@ -83,7 +83,17 @@ def step_costs(seen, schedule):
     return Costs(forward=mean("F"), backward_input=inputs, backward_weight=mean("W"))
 
 
-@pytest.mark.parametrize("name", [name for name in schedules.names() if name != "forward-only"])
+QUICK = ("1f1b", "zb-h1", "interleaved-1f1b")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in schedules.names()
+        if name != "forward-only"
+    ],
+)
 def test_bubble_is_that_of_the_plan(name):
     network = Network(latency=0.0, bandwidth=1e30)
     seen = echelon.foresee(train_pipeline, 4, (name,), hosts=4, network=network)

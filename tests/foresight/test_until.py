@@ -65,6 +65,7 @@ def train():
         train_step()
 
 
+@pytest.mark.slow
 def test_optimizers_do_not_end_such_a_step():
     (by_optimizers,) = record(train, 1).values()
     seen = echelon.foresee(train, 1, until="train_step")

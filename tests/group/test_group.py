@@ -111,7 +111,7 @@ def scatter_rows(group, num_rows):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 8])
+@pytest.mark.parametrize("num_rows", [0, pytest.param(1, marks=pytest.mark.slow), 7, 8])
 def test_reduce_scatter_splits_uneven_rows(run, world_size, num_rows):
     total = torch.arange(num_rows * 2, dtype=torch.float64).reshape(num_rows, 2) * (world_size * (world_size + 1) / 2)
     parts = total.tensor_split(world_size)

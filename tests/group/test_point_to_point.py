@@ -133,6 +133,7 @@ def kill_a_worker(group, path):
     path.write_text(f"{caught.value.rank} died, {works[1].wait().src} lives")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_one_receive_and_not_the_others(tmp_path):
     with RankPool() as own, pytest.raises(PeerFailed, match="rank 1"):
         own.run(kill_a_worker, 3, tmp_path / "told")

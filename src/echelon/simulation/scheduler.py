@@ -215,8 +215,8 @@ class Scheduler:
         first = self._next()
         assert first is not None, "a simulation has at least one task"
         self.running = first
-        first.gate.release()
         try:
+            first.gate.release()
             while not self._finished.acquire(timeout=_LOOK):
                 if error := self.watch(self.running):
                     self.error = error

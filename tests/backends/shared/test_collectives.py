@@ -16,7 +16,7 @@ def test_every_dtype(pool, world_size):
     pool.run(shared_memory_checks.check_dtypes, world_size, backend="shm")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_what_moves(pool, world_size):
     pool.run(shared_memory_checks.check_moving, world_size, backend="shm")
 

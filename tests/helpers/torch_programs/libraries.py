@@ -26,8 +26,10 @@ def _dataset(samples=32):
 @program
 def accelerate(rank, world_size):
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import set_seed
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process of the pool may have been in a smaller world
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(5, device_specific=True)
     noise = torch.rand(2).tolist()
