@@ -222,6 +222,8 @@ class Report:
 def accuracy_text(gpu: str) -> str:
     """Returns the errors that step times on a device had, and the rows that its constants stand on."""
     accuracy = ACCURACY.get(gpu)
+    if gpu == "cpu":
+        return "real steps took 2 to 3 times as long on one machine. See benchmarks/foresee"
     if accuracy is None:
         return "not compared with published runs on this device"
     return (
