@@ -63,6 +63,23 @@ def test_a_file_of_another_kind_is_refused_with_one_line(tmp_path, text):
         echelon.foresee(step, 1, gpu=str(tmp_path / "no.json"))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"curves": {**CURVES, "gelu": ((1000.0, 1e-6),)}},
+        {"curves": {**CURVES, "gelu": ((1000.0, 1e-6), (1000.0, 2e-6))}},
+        {"curves": {**CURVES, "add": ((1000.0, 1e-6), (2000.0, 0.0))}},
+        {"curves": {name: curve for name, curve in CURVES.items() if name != "matmul_k"}},
+        {"cores": 0},
+        {"cores": "2"},
+    ],
+)
+def test_impossible_figures_in_a_file_are_refused(tmp_path, change):
+    save(replace(MEASURED, **change), tmp_path / "cpu.json")
+    with pytest.raises(LaunchError, match=r"make the file by echelon foresee --calibrate"):
+        load(tmp_path / "cpu.json")
+
+
 def step():
     dist.init_process_group("gloo")
     assert not torch.cuda.is_available()
@@ -82,6 +99,8 @@ def test_a_program_is_foreseen_on_processors_that_ranks_share(tmp_path):
     assert not any(name.startswith("_foreach") for name in names), "as torch computes on the CPU by default"
     # Four ranks take the two processors for twice as long, and communicate.
     assert 2 < four.step_seconds / two.step_seconds < 4
+    with pytest.raises(LaunchError, match="foresee it again"):
+        two.on(gpu="h100")
 
 
 @pytest.mark.slow

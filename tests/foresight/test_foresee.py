@@ -175,4 +175,8 @@ def test_command_says_that_a_script_does_not_fit(script, capfd):
 def test_command_refuses_a_wrong_option(script, capfd):
     assert run("--gpu", "h1000", "train.py", capsys=capfd)[0] == 2
     assert run("--hosts", "many", "train.py", capsys=capfd)[0] == 2
+    assert run("--calibrate", "here.json", "train.py", capsys=capfd)[0] == 2
+    assert run("--calibrate", "here.txt", capsys=capfd)[0] == 2
+    assert run("--calibrate", "missing/here.json", capsys=capfd)[0] == 2
+    assert run(capsys=capfd)[0] == 2
     assert run("--tokens", "-1", "train.py", capsys=capfd)[0] == 2

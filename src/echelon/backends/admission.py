@@ -46,7 +46,7 @@ _here = _Here()
 
 @contextmanager
 def taking_fake_tensors() -> Iterator[None]:
-    """Inside, fake tensors of the calling thread stand for those of a device: its backend takes them."""
+    """Inside, the calling thread's backend takes fake tensors, as tensors of a device."""
     _here.takes_fake_tensors = True
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from echelon.cli.combinations import combinations
 from echelon.cli.options import Chrome, Json, Png, check_suffixes, value
 from echelon.cli.output import write_files
 from echelon.cli.run import console, no_ranks
-from echelon.errors import InvalidWorldSize, LaunchError
+from echelon.errors import FileError, InvalidWorldSize, LaunchError
 from echelon.launch.run import Console, MarkedStream, Program
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class ForeseeOptions:
                 raise LaunchError(f"--calibrate {self.calibrate} takes no script: foresee it afterwards, with --gpu")
             if not self.calibrate.endswith(".json"):
                 raise LaunchError(f"--calibrate {self.calibrate}: give a file that ends in .json")
+            # Before the minute that it takes.
+            if not os.access(os.path.dirname(self.calibrate) or ".", os.W_OK) or os.path.isdir(self.calibrate):
+                raise FileError(f"cannot write {self.calibrate}: give a file in a folder that you can write to")
             return
         if not self.program:
             raise LaunchError("give a script, as: echelon foresee -n 64 train.py")

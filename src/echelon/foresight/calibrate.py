@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.arguments import is_count
 from echelon.errors import LaunchError
 from echelon.foresight.play.device import Curve, Device
 from echelon.foresight.record.here import recording_here
@@ -98,6 +101,12 @@ def load(path: str | os.PathLike[str]) -> Device:
             {name: tuple((float(size), float(seconds)) for size, seconds in points)
              for name, points in values["curves"].items()}
         )  # fmt: skip
+        for name in ("add", "attention", "attention_backward", "matmul_m", "matmul_n", "matmul_k"):
+            _check_curve(name, values["curves"][name])
+        for name, curve in values["curves"].items():
+            _check_curve(name, curve)
+        if not is_count(values["cores"], 1):
+            raise ValueError(f"cores is {values['cores']!r}")
         values["peak"] = MappingProxyType(values["peak"])
         networks = {name: (float(latency), float(rate)) for name, (latency, rate) in values["networks"].items()}
         values["networks"] = MappingProxyType(networks)
@@ -105,6 +114,12 @@ def load(path: str | os.PathLike[str]) -> Device:
         return Device(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LaunchError(f"gpu={os.fspath(path)!r}: {error}: make the file by echelon foresee --calibrate") from None
+
+
+def _check_curve(name: str, curve: Curve) -> None:
+    rises = all(before[0] < after[0] for before, after in pairwise(curve))
+    if len(curve) < 2 or not rises or not all(0 < value < math.inf for point in curve for value in point):
+        raise ValueError(f"the curve {name!r} needs two points or more, rising and above 0")
 
 
 def _values(device: Device) -> dict[str, Any]:

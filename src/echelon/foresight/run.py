@@ -168,9 +168,14 @@ class Foreseen:
             gpu, hosts, network: as for `foresee`. None: as before, but with the hosts that a new device needs.
 
         Raises:
-            LaunchError: an argument is invalid.
+            LaunchError: an argument is invalid, or one of the devices is a processor and the other a GPU.
         """
         device = self.device if gpu is None else _device(gpu)
+        if device.is_synchronous != self.device.is_synchronous:
+            raise LaunchError(
+                f"gpu={device.name!r}: the program was recorded for {self.device.name!r}, which runs other kernels: "
+                "foresee it again"
+            )
         if hosts is None and gpu is None:
             hosts = self.cluster.hosts
         network = self.network if network is None else network

@@ -31,7 +31,7 @@ def mapped(value: Any) -> Any:
 
 
 class OnHost(TorchFunctionMode):
-    """Returns assumed values where a program reads those of a fake tensor."""
+    """Gives a program assumed values of fake tensors that it reads."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
