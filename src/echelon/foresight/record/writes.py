@@ -460,6 +460,6 @@ def _exchange(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
         if key in _BUILT_IN:
             continue
         names = getattr(module, "__dict__", None)
-        if type(names) is dict:
+        if type(names) is dict and not by_id.keys().isdisjoint(map(id, names.values())):
             found = [(name, new) for name, value in names.items() if (new := by_id.get(id(value))) is not None]
             names.update(found)
