@@ -414,6 +414,7 @@ def test_close_frees_nothing_while_another_thread_polls(monkeypatch):
             waiting()
 
 
+@pytest.mark.slow
 def test_fifty_worlds_leave_no_thread_and_no_file_behind():
     with tcp_world(2):
         pass
@@ -535,7 +536,7 @@ def send_and_exit(group, size):
     return group.recv(1).sum().item()
 
 
-@pytest.mark.parametrize("size", [1, 300_000])
+@pytest.mark.parametrize("size", [1, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_what_was_sent_just_before_the_end_arrives(size):
     for _ in range(5):
         assert run_forked(send_and_exit, 2, size) == {0: sum(range(size))}

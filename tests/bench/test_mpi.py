@@ -19,6 +19,7 @@ class MPI:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_of_mpirun_measures_its_request(tmp_path):
     (tmp_path / "mpi4py.py").write_text(STAND_IN)
     request = Request("all_reduce", backend="tcp", largest="8", turns=1, iterations=1, vs="mpi", as_json=True)

@@ -195,9 +195,8 @@ MEBIBYTE = 1 << 18
 """As many elements."""
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_chunk_that_is_being_sent_is_not_overwritten_on_processes(pool, world_size):
     """Of a large chunk the kernel takes a part at once; the rest is read when the peer has made room."""
     num_elements = 4 * MEBIBYTE // world_size * world_size

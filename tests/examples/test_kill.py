@@ -21,6 +21,7 @@ def rank_of(pid):
     return int(dict(item.split("=", 1) for item in environ if "=" in item)["RANK"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rank", [2])
 def test_the_others_end_within_seconds(rank, tmp_path):

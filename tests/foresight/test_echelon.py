@@ -124,6 +124,7 @@ def test_pipelines_and_their_replicas():
         assert trace.groups[gradients.group].ranks == (rank, rank + 2)
 
 
+@pytest.mark.slow
 def test_1f1b_holds_less_memory_than_gpipe():
     one, other = (echelon.foresee(train_pipeline, 4, (name,)).live_memory for name in ("1f1b", "gpipe"))
     microbatch = 4 * WIDTH << 17

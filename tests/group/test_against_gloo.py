@@ -75,7 +75,7 @@ def compare_on(pool, world_size, batch):
             pool.run(compare, world_size, batch, f"{folder}/store", backend=backend)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def test_processes_give_what_gloo_gives(pool, world_size):
     QUICK(given(BATCHES)(lambda batch: compare_on(pool, world_size, batch)))()
 

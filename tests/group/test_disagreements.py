@@ -100,6 +100,7 @@ def sizes(quick):
     return pytest.mark.parametrize(("world_size", "chosen"), [pytest.param(quick, half), *slow])
 
 
+@pytest.mark.slow
 @sizes(3)
 def test_on_free_running_ranks(world_size, chosen):
     disagree_in_turns(SimulatedBackend.create_group(world_size), chosen)
@@ -132,6 +133,7 @@ def play_every_case(group, every):
     return [play_one_case(group.subgroup(range(group.world_size)), pair, odd) for pair, odd in every]
 
 
+@pytest.mark.slow
 def test_over_shared_memory(pool):
     every = list(cases(3))[::9]
     by_rank = pool.run(play_every_case, 3, every, backend="shm")

@@ -157,6 +157,7 @@ def end_between_steps(tmp_path, *arguments):
     return [process.returncode for process in processes], errors[0].splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_interruption_of_a_rank_between_steps_is_told(tmp_path):
     (status, interrupted), last = end_between_steps(tmp_path)
     assert status == 1

@@ -110,6 +110,7 @@ def test_what_makes_no_sense_is_an_error_of_one_line(alone, monkeypatch, environ
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_exception_reaches_the_peers_and_the_launcher(script):
     status, _, err = finish(start("-m", "echelon", "run", "-n", "2", script, "raise"))
     assert status == 1
@@ -202,6 +203,7 @@ def test_a_device_that_is_not_there_is_named(alone, arguments, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_under_torchrun_all_ranks_are_clients_of_the_agents_store(script):
     status, lines, err = finish(start("-m", "torch.distributed.run", "--nproc-per-node", "2", script))
     assert status == 0, err

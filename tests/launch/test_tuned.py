@@ -97,6 +97,7 @@ def table_of(group):
     return group.table
 
 
+@pytest.mark.slow
 def test_processes_that_are_started_go_by_it(monkeypatch, tmp_path):
     path = tmp_path / "tuned.json"
     path.write_text(to_text(RINGS, {}))

@@ -73,6 +73,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "at"), [(gpt2, ["h.1", "h.2"]), pytest.param(llama, ["layers.1", "layers.2"], marks=pytest.mark.slow)]
 )

@@ -27,6 +27,7 @@ def test_every_block_prints_what_it_says():
         assert printed.getvalue() == expected
 
 
+@pytest.mark.slow
 def test_the_tests_pass_with_pytest(tmp_path, monkeypatch):
     """The example finds its three bugs, and what the section about pytest shows runs there."""
     (bugs,) = [code for code, _ in blocks() if "def test_the_race" in code]

@@ -124,7 +124,7 @@ def test_a_helper_thread_that_waits_for_the_outside_is_awaited(pipe, monkeypatch
         results = []
         helper = threading.Thread(target=lambda: results.append(os.read(reader, 1)))
         helper.start()
-        closer = threading.Timer(2.0, os.write, (writer, b"x"))
+        closer = threading.Timer(1.0, os.write, (writer, b"x"))
         closer.start()
         helper.join()
         closer.join()

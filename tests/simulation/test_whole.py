@@ -14,7 +14,7 @@ from tests.helpers.reductions import digests
 WAYS = ("whole", "messages")
 
 
-@pytest.mark.parametrize("order", ["shm", "tcp"])
+@pytest.mark.parametrize("order", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(2, marks=pytest.mark.slow), 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))],

@@ -6,12 +6,12 @@ from tests.helpers import shared_memory_checks
 from tests.helpers.forked_ranks import run_forked
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_what_combines(pool, world_size):
     assert pool.run(shared_memory_checks.check_reducing, world_size, backend="shm") == ["shm"] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_dtype(pool, world_size):
     pool.run(shared_memory_checks.check_dtypes, world_size, backend="shm")
 
@@ -31,7 +31,7 @@ def test_out_may_be_of_the_same_storage(pool, backend):
     pool.run(shared_memory_checks.check_out_beside_the_input, 3, backend=backend)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_rank_has_for_itself_is_not_shown(pool, world_size):
     pool.run(shared_memory_checks.check_own_blocks_stay, world_size, backend="shm")
 

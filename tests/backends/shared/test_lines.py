@@ -29,6 +29,7 @@ def test_in_many_more_orders_messages_arrive_as_they_were_sent(name):
         shared_memory_scenarios.play(name, Chance(seed), seed)
 
 
+@pytest.mark.slow
 def test_wherever_a_thread_is_interrupted_a_message_arrives():
     for length in (1, 129, 400):
         try_every_interruption("one message", shared_memory_scenarios.LENGTHS.index(length))
