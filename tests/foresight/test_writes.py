@@ -80,7 +80,7 @@ def test_logs_may_be_written_but_no_checkpoint(folder):
     request = Request(writing, call, (0, 0), allow_writes=True)
     (folder / "model.pt").rename(folder / "kept.pt")
     (folder / "model.pt").write_bytes(b"")
-    trace = record_in_turn(request, lambda traces: [] if traces else [0])[0]
+    trace = record_in_turn(request, lambda traces: [] if traces else [0]).traces[0]
     assert (folder / "log.txt").read_text() == "old\nloss 1.0\nwritten by a library\n"
     assert (folder / "notes.txt").read_text() == "notes"
     assert not (folder / "distributed").exists()

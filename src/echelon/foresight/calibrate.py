@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -74,11 +76,20 @@ def calibrate() -> Device:
         launch_seconds=0.0,
         communication_sms=0,
         is_synchronous=True,
+        machine=this_machine(),
         cores=len(os.sched_getaffinity(0)),
         curves=MappingProxyType(curves),
         networks=MappingProxyType({name: _link(backend) for name, backend in _BACKENDS.items()}),
     )
     return _with(device, launch_seconds=_launch_seconds(device))
+
+
+def this_machine() -> str:
+    """Returns the kind of this machine: its processors, how many there are, and the version of torch."""
+    model = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    return f"{len(os.sched_getaffinity(0))} x {model}, torch {torch.__version__}"
 
 
 def save(device: Device, path: str | os.PathLike[str]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from echelon.arguments import check_path, check_world_size, is_amount, is_count, shown, writing
 from echelon.errors import InvalidArgument, LaunchError
-from echelon.foresight.calibrate import load
+from echelon.foresight.calibrate import load, this_machine
 from echelon.foresight.check import Problem, check
+from echelon.foresight.measure import measured
 from echelon.foresight.memory import MemoryCurves
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.cluster import Cluster
@@ -297,20 +298,20 @@ def foresee(
         roles.add(traces)
         return roles.next_ranks()
 
-    record_in_turn(
-        Request(
-            fn=fn,
-            call=call,
-            hosts=tuple(map(cluster.host_of, range(world_size))),
-            steps=steps,
-            gpu=_facts_of(device),
-            allow_writes=allow_writes,
-            until=until or "",
-        ),
-        choose,
+    request = Request(
+        fn=fn,
+        call=call,
+        hosts=tuple(map(cluster.host_of, range(world_size))),
+        steps=steps,
+        gpu=_facts_of(device),
+        allow_writes=allow_writes,
+        until=until or "",
     )
+    calls = record_in_turn(request, choose).calls
     found = check(roles.traces, roles.classes)
     traces = {rank: fuse(roles.traces[rank]) for rank in sorted(set(roles.classes))}
+    if device.machine == this_machine():
+        traces = measured(request, traces, calls, min(device.cores, max(cluster.hosts)))
     return Foreseen(play(traces, roles.classes, device, cluster), traces, roles.classes, tuple(found), network)
 
 

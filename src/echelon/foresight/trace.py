@@ -179,5 +179,8 @@ class Trace:
     """Assumed values and approximations, each with its line."""
     skipped: tuple[str, ...] = ()
     """Writes to files that were skipped, each with its line."""
+    measured: tuple[tuple[int, float], ...] = ()
+    """(entry, processor seconds that the program computed before it, since the one before) where the step ran with real
+    tensors: at each call into the recording and at the end. Empty if it did not."""
     computed: tuple[tuple[int, int, object], ...] = ()
     """(first entry, entry after the last one, step) of the steps of a schedule, such as "0F3" of a pipeline."""

@@ -87,6 +87,7 @@ class Device:
             of an operator, or "add" for others: (bytes moved, seconds). "attention", "attention_backward": (FLOPs,
             seconds). "matmul_m", "matmul_n", "matmul_k": (length of this side, seconds for a FLOP), the others long.
         networks: Measured (latency, bytes per second) of networks by name, in place of the general table.
+        machine: Kind of machine that was calibrated. On another one of its kind, a program's kernels can be timed.
         cores: Processors that the ranks of a host share, if `is_synchronous`. 0: each rank has its own.
         sources: Source of each constant.
     """
@@ -107,6 +108,7 @@ class Device:
     communication_sms: int = 20
     generation: str = ""
     is_synchronous: bool = False
+    machine: str = ""
     cores: int = 0
     curves: Mapping[str, Curve] = field(default_factory=dict)
     networks: Mapping[str, tuple[float, float]] = field(default_factory=dict)

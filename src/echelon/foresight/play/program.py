@@ -96,12 +96,32 @@ class Program:
 def lower(trace: Trace, device: Device) -> Program:
     """Returns the operations of a trace on a device."""
     lowering = _Lowering(trace, device)
+    if trace.measured:
+        return _lower_measured(trace, lowering)
     for index, entry in enumerate(trace.entries):
         kind = type(entry)
         if kind is Kernel:
             lowering.kernel(index, entry)  # type: ignore[arg-type]
         elif kind is not Allocate and kind is not Free:
             lowering.other(index, entry)
+    return lowering.program()
+
+
+def _lower_measured(trace: Trace, lowering: _Lowering) -> Program:
+    """Lowers a trace whose seconds are measured between its calls: its kernels share them as the device's do."""
+    begin = 0
+    for end, seconds in (*trace.measured, (len(trace.entries), 0.0)):
+        kernels = [index for index in range(begin, end) if type(trace.entries[index]) is Kernel]
+        modelled = sum(map(lowering.modelled, kernels))
+        if modelled == 0.0:
+            lowering.host(seconds)
+        for index in range(begin, end):
+            entry = trace.entries[index]
+            if type(entry) is Kernel:
+                lowering.kernel(index, entry, seconds / modelled if modelled else 0.0)
+            elif type(entry) is not Allocate and type(entry) is not Free:
+                lowering.other(index, entry)
+        begin = max(begin, end)
     return lowering.program()
 
 
@@ -122,12 +142,35 @@ class _Lowering:
         """Last communication of each number."""
         self._batch: list[int] = []
 
-    def kernel(self, index: int, kernel: Kernel) -> None:
+    def modelled(self, index: int) -> float:
+        """Returns the time of a kernel, with that of its launch, on the model of the device."""
+        kernel = self._trace.entries[index]
+        assert isinstance(kernel, Kernel)
+        return self._device.seconds(kernel) + kernel.launches * self._device.launch_seconds
+
+    def host(self, seconds: float) -> None:
+        """Adds time of the host without kernels."""
+        self._flush()
+        if seconds > 0:
+            self._operations.append(Run(0, 0.0, seconds, seconds, ()))
+
+    def kernel(self, index: int, kernel: Kernel, share: float | None = None) -> None:
+        """Adds a kernel.
+
+        Args:
+            index: of the entry.
+            kernel: the entry.
+            share: measured time of kernels and their launches by the modelled one. None: not measured.
+        """
         if kernel.stream != self._stream or self._batch:
             self._flush()
             self._stream = kernel.stream
-        seconds = self._seconds[index] = self._device.seconds(kernel)
-        self._host += kernel.launches * self._device.launch_seconds
+        if share is None:
+            seconds = self._device.seconds(kernel)
+            self._host += kernel.launches * self._device.launch_seconds
+        else:
+            seconds = share * self.modelled(index)
+        self._seconds[index] = seconds
         self._total += seconds
         # Kernels before this one end at `least`, or this one starts when the host comes.
         self._least = max(self._least, self._host) + seconds

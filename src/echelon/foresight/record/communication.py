@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
+from echelon.foresight.record.answers import give
+from echelon.foresight.record.calls import Call
 from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
 from echelon.foresight.record.log import Log
@@ -139,6 +142,28 @@ class RecordedGroup(EchelonProcessGroup):
             self._reduce_known(outputs, entry.op)
         return self._keep(RecordedWork(log, entry.number, outputs, entry.blocking))
 
+    def run_collective(
+        self,
+        recording: Recording,
+        call: Call,
+        form: _Form,
+        run: Callable[[], object],
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> RecordedWork:
+        """Runs a collective of real values, or answers it as it was answered before. Returns its Work."""
+        *values, opts = (*args, *options.values())
+        if isinstance(opts, Tensor | list | tuple):
+            values, opts = [*values, opts], None
+        outputs = list(_tensors(values[:1]))
+        with real_tensors():
+            if call.is_answered:
+                give(outputs, outputs if form.is_in_place else list(_tensors(values[1:2])), call.values)
+            else:
+                run()
+                call.values = [each.detach().clone() for each in outputs]
+        return self._keep(RecordedWork(recording.log, -1, outputs, not getattr(opts, "asyncOp", True)))
+
     def _reduce_known(self, tensors: Sequence[Tensor], op: str) -> None:
         """Reduces values that are known, such as of a flag. They are taken to be equal on all ranks."""
         for tensor in tensors:
@@ -152,8 +177,15 @@ class RecordedGroup(EchelonProcessGroup):
         src, dst = (self.rank(), peer) if is_send else (peer, self.rank())
         return Route(self.ranks, self._number, src, dst, tag)
 
-    def pass_value(self, is_send: bool, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Sends or receives the value of a real tensor."""
+    def pass_value(
+        self, recording: Recording, call: Call, is_send: bool, tensor: Tensor, peer: int, tag: int
+    ) -> RecordedWork:
+        """Sends or receives the value of a real tensor, or answers a receive as it was answered before."""
+        work = RecordedWork(recording.log, -1, [tensor], False)
+        if call.is_answered:
+            if not is_send:
+                give([tensor], (), call.values)
+            return self._keep(work)
         route = self._route(is_send, peer, tag)
         backend = _recording_backend(self.group)
         mail = backend.exchange.mail
@@ -162,7 +194,8 @@ class RecordedGroup(EchelonProcessGroup):
                 mail.send(route, tensor.detach().clone())
             elif (value := mail.receive(backend.boundary, backend.timeout, route, mail.next_of(route))) is not None:
                 tensor.copy_(value.reshape(tensor.shape))
-        return Done([tensor])
+                call.values = [value]
+        return self._keep(work)
 
     def _flag(self, is_send: bool, tensor: Tensor, peer: int, tag: int) -> Callable[[], None] | None:
         """Passes the value of a fake tensor of one integer on. Returns a function that waits for that of a receive."""
@@ -220,11 +253,14 @@ def _recording_backend(group: ProcessGroup) -> RecordingBackend:
 
 def _collective(name: str, form: _Form) -> Callable[..., Any]:
     def call(self: RecordedGroup, /, *args: Any, **options: Any) -> Any:
-        recording = recording_here()
-        if recording is not None and any(isinstance(each, FakeTensor) for each in _tensors(args)):
-            return self.record_collective(recording, form, args, options)
-        with real_tensors():
-            return getattr(super(RecordedGroup, self), name)(*args, **options)
+        run = functools.partial(getattr(super(RecordedGroup, self), name), *args, **options)
+        if (recording := recording_here()) is None:
+            with real_tensors():
+                return run()
+        with recording.log.call(form.kind) as made:
+            if any(isinstance(each, FakeTensor) for each in _tensors(args)):
+                return self.record_collective(recording, form, args, options)
+            return self.run_collective(recording, made, form, run, args, options)
 
     call.__name__, call.__doc__ = name, f"Records or runs {form.kind}."
     return call
@@ -232,15 +268,19 @@ def _collective(name: str, form: _Form) -> Callable[..., Any]:
 
 def _message(name: str) -> Callable[..., Any]:
     def call(self: RecordedGroup, /, tensors: Sequence[Tensor], *args: int) -> Any:
-        recording = recording_here()
-        if recording is not None and isinstance(tensors[0], FakeTensor):
-            peer, tag = args if name != "recv_anysource" else (-1, *args)
-            return self.record_message(recording, name == "send", tensors[0], peer, tag)
-        if recording is not None and name != "recv_anysource":
-            recording.log.next_of_batch()
-            return self.pass_value(name == "send", tensors[0], *args)
-        with real_tensors():
-            return getattr(super(RecordedGroup, self), name)(tensors, *args)
+        if (recording := recording_here()) is None:
+            with real_tensors():
+                return getattr(super(RecordedGroup, self), name)(tensors, *args)
+        with recording.log.call(name) as made:
+            if isinstance(tensors[0], FakeTensor):
+                peer, tag = args if name != "recv_anysource" else (-1, *args)
+                return self.record_message(recording, name == "send", tensors[0], peer, tag)
+            if name != "recv_anysource" or made.is_answered:
+                recording.log.next_of_batch()
+                peer, tag = args if name != "recv_anysource" else (-1, *args)
+                return self.pass_value(recording, made, name == "send", tensors[0], peer, tag)
+            with real_tensors():
+                return getattr(super(RecordedGroup, self), name)(tensors, *args)
 
     call.__name__, call.__doc__ = name, "Records or runs a message."
     return call
@@ -278,14 +318,28 @@ def functional_collective(
     if name == "wait_tensor":
         number = log.pending.pop(memory.number(args[0]), None)
         if number is not None:
-            log.entries.append(Wait(log.stream, number, log.place()))
+            with log.call("wait"):
+                log.entries.append(Wait(log.stream, number, log.place()))
         return func(*args, **kwargs)
+    base = name.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
+    with log.call(_KINDS.get(base, base)):
+        return _functional_collective(log, memory, func, base, inputs, args, kwargs)
+
+
+def _functional_collective(
+    log: Log,
+    memory: Memory,
+    func: Any,
+    base: str,
+    inputs: Sequence[Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
     out = func(*args, **kwargs)
     outputs = list(_tensors((out,)))
     words = [each for each in (*args, *kwargs.values()) if isinstance(each, str | dist.ProcessGroup)]
     group = resolve_process_group(words[-1])
     assert isinstance(group, RecordedGroup), "every group of a recorded rank is one"
-    base = name.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
     phase, place, module = log.where(inputs)
     entry = Collective(
         stream=log.stream,

@@ -65,7 +65,7 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
             stack.enter_context(optimizers_as_on_gpu())
             stack.enter_context(devices_as_on_gpu())
         mode = OnDevice if gpu is not None else OnHost
-        stack.enter_context(backward_with(lambda: mode() if recording_here() is not None else nullcontext()))
+        stack.enter_context(backward_with(lambda: mode() if _is_recorded_here() else nullcontext()))
         for name in ("__init__", "__getitem__", "_flatten"):
             replace(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
         stack.enter_context(ddp_checks_by(_with_values))
@@ -75,6 +75,10 @@ def device_names(num_devices: int, gpu: Gpu | None) -> Iterator[None]:
         replace(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_))
         replace(torch.UntypedStorage, "data_ptr", _addressing(torch.UntypedStorage.data_ptr))
         yield
+
+
+def _is_recorded_here() -> bool:
+    return (recording := recording_here()) is not None and not recording.log.calls.are_answered
 
 
 # Replacements of names

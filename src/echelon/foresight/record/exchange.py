@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from echelon.backends.collective import Collective, CollectiveExecutor, Run
 from echelon.backends.formats.wire import Tag, readable, signed
 from echelon.backends.host_copies import StreamScope
 from echelon.backends.memory import new_tensor
+from echelon.backends.modes import overwrite
 from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
 from echelon.errors import CollectiveMismatch
+from echelon.foresight.record.answers import give
 from echelon.foresight.record.aside import LanesAtOnce, RecordedScope
 from echelon.foresight.record.collectives import recorded_collective
 from echelon.foresight.record.here import recording_here
@@ -89,6 +91,18 @@ class ExchangeExecutor(CollectiveExecutor):
         return partial(self._run, collective)
 
     def _run(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
+        recording = recording_here()
+        if recording is None:
+            return self._meet(collective, record, tensor, out)
+        with recording.log.call(collective.kind) as made:
+            if made.is_answered:
+                with real_tensors():
+                    return _answered(made.values, tensor, out)
+            result = self._meet(collective, record, tensor, out)
+            made.values = _answer(result, tensor)
+            return result
+
+    def _meet(self, collective: Collective, record: OperationRecord, tensor: Tensor | None, out: Tensor | None) -> Any:
         call = self._backend.exchange.call(self._context, self._ranks, record.sequence)
         note = signed(record.operation, record.sequence, record.signature)
         is_fake = isinstance(tensor, FakeTensor)
@@ -193,6 +207,40 @@ class RecordingBackend(VirtualBackend):
         if context not in self._streams:
             self._streams[context] = log.new_stream()
         return RecordedScope(log, self._streams[context])
+
+
+class _Answer(NamedTuple):
+    """Result of a collective."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    values: Tensor | None
+    """None of a fake tensor."""
+    is_in_place: bool
+
+
+def _answer(result: Tensor | None, tensor: Tensor | None) -> _Answer | None:
+    if result is None:
+        return None
+    values = None
+    if not isinstance(result, FakeTensor):
+        with real_tensors():
+            values = snapshot(result)
+    return _Answer(result.shape, result.dtype, values, result is tensor)
+
+
+def _answered(answer: _Answer | None, tensor: Tensor | None, out: Tensor | None) -> Tensor | None:
+    """Returns the result of a collective as it was before, in the caller's tensors where it was in them."""
+    if answer is None:
+        return None
+    result = tensor if answer.is_in_place else out
+    if result is None:
+        result = new_tensor(tuple(answer.shape), answer.dtype)
+    if answer.values is not None:
+        overwrite(result, answer.values.reshape(result.shape))
+    elif not answer.is_in_place:
+        give([result], [] if tensor is None else [tensor], None)
+    return result
 
 
 def _empty(collective: Collective, *_: object) -> Tensor:

@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from types import CodeType
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import torch
 
 from echelon._torch_private.autograd import is_in_backward, next_node_number, node_number
 from echelon.call_site import calling_place, line_of
+from echelon.foresight.record.calls import Answers, Call, Calls
 from echelon.foresight.record.overlay import Overlay
 from echelon.foresight.trace import Allocate, Entry, Group, MemoryKind, Phase
 
@@ -50,8 +51,10 @@ class Where(NamedTuple):
 class Log:
     """Entries of one rank, and its present stream, module and phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Answers = ()) -> None:
+        """Takes the calls of an earlier recording, if they answer those of this one."""
         self.entries: list[Entry] = []
+        self.calls = Calls(answers)
         self.computed: list[tuple[int, int, object]] = []
         """(first entry, entry after the last one, step) of the steps of a schedule, such as those of a pipeline."""
         self.stream = 0
@@ -84,6 +87,12 @@ class Log:
         self._compiled_depth = 0
         """Number of nested calls of compiled code."""
         self._folder = os.path.join(os.getcwd(), "")
+
+    # Calls
+
+    def call(self, kind: str) -> AbstractContextManager[Call]:
+        """Begins a call of the program into its recording; see `Calls.call`."""
+        return self.calls.call(kind, len(self.entries))
 
     # Places
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ from echelon.backends.modes import overwrite
 from echelon.backends.operators import Combine
 from echelon.backends.work import Received, Work
 from echelon.errors import CollectiveMismatch, SizeMismatch, Timeout
+from echelon.foresight.record.answers import invent
+from echelon.foresight.record.calls import Call
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.trace import Group, Message, Wait
 from echelon.simulation.backend import Boundary, Passage, VirtualWork
@@ -42,6 +44,16 @@ class _Sent(NamedTuple):
     values: Tensor | None
     """None of a fake tensor."""
     note: str
+
+
+_UNKNOWN = _Sent(-1, torch.Size(), torch.float32, None, "")
+"""Message of a rank that runs alone, until it is taken."""
+
+
+def _call(kind: str) -> AbstractContextManager[Call | None]:
+    """Begins a call of the calling thread's rank."""
+    recording = recording_here()
+    return nullcontext() if recording is None else recording.log.call(kind)
 
 
 class _Channel:
@@ -160,10 +172,16 @@ class RecordingMessages(Messages):
 
     def isend(self, tensor: Tensor, dst: int, tag: int | Tag = 0, *, note: str = "") -> Work[None]:  # noqa: D102
         self.check_send(tensor, dst)
-        tag = Tag.of(tag)
+        with _call("send") as made:
+            return self._send(made, tensor, dst, Tag.of(tag), note)
+
+    def _send(self, made: Call | None, tensor: Tensor, dst: int, tag: Tag, note: str) -> Work[None]:
         work: VirtualWork[None] = VirtualWork(
             self._boundary, Passage("send to", dst, tag), self.timeout, dst, note, None
         )
+        if made is not None and made.is_answered:
+            work.complete()
+            return work
         values = None
         if isinstance(tensor, FakeTensor):
             work.when_taken(self._waiting(self._record(True, dst, tag, tensor.shape, tensor.dtype, tensor)))
@@ -187,13 +205,14 @@ class RecordingMessages(Messages):
         assert combine is None, "collectives of recorded ranks are no messages"
         self.check_receive((src,), out)
         tag, number = Tag.of(tag), -1
-        if isinstance(out, FakeTensor):
-            number = self._record(False, src, tag, out.shape, out.dtype, out)
+        with _call("receive") as made:
+            if isinstance(out, FakeTensor):
+                number = self._record(False, src, tag, out.shape, out.dtype, out)
 
-        def make(message: _Sent) -> Tensor:
-            return self._taken(message, tag, number, out, note, must_fit)
+            def make(message: _Sent) -> Tensor:
+                return self._take(message, tag, number, out, note, must_fit)[0]
 
-        return self._begin({src: src}, tag, make)
+            return self._begin(made, {src: src}, tag, make)
 
     def irecv_any(  # noqa: D102
         self, sources: Mapping[int, int], tag: int | Tag = 0, *, note: str | None = ""
@@ -202,17 +221,35 @@ class RecordingMessages(Messages):
         tag = Tag.of(tag)
 
         def make(message: _Sent) -> Received:
-            return Received(self._taken(message, tag, -1, None, note, True), sources[message.src], tag.step)
+            tensor, src = self._take(message, tag, -1, None, note, True)
+            return Received(tensor, sources[src], tag.step)
 
-        return self._begin(sources, tag, make)
+        with _call("receive") as made:
+            return self._begin(made, sources, tag, make)
 
     def cancel(self, work: Work[Tensor] | Work[Received]) -> None:  # noqa: D102
         work.complete(error=Timeout(f"{work.description}: withdrawn after its timeout"))
 
-    def _begin(self, sources: Mapping[int, int], tag: Tag, make: Callable[[_Sent], object]) -> Work[Any]:
+    def _begin(
+        self, made: Call | None, sources: Mapping[int, int], tag: Tag, make: Callable[[_Sent], object]
+    ) -> Work[Any]:
         receipt = _Receipt(self._boundary, self.timeout, self.rank, sources, tag, make, self._undelivered)
-        self._undelivered.receive(receipt)
+        if made is not None and made.is_answered:
+            receipt.arrive(_UNKNOWN)
+        else:
+            self._undelivered.receive(receipt)
         return receipt
+
+    def _take(
+        self, message: _Sent, tag: Tag, number: int, out: Tensor | None, note: str | None, must_fit: bool
+    ) -> tuple[Tensor, int]:
+        """Returns a message's tensor and its sender; see `_taken`."""
+        with _call("taken") as made:
+            if made is not None and made.is_answered:
+                message = made.values
+            elif made is not None:
+                made.values = message
+            return self._taken(message, tag, number, out, note, must_fit), message.src
 
     def _taken(
         self, message: _Sent, tag: Tag, number: int, out: Tensor | None, note: str | None, must_fit: bool
@@ -238,6 +275,9 @@ class RecordingMessages(Messages):
                 overwrite(out, message.values)
                 return out
         result = out if out is not None and fits else new_tensor(tuple(message.shape), message.dtype)
+        if (recording := recording_here()) is not None and recording.log.calls.are_answered:
+            invent(result)
+            return result
         if number < 0:
             number = self._record(False, message.src, tag, message.shape, message.dtype, result)
         elif not fits:

@@ -22,6 +22,7 @@ from echelon._torch_private.tensors import real_tensors, recorded_tensors
 from echelon.backends.admission import taking_fake_tensors
 from echelon.backends.work import DEFAULT_TIMEOUT
 from echelon.errors import EchelonError, PeerFailed
+from echelon.foresight.record.calls import Answers
 from echelon.foresight.record.communication import RecordedGroup
 from echelon.foresight.record.compiling import not_compiled
 from echelon.foresight.record.device import OnDevice, OnHost
@@ -33,7 +34,7 @@ from echelon.foresight.record.log import Log
 from echelon.foresight.record.memory import Memory
 from echelon.foresight.record.modules import Modules
 from echelon.foresight.record.recorder import Recorder
-from echelon.foresight.record.steps import Steps, StepsDone, steps_noted
+from echelon.foresight.record.steps import Steps, StepsDone, Timing, steps_noted
 from echelon.foresight.record.until import Until
 from echelon.foresight.record.writes import no_writes
 from echelon.foresight.trace import Trace
@@ -79,6 +80,18 @@ class Request(NamedTuple):
     """Whether the program may write files."""
     until: str = ""
     """Function whose return ends a step. Empty: optimizers do."""
+    timing: Timing | None = None
+    """Steps to time with real tensors, on one rank alone. None: recorded on fake ones."""
+    answers: Answers = ()
+    """Calls of that rank in an earlier recording."""
+
+
+class Recorded(NamedTuple):
+    """Steps of recorded ranks, and the calls of all their steps."""
+
+    traces: dict[int, Trace]
+    calls: dict[int, Answers]
+    """By rank, until the end of the last step."""
 
 
 def record(
@@ -114,10 +127,10 @@ def record(
         Exception: the exception of the first failing rank, with a note that names the rank.
     """
     request = Request(fn, rank_call(fn, args), tuple(hosts or (0,) * world_size), steps, gpu)
-    return record_in_turn(request, lambda traces: [] if traces else ranks)
+    return record_in_turn(request, lambda traces: [] if traces else ranks).traces
 
 
-def record_in_turn(request: Request, choose: Choose) -> dict[int, Trace]:
+def record_in_turn(request: Request, choose: Choose) -> Recorded:
     """Records ranks of a program; see `record`.
 
     Args:
@@ -180,6 +193,7 @@ class _Run:
 
     def __init__(self, world: World, request: Request, choose: Choose) -> None:
         self.traces: dict[int, Trace] = {}
+        self.answers: dict[int, Answers] = {}
         self._world = world
         self._request = request
         self._choose = choose
@@ -195,7 +209,7 @@ class _Run:
         self.calls = ProcessCalls(world.scheduler.rank_here, len(request.hosts), has_own_modules)
         world.scheduler.on_stuck = lambda tasks: explain(world, tasks, "")
 
-    def run(self) -> dict[int, Trace]:
+    def run(self) -> Recorded:
         self._start_chosen()
         try:
             self._world.scheduler.run()
@@ -207,7 +221,7 @@ class _Run:
             self._world.forget()
             self._world.scheduler.forget()
             self._errors.clear()
-        return dict(sorted(self.traces.items()))
+        return Recorded(dict(sorted(self.traces.items())), self.answers)
 
     def steps_here(self) -> Steps | None:
         """Returns the steps of the calling thread's rank. None in other threads."""
@@ -236,16 +250,20 @@ class _Run:
         group = ProcessGroup(backend)
         try:
             backend.begin()
-            log = Log()
+            log = Log(self._request.answers)
             memory = Memory(log)
             until = Until(self._request.until) if self._request.until else None
-            steps = self._steps[rank] = Steps(log, memory, self._request.steps, by_optimizers=until is None)
+            timing = self._request.timing
+            steps = self._steps[rank] = Steps(log, memory, self._request.steps, until is None, timing)
             with provide(group), self.torch.rank(group), recorded(Recording(rank, log, memory)), ExitStack() as stack:
-                Modules(log).watch()
-                stack.enter_context(taking_fake_tensors())
-                stack.enter_context(recorded_tensors())
-                stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
-                stack.enter_context(Recorder(log, memory))
+                if timing is None:
+                    Modules(log).watch()
+                    stack.enter_context(taking_fake_tensors())
+                    stack.enter_context(recorded_tensors())
+                    stack.enter_context(OnHost() if self._request.gpu is None else OnDevice())
+                    stack.enter_context(Recorder(log, memory))
+                else:
+                    gc.enable()
                 try:
                     with until.watched(steps.finish) if until else nullcontext():
                         self._request.call.run(group)
@@ -258,6 +276,7 @@ class _Run:
             if until and not steps.num_done:
                 raise until.missing(rank)
             self.traces[rank] = steps.trace(rank, world_size)
+            self.answers[rank] = log.calls.of_all_steps()
             self._world.returned.add(rank)
         except Ended:
             raise

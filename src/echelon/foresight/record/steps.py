@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from torch.optim import Optimizer
@@ -21,10 +22,21 @@ class StepsDone(BaseException):
     """Raised in a program once all steps are recorded. A BaseException: `except Exception` does not catch it."""
 
 
+class Timing(NamedTuple):
+    """Steps that are timed with real tensors, after the others."""
+
+    steps: int
+    """How many at least."""
+    seconds: float
+    """How long at least."""
+
+
 class Steps:
     """Steps of one rank so far."""
 
-    def __init__(self, log: Log, memory: Memory, num_steps: int, by_optimizers: bool = True) -> None:
+    def __init__(
+        self, log: Log, memory: Memory, num_steps: int, by_optimizers: bool = True, timing: Timing | None = None
+    ) -> None:
         self.entries: Sequence[Entry] | None = None
         """Entries of the last step that has ended. None before the first end."""
         self.computed: Sequence[tuple[int, int, object]] = ()
@@ -35,14 +47,17 @@ class Steps:
         self._log = log
         self._memory = memory
         self._num_steps = num_steps
+        self._timing = timing
+        self._since = 0.0
+        """When the first steps had ended, and those that are timed began."""
         self._by_optimizers = by_optimizers
         """Whether optimizers end a step. Otherwise `finish` alone does."""
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_dropped = False
         self._live_at_begin: list[Allocate] = []
-        self._end: tuple[int, list[Allocate]] = (0, [])
-        """Number of entries, and the live storages, when an optimizer had stepped last."""
+        self._end: tuple[int, int, list[Allocate]] = (0, 0, [])
+        """Numbers of entries and calls, and the live storages, when an optimizer had stepped last."""
 
     def made(self, optimizer: Optimizer) -> None:
         """Notes a new optimizer."""
@@ -50,13 +65,18 @@ class Steps:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Notes the call of an optimizer's `step`."""
+        with self._log.call("begin of an optimizer"):
+            self._begin(optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> None:
         log = self._log
         if not log.optimizer_depth:
             if optimizer in self._stepped and self._by_optimizers:
                 # Another one has not stepped, and perhaps never will. The step was over with the last one that did.
                 self._made = weakref.WeakSet(self._stepped)
                 self._finish(*self._end)
-            gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
+            if self._timing is None:
+                gc.collect()  # at fixed points only, so that memory is freed at the same entry in every run
             for group in optimizer.param_groups:
                 self._memory.mark(group["params"], "parameters")
                 self._memory.mark((each.grad for each in group["params"]), "gradients")
@@ -64,6 +84,10 @@ class Steps:
 
     def end(self, optimizer: Optimizer) -> None:
         """Notes that an optimizer has stepped. Raises StepsDone after the last step."""
+        with self._log.call("end of an optimizer"):
+            self._finished(optimizer)
+
+    def _finished(self, optimizer: Optimizer) -> None:
         log = self._log
         log.optimizer_depth -= 1
         if log.optimizer_depth:
@@ -71,17 +95,23 @@ class Steps:
         for state in optimizer.state.values():
             self._memory.mark(state.values(), "optimizer")
         self._stepped.add(optimizer)
-        self._end = len(log.entries), list(self._memory.live.values())
+        self._end = len(log.entries), len(log.calls), list(self._memory.live.values())
         if self._by_optimizers and all(each in self._stepped or not _has_parameters(each) for each in self._made):
-            self.finish()
+            self._finish_here()
 
     def finish(self) -> None:
         """Ends a step here. Raises StepsDone after the last step."""
-        gc.collect()
-        self._finish(len(self._log.entries), list(self._memory.live.values()))
+        with self._log.call("end of a step"):
+            self._finish_here()
 
-    def _finish(self, position: int, live: list[Allocate]) -> None:
-        """Ends a step after `position` entries."""
+    def _finish_here(self) -> None:
+        if self._timing is None:
+            gc.collect()
+        self._finish(len(self._log.entries), len(self._log.calls), list(self._memory.live.values()))
+
+    def _finish(self, position: int, num_calls: int, live: list[Allocate]) -> None:
+        """Ends a step after `position` entries and some calls."""
+        self._log.calls.end_step(num_calls, position)
         self.entries, self.live = self._log.entries[:position], self._live_at_begin
         self.computed = self._log.drop(position)
         self._live_at_begin = live
@@ -89,7 +119,15 @@ class Steps:
         self._log.forget_graph()
         self.num_done += 1
         if self.num_done == self._num_steps:
+            self._since = time.monotonic()
+        if self._has_enough():
             raise StepsDone
+
+    def _has_enough(self) -> bool:
+        if self._timing is None:
+            return self.num_done == self._num_steps
+        timed = self.num_done - self._num_steps
+        return timed >= self._timing.steps and time.monotonic() - self._since >= self._timing.seconds
 
     def trace(self, rank: int, world_size: int) -> Trace:
         """Returns the last step, or the whole program if it has no optimizer."""

@@ -29,7 +29,15 @@ class RecordedWork(EchelonWork):
         is_waited_for: bool,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """`settle` is called by the first wait, as to receive a value."""
+        """Makes a Work that is complete.
+
+        Args:
+            log: of the rank.
+            number: of the entry. -1: it has none, as of real values.
+            tensors: its results.
+            is_waited_for: whether the caller has waited already.
+            settle: is called by the first wait, as to receive a value.
+        """
         super().__init__()
         self._log = log
         self._settle = settle
@@ -48,10 +56,12 @@ class RecordedWork(EchelonWork):
     def wait(self, timeout: timedelta = UNSET) -> bool:  # noqa: ARG002
         """Makes the current stream wait, as NCCL's Work does. The host goes on."""
         if not self._is_waited_for:
-            self._log.entries.append(Wait(self._log.stream, self._number, self._log.place()))
-            self._waited()
-            if self._settle is not None:
-                self._settle()
+            with self._log.call("wait"):
+                if self._number >= 0:
+                    self._log.entries.append(Wait(self._log.stream, self._number, self._log.place()))
+                self._waited()
+                if self._settle is not None:
+                    self._settle()
         return True
 
     def block_current_stream(self) -> None:  # noqa: D102
@@ -93,10 +103,11 @@ class RecordedFuture(Future[S]):
     def join(self) -> None:
         """Makes the current stream wait for the communication and its callbacks."""
         log = self._log
-        if self._ends:
-            log.entries.extend(WaitEvent(log.stream, event) for event in self._ends)
-        else:
-            log.entries.append(Wait(log.stream, self._number, log.place()))
+        with log.call("wait for a future"):
+            if self._ends:
+                log.entries.extend(WaitEvent(log.stream, event) for event in self._ends)
+            elif self._number >= 0:
+                log.entries.append(Wait(log.stream, self._number, log.place()))
 
     def wait(self) -> S:
         """Makes the current stream wait. Returns the value."""
@@ -110,6 +121,9 @@ class RecordedFuture(Future[S]):
         after._ends = ends
         outer, log.stream = log.stream, log.new_stream()
         try:
+            if self._number < 0:
+                after.set_result(callback(self))
+                return after
             log.entries.append(Wait(log.stream, self._number, log.place()))
             after.set_result(callback(self))
             ends.append(log.new_event())

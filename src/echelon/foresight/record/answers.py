@@ -1,0 +1,46 @@
+"""Values of tensors that other ranks would have given, where a rank runs alone with real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def give(outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
+    """Writes the values of a call into its outputs.
+
+    Args:
+        outputs: tensors to write.
+        inputs: tensors that the rank has given. The same as `outputs` of a collective in place.
+        values: known values of the outputs. None: they are made of the inputs, or invented without any.
+    """
+    with torch.no_grad():
+        if values is not None:
+            for output, value in zip(outputs, values, strict=True):
+                output.copy_(value.reshape(output.shape))
+            return
+        given = [each.detach().reshape(-1) for each in inputs if each.numel()]
+        for number, output in enumerate(outputs):
+            if any(output is each for each in inputs):
+                continue
+            if given and output.is_contiguous():
+                _repeat(output.view(-1), given[number % len(given)])
+            else:
+                invent(output)
+
+
+def invent(tensor: Tensor) -> None:
+    """Fills a tensor with values that are safe to compute with: small random numbers, and zeros as indices."""
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            tensor.normal_()
+        else:
+            tensor.zero_()
+
+
+def _repeat(output: Tensor, source: Tensor) -> None:
+    for begin in range(0, len(output), len(source)):
+        part = output[begin : begin + len(source)]
+        part.copy_(source[: len(part)])

@@ -1,0 +1,110 @@
+"""Calls of a rank into its recording, in order: communication, waits for it, and optimizers that begin and end.
+
+Strategy. A program that computes nothing tells what it does, but not how long that takes on processors: their caches,
+the memory that is taken anew and the interpreter all count. So a program that is foreseen for this machine runs once
+more, with real tensors, one rank in a process. Its calls are answered with what the recording gave, and the time
+between two calls is the time of the kernels that were recorded between the same two calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+
+class Call:
+    """One call."""
+
+    __slots__ = ("is_answered", "kind", "position", "seconds", "values")
+
+    def __init__(self, kind: str, position: int, seconds: float) -> None:
+        self.kind = kind
+        """Name of the operation."""
+        self.position = position
+        """Number of entries of the step before it."""
+        self.seconds = seconds
+        """Processor time of the program since the call before."""
+        self.values: Any = None
+        """Values that the program got from other ranks. None if it got none, or if nothing is known of them."""
+        self.is_answered = False
+        """Whether `values` are those of an earlier recording, and no other rank is asked."""
+
+
+Answers: TypeAlias = Sequence[Sequence[Call]]
+"""Calls of each step of a recorded rank."""
+
+
+class OtherCalls(BaseException):
+    """Raised in a program whose calls are not the recorded ones. A BaseException: `except Exception` does not catch it.
+
+    A program that goes by values of its tensors may call something else where they are real.
+    """
+
+
+class Calls:
+    """Calls of one rank so far."""
+
+    def __init__(self, answers: Answers = ()) -> None:
+        """Takes the calls of an earlier recording, which answer those of this one. Steps beyond are like the last."""
+        self.steps: list[list[Call]] = []
+        """Calls of each step that has ended."""
+        self._answers = answers
+        self._present: list[Call] = []
+        self._depth = 0
+        self._since = time.thread_time()
+
+    @property
+    def are_answered(self) -> bool:
+        """Whether an earlier recording answers the calls."""
+        return bool(self._answers)
+
+    def __len__(self) -> int:
+        """Returns the number of calls of the present step."""
+        return len(self._present)
+
+    @contextmanager
+    def call(self, kind: str, position: int) -> Iterator[Call]:
+        """Inside, the program's time does not count. Calls within a call are none of their own.
+
+        Raises:
+            OtherCalls: an earlier recording called something else here.
+        """
+        made = Call(kind, position, 0.0)
+        is_outermost = not self._depth
+        if is_outermost:
+            made.seconds = time.thread_time() - self._since
+            if self._answers:
+                made.values, made.is_answered = self._answer(kind), True
+            self._present.append(made)
+        self._depth += 1
+        try:
+            yield made
+        finally:
+            self._depth -= 1
+            if is_outermost:
+                self._since = time.thread_time()
+
+    def _answer(self, kind: str) -> Any:
+        step = self._answers[min(len(self.steps), len(self._answers) - 1)]
+        if len(self._present) >= len(step) or step[len(self._present)].kind != kind:
+            raise OtherCalls
+        return step[len(self._present)].values
+
+    def end_step(self, num_calls: int, num_entries: int) -> None:
+        """Ends a step after its first calls and entries.
+
+        Raises:
+            OtherCalls: an earlier recording had more calls.
+        """
+        if self._answers and num_calls != len(self._answers[min(len(self.steps), len(self._answers) - 1)]):
+            raise OtherCalls
+        self.steps.append(self._present[:num_calls])
+        self._present = self._present[num_calls:]
+        for each in self._present:
+            each.position -= num_entries
+
+    def of_all_steps(self) -> Answers:
+        """Returns the calls of each step that has ended. Those of the whole program if none has."""
+        return self.steps or [self._present]
