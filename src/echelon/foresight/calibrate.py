@@ -15,23 +15,20 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.arguments import is_count
 from echelon.errors import LaunchError
+from echelon.foresight.links import links
 from echelon.foresight.play.device import Curve, Device
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.run import record
 from echelon.foresight.trace import Kernel
-from echelon.launch.spawn import spawn
 
-if TYPE_CHECKING:
-    from echelon.group.group import ProcessGroup
-
-_FORMAT = 1
+_FORMAT = 2
 _SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 """Elements of the tensors of kernels that are bound by memory."""
 _SIDES = (1, 8, 32, 128, 512, 1024)
@@ -60,6 +57,7 @@ def calibrate() -> Device:
         torch.set_num_threads(num_threads)
     peak = 1 / min(seconds for name in ("matmul_m", "matmul_n", "matmul_k") for _, seconds in curves[name])
     size, seconds = curves["copy_"][-1]
+    measured_links = links(len(os.sched_getaffinity(0)))
     device = Device(
         name="cpu",
         peak=MappingProxyType(dict.fromkeys(("float32", "bfloat16", "float16", "float64"), peak)),
@@ -79,7 +77,8 @@ def calibrate() -> Device:
         machine=this_machine(),
         cores=len(os.sched_getaffinity(0)),
         curves=MappingProxyType(curves),
-        networks=MappingProxyType({name: _link(backend) for name, backend in _BACKENDS.items()}),
+        networks=MappingProxyType({name: _line(curves) for name, curves in measured_links.items()}),
+        links=MappingProxyType(measured_links),
     )
     return _with(device, launch_seconds=_launch_seconds(device))
 
@@ -94,8 +93,12 @@ def this_machine() -> str:
 
 def save(device: Device, path: str | os.PathLike[str]) -> None:
     """Writes a device to a file."""
-    values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in _values(device).items()}
+    values = {name: _plain(value) for name, value in _values(device).items()}
     Path(path).write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return {key: _plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
 def load(path: str | os.PathLike[str]) -> Device:
@@ -108,23 +111,26 @@ def load(path: str | os.PathLike[str]) -> Device:
         values = json.loads(Path(path).read_text())
         if values.pop("format") != _FORMAT:
             raise ValueError("it is of another format")
-        values["curves"] = MappingProxyType(
-            {name: tuple((float(size), float(seconds)) for size, seconds in points)
-             for name, points in values["curves"].items()}
-        )  # fmt: skip
+        values["curves"] = _curves_of(values["curves"])
         for name in ("add", "attention", "attention_backward", "matmul_m", "matmul_n", "matmul_k"):
             _check_curve(name, values["curves"][name])
-        for name, curve in values["curves"].items():
-            _check_curve(name, curve)
         if not is_count(values["cores"], 1):
             raise ValueError(f"cores is {values['cores']!r}")
         values["peak"] = MappingProxyType(values["peak"])
         networks = {name: (float(latency), float(rate)) for name, (latency, rate) in values["networks"].items()}
         values["networks"] = MappingProxyType(networks)
+        values["links"] = MappingProxyType({name: _curves_of(curves) for name, curves in values["links"].items()})
         values["sources"] = tuple(values["sources"])
         return Device(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LaunchError(f"gpu={os.fspath(path)!r}: {error}: make the file by echelon foresee --calibrate") from None
+
+
+def _curves_of(values: Mapping[str, Any]) -> Mapping[str, Curve]:
+    curves = {name: tuple((float(size), float(seconds)) for size, seconds in points) for name, points in values.items()}
+    for name, curve in curves.items():
+        _check_curve(name, curve)
+    return MappingProxyType(curves)
 
 
 def _check_curve(name: str, curve: Curve) -> None:
@@ -296,27 +302,8 @@ def _launch_seconds(device: Device) -> float:
 
 # Communication
 
-_BACKENDS = {"shared-memory": "shm", "loopback": "tcp"}
-_BYTES = (8, 1 << 16, 1 << 20, 1 << 24)
 
-
-def _link(backend: str) -> tuple[float, float]:
+def _line(curves: Mapping[str, Curve]) -> tuple[float, float]:
     """Returns the seconds without bytes, and the bytes per second, of an all_reduce of two ranks."""
-    points = spawn(_collectives, 2, backend=backend)[0]
-    (_, latency), *_, (size, seconds) = points
+    (_, latency), *_, (size, seconds) = curves["all_reduce 2"]
     return latency, size / (seconds - latency)
-
-
-def _collectives(group: ProcessGroup) -> Curve:
-    torch.set_num_threads(1)
-    points = []
-    for size in _BYTES:
-        tensor = torch.ones(size // 4)
-        group.barrier()
-        turns = []
-        for _ in range(15):
-            begin = time.perf_counter()
-            group.all_reduce(tensor)
-            turns.append(time.perf_counter() - begin)
-        points.append((float(size), statistics.median(turns)))
-    return tuple(points)

@@ -47,16 +47,19 @@ def measured(
     return found
 
 
-def _timed(trace: Trace, calls: Answers, seconds: Sequence[float] | None) -> Trace:
-    if seconds is None:
-        note = f"rank {trace.rank} calls something else where its tensors are real: its kernels have their usual times"
+def _timed(trace: Trace, calls: Answers, seconds: Sequence[float] | str) -> Trace:
+    if isinstance(seconds, str):
+        note = f"rank {trace.rank} could not be timed with real tensors, so its kernels have their usual times: {seconds}"
         return replace(trace, assumptions=(*trace.assumptions, note))
     positions = [call.position for call in calls[-1]]
     return replace(trace, measured=tuple(zip(positions, seconds, strict=True)))
 
 
-def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -> dict[int, list[float] | None]:
-    """Returns the seconds before each call of some ranks, which run at once. A rank may be given several times."""
+def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -> dict[int, list[float] | str]:
+    """Returns the seconds before each call of some ranks, which run at once, or why there are none.
+
+    A rank may be given several times.
+    """
     cores = sorted(os.sched_getaffinity(0))
     children: list[tuple[int, int, int]] = []
     try:
@@ -69,11 +72,11 @@ def _run(request: Request, ranks: Sequence[int], calls: Mapping[int, Answers]) -
                 _be_rank(request, rank, calls[rank], cores[number % len(cores)], report)
             os.close(report)
             children.append((rank, child, ready))
-        found: dict[int, list[float] | None] = {}
+        found: dict[int, list[float] | str] = {}
         for rank, _, ready in children:
             with open(ready, "rb", closefd=False) as file:
                 text = file.read()
-            found.setdefault(rank, json.loads(text) if text else None)
+            found.setdefault(rank, json.loads(text) if text else "it died")
         return found
     finally:
         for _, child, ready in children:
@@ -90,11 +93,14 @@ def _be_rank(request: Request, rank: int, answers: Answers, core: int, report: i
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
         os.sched_setaffinity(0, {core})
-        with suppress(OtherCalls):
+        try:
             alone = request._replace(timing=_TIMING, answers=answers)
             recorded = record_in_turn(alone, lambda traces: [] if traces else [rank])
-            with open(report, "w") as file:
-                json.dump(_medians(recorded.calls[rank], request.steps), file)
+            result: object = _medians(recorded.calls[rank], request.steps)
+        except (Exception, OtherCalls) as error:
+            result = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with open(report, "w") as file:
+            json.dump(result, file)
     finally:
         os._exit(0)
 

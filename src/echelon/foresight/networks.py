@@ -51,4 +51,5 @@ def cluster_of(
         rails=rails,
         oversubscription=oversubscription,
         generation=device.generation,
+        links=device.links.get(network, {}) if isinstance(network, str) else {},
     )

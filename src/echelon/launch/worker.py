@@ -29,6 +29,7 @@ from echelon.backends.tcp.backend import TcpBackend
 from echelon.errors import LaunchError, fails
 from echelon.group.group import ProcessGroup
 from echelon.launch import report
+from echelon.launch.backends import OWN_NAMES
 from echelon.launch.call import RankCall
 from echelon.launch.environment import without_launcher
 from echelon.launch.init import CONNECT_TIMEOUT, carry, provide
@@ -206,6 +207,8 @@ def rank_variables(job: Job) -> Iterator[None]:
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(job.master_port),
     }
+    if job.backend in OWN_NAMES:
+        inside["ECHELON_BACKEND"] = job.backend  # for a program that calls torch.distributed with "echelon"
     _change_environment(inside)
     try:
         yield

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from echelon.arguments import is_amount, is_count, is_factor
 from echelon.errors import LaunchError
+from echelon.foresight.play.device import Curve
 
 
 class Placement(NamedTuple):
@@ -36,6 +37,7 @@ class Cluster:
         rails: Networks between hosts to which NICs are joined, one after another. NICs of equal place on their hosts
             share a rail. 0 for a single network that joins all NICs.
         oversubscription: Bytes per second that the NICs of a host can send, by those that leave the switch of a host.
+        links: Measured times of communication on one host, see `Device`. Empty if none were measured.
         generation: Row of NCCL's tuning tables, as in `Device`. "" for links without NCCL.
 
     Raises:
@@ -50,6 +52,7 @@ class Cluster:
     rails: int = 0
     oversubscription: float = 1.0
     generation: str = ""
+    links: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.hosts or not all(is_count(count, 1) for count in self.hosts):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from echelon.errors import EchelonError
 from echelon.foresight.play.cluster import Cluster, Placement
+from echelon.foresight.play.device import Curve, value_at
 from echelon.foresight.trace import Collective, Message, Trace
 
 _US = 1e-6
@@ -56,6 +57,13 @@ KINDS = (*ONE_WAY, "all_reduce", "all_to_all", "barrier", "broadcast_rows")
 """Kinds of collectives that have a formula."""
 
 
+_LIKE = {"broadcast": "all_gather", "broadcast_rows": "all_gather", "scatter": "all_gather", "gather": "all_gather"} | {
+    "reduce": "reduce_scatter",
+    "all_to_all": "all_gather",
+}
+"""Kinds of communication that take about as long as one that is measured: they move as many bytes."""
+
+
 class Cost(NamedTuple):
     """Time of a collective, and the way that it takes."""
 
@@ -89,6 +97,8 @@ def _cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -
         return Cost(0.0, "copy", "")
     if kind == "barrier":
         kind, num_bytes = "all_reduce", 4
+    if placement.num_hosts == 1 and (seconds := measured_seconds(cluster.links, kind, placement.num_ranks, num_bytes)):
+        return Cost(seconds, "measured", "")
     if kind == "all_to_all":
         return _all_to_all(cluster, placement, num_bytes)
     if cluster.generation:
@@ -107,6 +117,8 @@ def cost_of(cluster: Cluster, trace: Trace, rank: int, entry: Collective | Messa
 def message_seconds(cluster: Cluster, src: int, dst: int, num_bytes: float) -> float:
     """Returns the time of a message between two ranks, from the call of the later one."""
     is_local = cluster.host_of(src) == cluster.host_of(dst)
+    if is_local and (seconds := measured_seconds(cluster.links, "message", 2, num_bytes)):
+        return seconds
     if not cluster.generation:
         latency, bandwidth = _link(cluster, is_local)
         return latency + num_bytes / bandwidth
@@ -117,6 +129,25 @@ def message_seconds(cluster: Cluster, src: int, dst: int, num_bytes: float) -> f
     if not is_local and cluster.rail_of(src) != cluster.rail_of(dst):
         hops += simple.ring_local
     return simple.ring_base + hops + num_bytes / bandwidth
+
+
+def measured_seconds(links: Mapping[str, Curve], kind: str, num_ranks: int, num_bytes: float) -> float:
+    """Returns the time of a kind of communication that was measured with some numbers of ranks. 0 if it was not.
+
+    Between two numbers of ranks, and beyond the largest, it is linear in their logarithm.
+    """
+    kind = _LIKE.get(kind, kind)
+    curves = {int(name.rpartition(" ")[2]): curve for name, curve in links.items() if name.startswith(f"{kind} ")}
+    if not curves:
+        return 0.0
+    known = sorted(curves)
+    after = next((each for each in known if each >= num_ranks), known[-1])
+    seconds = value_at(curves[after], max(1.0, num_bytes))
+    if after == num_ranks or len(known) == 1:
+        return seconds
+    before = max(each for each in known if each < max(after, known[0] + 1))
+    lower = value_at(curves[before], max(1.0, num_bytes))
+    return lower + (seconds - lower) * math.log(num_ranks / before) / math.log(after / before)
 
 
 def _nccl(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:

@@ -87,6 +87,8 @@ class Device:
             of an operator, or "add" for others: (bytes moved, seconds). "attention", "attention_backward": (FLOPs,
             seconds). "matmul_m", "matmul_n", "matmul_k": (length of this side, seconds for a FLOP), the others long.
         networks: Measured (latency, bytes per second) of networks by name, in place of the general table.
+        links: Measured times of communication between ranks of a host, by the name of the network, and there by kind
+            and number of ranks, such as "all_reduce 2": (bytes, seconds of a processor for each rank).
         machine: Kind of machine that was calibrated. On another one of its kind, a program's kernels can be timed.
         cores: Processors that the ranks of a host share, if `is_synchronous`. 0: each rank has its own.
         sources: Source of each constant.
@@ -112,6 +114,7 @@ class Device:
     cores: int = 0
     curves: Mapping[str, Curve] = field(default_factory=dict)
     networks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    links: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -195,14 +198,14 @@ def attention_seconds(device: Device, dtype: str, flops: float, queries: int, ke
 def _measured(curves: Mapping[str, Curve], kernel: Kernel) -> float:
     if kernel.kind == "matmul" and kernel.shape:
         side, length = min(zip("mnk", kernel.shape[1:], strict=True), key=lambda each: each[1])
-        return kernel.flops * _value(curves[f"matmul_{side}"], max(length, 1))
+        return kernel.flops * value_at(curves[f"matmul_{side}"], max(length, 1))
     if kernel.kind == "attention":
-        return _value(curves["attention_backward" if "backward" in kernel.name else "attention"], kernel.flops)
+        return value_at(curves["attention_backward" if "backward" in kernel.name else "attention"], kernel.flops)
     moved = sum([size for _, size in kernel.reads]) + sum([size for _, size in kernel.writes])
-    return _value(curves.get(kernel.name) or curves["add"], max(moved, 1))
+    return value_at(curves.get(kernel.name) or curves["add"], max(moved, 1))
 
 
-def _value(curve: Curve, at: float) -> float:
+def value_at(curve: Curve, at: float) -> float:
     """Returns the value of a curve. Before its first point it is constant, after the last one it goes on as before."""
     index = min(max(bisect_left(curve, (at, 0.0)), 1), len(curve) - 1)
     (x0, y0), (x1, y1) = curve[index - 1], curve[index]

@@ -89,7 +89,8 @@ class Calls:
     def _answer(self, kind: str) -> Any:
         step = self._answers[min(len(self.steps), len(self._answers) - 1)]
         if len(self._present) >= len(step) or step[len(self._present)].kind != kind:
-            raise OtherCalls
+            known = step[len(self._present)].kind if len(self._present) < len(step) else "the end of the step"
+            raise OtherCalls(f"call {len(self._present)} of the step is {kind} in place of {known}")
         return step[len(self._present)].values
 
     def end_step(self, num_calls: int, num_entries: int) -> None:
@@ -99,7 +100,7 @@ class Calls:
             OtherCalls: an earlier recording had more calls.
         """
         if self._answers and num_calls != len(self._answers[min(len(self.steps), len(self._answers) - 1)]):
-            raise OtherCalls
+            raise OtherCalls(f"the step ends after {num_calls} calls")
         self.steps.append(self._present[:num_calls])
         self._present = self._present[num_calls:]
         for each in self._present:

@@ -108,7 +108,7 @@ class _Receipt(VirtualWork[Any]):
         rank: int,
         sources: Mapping[int, int],
         tag: Tag,
-        make: Callable[[_Sent], object],
+        make: Callable[[_Sent], tuple[object, _Sent]],
         undelivered: Undelivered,
     ) -> None:
         peer = next(iter(sources)) if len(sources) == 1 else ANY
@@ -138,7 +138,8 @@ class _Receipt(VirtualWork[Any]):
         message = super().result()
         if not self._has_result:
             self.boundary.resume()
-            self._taken, self._has_result = self._make(message), True
+            self._taken, message = self._make(message)
+            self.note, self._has_result = message.note, True
         return self._taken
 
 
@@ -209,8 +210,8 @@ class RecordingMessages(Messages):
             if isinstance(out, FakeTensor):
                 number = self._record(False, src, tag, out.shape, out.dtype, out)
 
-            def make(message: _Sent) -> Tensor:
-                return self._take(message, tag, number, out, note, must_fit)[0]
+            def make(message: _Sent) -> tuple[object, _Sent]:
+                return self._take(message, tag, number, out, note, must_fit)
 
             return self._begin(made, {src: src}, tag, make)
 
@@ -220,9 +221,9 @@ class RecordingMessages(Messages):
         self.check_receive(sources)
         tag = Tag.of(tag)
 
-        def make(message: _Sent) -> Received:
-            tensor, src = self._take(message, tag, -1, None, note, True)
-            return Received(tensor, sources[src], tag.step)
+        def make(message: _Sent) -> tuple[object, _Sent]:
+            tensor, message = self._take(message, tag, -1, None, note, True)
+            return Received(tensor, sources[message.src], tag.step), message
 
         with _call("receive") as made:
             return self._begin(made, sources, tag, make)
@@ -231,7 +232,7 @@ class RecordingMessages(Messages):
         work.complete(error=Timeout(f"{work.description}: withdrawn after its timeout"))
 
     def _begin(
-        self, made: Call | None, sources: Mapping[int, int], tag: Tag, make: Callable[[_Sent], object]
+        self, made: Call | None, sources: Mapping[int, int], tag: Tag, make: Callable[[_Sent], tuple[object, _Sent]]
     ) -> Work[Any]:
         receipt = _Receipt(self._boundary, self.timeout, self.rank, sources, tag, make, self._undelivered)
         if made is not None and made.is_answered:
@@ -242,14 +243,14 @@ class RecordingMessages(Messages):
 
     def _take(
         self, message: _Sent, tag: Tag, number: int, out: Tensor | None, note: str | None, must_fit: bool
-    ) -> tuple[Tensor, int]:
-        """Returns a message's tensor and its sender; see `_taken`."""
+    ) -> tuple[Tensor, _Sent]:
+        """Returns the tensor of a message, and the message; see `_taken`."""
         with _call("taken") as made:
             if made is not None and made.is_answered:
                 message = made.values
             elif made is not None:
                 made.values = message
-            return self._taken(message, tag, number, out, note, must_fit), message.src
+            return self._taken(message, tag, number, out, note, must_fit), message
 
     def _taken(
         self, message: _Sent, tag: Tag, number: int, out: Tensor | None, note: str | None, must_fit: bool
