@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
 import torch
@@ -19,10 +19,9 @@ BACKENDS = {"shared-memory": "shm", "loopback": "tcp"}
 """Backends by the network that they are for ranks of one host."""
 _RANKS = (2, 4)
 _BYTES = (8, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-_FAR = 64 << 20
-"""Bytes of the tensors that take turns: more than the caches of a core, as in a training step."""
-_SECONDS = 0.08
-"""Time in which a collective is called again and again."""
+_TURNS = 24
+_DISTURBANCE = 8 << 20
+"""Bytes that a rank touches before each call: as in a training step, neither data nor code is in the nearest cache."""
 
 Act = Callable[[Tensor], object]
 
@@ -48,52 +47,83 @@ def _timed() -> dict[str, Curve]:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:echelon")
     try:
-        return {kind: tuple(_point(act, size) for size in _BYTES) for kind, act in _acts().items()}
+        acts = _collectives()
+        found = {kind: tuple((float(size), _collective(act, size)) for size in _BYTES) for kind, act in acts.items()}
+        if dist.get_world_size() == 2:
+            found["message"] = tuple((float(size), _message(size)) for size in _BYTES)
+        return found
     finally:
         dist.destroy_process_group()
 
 
-def _acts() -> Mapping[str, Act]:
-    size, rank = dist.get_world_size(), dist.get_rank()
+def _collectives() -> Mapping[str, Act]:
+    size = dist.get_world_size()
 
     def all_gather(whole: Tensor) -> None:
-        dist.all_gather_into_tensor(whole, whole[: len(whole) // size])
+        dist.all_gather(list(whole.chunk(size)), whole[: len(whole) // size])
 
     def reduce_scatter(whole: Tensor) -> None:
-        dist.reduce_scatter_tensor(whole[: len(whole) // size], whole)
+        dist.reduce_scatter(whole[: len(whole) // size].clone(), list(whole.chunk(size)))
 
-    def message(tensor: Tensor) -> None:
-        if rank == 0:
-            dist.send(tensor, 1)
-            dist.recv(tensor, 1)
-        elif rank == 1:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-
-    acts: dict[str, Act] = {
-        "all_reduce": dist.all_reduce,
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-    }
-    return {**acts, "message": message} if size == 2 else acts
+    return {"all_reduce": dist.all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
 
 
-def _point(act: Act, size: int) -> tuple[float, float]:
-    """Returns the bytes of the whole array, and the seconds of a call: the first quartile, as others only disturb."""
-    tensors = [torch.ones(max(dist.get_world_size(), size // 4)) for _ in range(max(1, min(16, _FAR // size)))]
-    turns = []
-    for tensor in tensors:
-        act(tensor)
-    num_turns = torch.zeros(1, dtype=torch.int64)
-    if dist.get_rank() == 0:
+def _tensors(size: int) -> list[Tensor]:
+    num_ranks = dist.get_world_size()
+    elements = max(1, size // 4 // num_ranks) * num_ranks
+    return [torch.ones(elements) for _ in range(max(1, min(8, (64 << 20) // size)))]
+
+
+class _Disturbance:
+    """Work of a small model and of much memory, between two calls."""
+
+    def __init__(self) -> None:
+        self._model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+        self._memory = torch.ones(_DISTURBANCE // 4)
+
+    def __call__(self) -> float:
+        """Returns the seconds that it has taken."""
         begin = time.perf_counter()
-    for tensor in tensors[:4]:
-        act(tensor)
-    if dist.get_rank() == 0:
-        num_turns += max(5, int(_SECONDS / (time.perf_counter() - begin) * len(tensors[:4])))
-    dist.broadcast(num_turns, 0)
-    for tensor, _ in zip(cycle(tensors), range(int(num_turns.item())), strict=False):
+        self._model(torch.ones(1, 16)).sum().backward()
+        self._memory.add_(1.0)
+        return time.perf_counter() - begin
+
+
+def _collective(act: Act, size: int) -> float:
+    """Returns the seconds of a collective from the arrival of its last rank."""
+    disturb, tensors, turns = _Disturbance(), cycle(_tensors(size)), []
+    for _ in range(_TURNS):
+        disturb()
+        tensor = next(tensors)
         begin = time.perf_counter()
         act(tensor)
         turns.append(time.perf_counter() - begin)
-    return float(size), statistics.quantiles(turns, n=4)[0] / (2 if act.__name__ == "message" else 1)
+    of_all = [torch.empty(_TURNS) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, torch.tensor(turns))
+    # The last one to come waits for nobody. Whatever else runs on this machine only adds time.
+    return _first_quartile(torch.stack(of_all).amin(0).tolist())
+
+
+def _message(size: int) -> float:
+    """Returns the seconds of a message, from the call of the later side: half of those of one that comes back."""
+    disturb, tensors, turns = _Disturbance(), cycle(_tensors(size)), []
+    other = 1 - dist.get_rank()
+    for _ in range(_TURNS):
+        own, tensor = disturb(), next(tensors)
+        begin = time.perf_counter()
+        if other:
+            dist.send(tensor, other)
+            dist.recv(tensor, other)
+            turns.append(time.perf_counter() - begin)
+        else:
+            dist.recv(tensor, other)
+            own = disturb()
+            dist.send(tensor, other)
+            turns.append(-own)
+    of_all = [torch.empty(_TURNS) for _ in range(2)]
+    dist.all_gather(of_all, torch.tensor(turns))
+    return _first_quartile((of_all[0] + of_all[1]).tolist()) / 2
+
+
+def _first_quartile(turns: Sequence[float]) -> float:
+    return max(1e-7, statistics.quantiles(turns, n=4)[0])

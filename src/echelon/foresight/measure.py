@@ -1,8 +1,8 @@
 """Steps of recorded ranks timed on this machine, with real tensors: each rank alone in a process.
 
-Strategy. As many processes run at once as ranks would compute at once on a host, because they share its memory and its
-caches. Each is a copy of this process, keeps to a processor of its own, and is answered by the recording instead of
-other ranks. The time between two calls is the median of some steps.
+Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is a
+copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. The time between
+two calls is the processor time of the median step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIMING = Timing(steps=4, seconds=1.5)
 
 
 def measured(
-    request: Request, traces: Mapping[int, Trace], calls: Mapping[int, Answers], cores: int
+    request: Request, traces: Mapping[int, Trace], calls: Mapping[int, Answers], at_once: int
 ) -> dict[int, Trace]:
     """Returns recorded steps with the seconds that they take here. Runs each of them with real tensors.
 
@@ -36,12 +36,12 @@ def measured(
         request: the program.
         traces: recorded step of each rank to time.
         calls: their calls.
-        cores: ranks that compute at once.
+        at_once: ranks that run at once.
     """
     found: dict[int, Trace] = {}
     ranks = list(traces)
-    for first in range(0, len(ranks), cores):
-        together = list(islice(cycle(ranks[first : first + cores]), min(cores, len(request.hosts))))
+    for first in range(0, len(ranks), at_once):
+        together = list(islice(cycle(ranks[first : first + at_once]), at_once))
         for rank, seconds in _run(request, together, calls).items():
             found[rank] = _timed(traces[rank], calls[rank], seconds)
     return found

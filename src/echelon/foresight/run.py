@@ -33,6 +33,8 @@ from echelon.timeline.timeline import Timeline
 
 _CAPABILITIES = {"ampere": (8, 0), "hopper": (9, 0)}
 _GIB = 1 << 30
+_MOST_AT_ONCE = 8
+"""Ranks that are timed at once with real tensors, as ranks of one host share its processors and its memory."""
 _LISTED = 8
 """Storages that a report of too little memory lists."""
 
@@ -311,7 +313,7 @@ def foresee(
     found = check(roles.traces, roles.classes)
     traces = {rank: fuse(roles.traces[rank]) for rank in sorted(set(roles.classes))}
     if device.machine == this_machine():
-        traces = measured(request, traces, calls, min(device.cores, max(cluster.hosts)))
+        traces = measured(request, traces, calls, min(_MOST_AT_ONCE, max(cluster.hosts)))
     return Foreseen(play(traces, roles.classes, device, cluster), traces, roles.classes, tuple(found), network)
 
 

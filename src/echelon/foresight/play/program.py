@@ -187,6 +187,9 @@ class _Lowering:
             self._post(("group", entry.group), (index,), entry.stream, entry.blocking)
         elif isinstance(entry, Message):
             queue = ("peer", entry.peer) if entry.is_ordered else ("message", index)
+            if self._device.is_synchronous and entry.is_ordered:
+                # Without NCCL the two directions of a link do not wait for each other.
+                queue = ("to" if entry.is_send else "from", entry.peer)
             self._post(queue, (index,), entry.stream, entry.blocking)
         elif isinstance(entry, Wait):
             # Communication of an earlier step has long ended.
