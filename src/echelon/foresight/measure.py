@@ -1,7 +1,7 @@
 """Steps of recorded ranks timed on this machine, with real tensors: each rank alone in a process.
 
-Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is a
-copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. The time between
+Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is
+a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. The time between
 two calls is the processor time of the median step.
 """
 
@@ -49,7 +49,7 @@ def measured(
 
 def _timed(trace: Trace, calls: Answers, seconds: Sequence[float] | str) -> Trace:
     if isinstance(seconds, str):
-        note = f"rank {trace.rank} could not be timed with real tensors, so its kernels have their usual times: {seconds}"
+        note = f"rank {trace.rank} could not be timed with real tensors, its kernels have their usual times: {seconds}"
         return replace(trace, assumptions=(*trace.assumptions, note))
     positions = [call.position for call in calls[-1]]
     return replace(trace, measured=tuple(zip(positions, seconds, strict=True)))
@@ -106,5 +106,5 @@ def _be_rank(request: Request, rank: int, answers: Answers, core: int, report: i
 
 
 def _medians(calls: Answers, warm_up: int) -> list[float]:
-    timed = calls[warm_up:] or calls[-1:]
+    timed = calls[warm_up:] or calls[-1:]  # a program may end before
     return [statistics.median(call.seconds for call in same) for same in zip(*timed, strict=True)]
