@@ -177,7 +177,8 @@ class _Lowering:
         self._run.append(index)
 
     def other(self, index: int, entry: object) -> None:
-        if isinstance(entry, Message) and entry.batch >= 0:
+        # Only NCCL begins the messages of a batch together.
+        if isinstance(entry, Message) and entry.batch >= 0 and not self._device.is_synchronous:
             if self._run or (self._batch and self._batch_of(self._batch[0]) != entry.batch):
                 self._flush()
             self._batch.append(index)
