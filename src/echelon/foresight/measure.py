@@ -1,8 +1,8 @@
 """Steps of recorded ranks timed on this machine, with real tensors: each rank alone in a process.
 
 Strategy. As many processes run at once as ranks would on a host, because they share its memory and its caches. Each is
-a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. The time between
-two calls is the processor time of the median step.
+a copy of this process, keeps to one processor, and is answered by the recording instead of other ranks. The time
+between two calls is the processor time of the median step.
 """
 
 from __future__ import annotations

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from echelon.foresight.record.calls import Call
+
+_PAGE = 4096
+
+
+def answer(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:
+    """Writes the values of a call into its outputs, see `give`. To take their memory is time of the program.
+
+    Collectives are timed with tensors that have their memory. A program often lets go of its buffers, and gets new ones
+    whose pages the kernel gives at the first write.
+    """
+    begin = time.thread_time()
+    with torch.no_grad():
+        for output in outputs:
+            if output.is_contiguous() and not any(output is each for each in inputs):
+                output.view(-1).view(torch.uint8)[::_PAGE].zero_()
+    call.seconds += time.thread_time() - begin
+    give(outputs, inputs, values)
 
 
 def give(outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor] | None) -> None:

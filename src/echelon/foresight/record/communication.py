@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon._torch_private.distributed import resolve_process_group
 from echelon._torch_private.tensors import FakeTensor, known_value, real_tensors, set_known_value
-from echelon.foresight.record.answers import give
+from echelon.foresight.record.answers import answer
 from echelon.foresight.record.calls import Call
 from echelon.foresight.record.exchange import RecordingBackend
 from echelon.foresight.record.here import Recording, recording_here
@@ -158,7 +158,7 @@ class RecordedGroup(EchelonProcessGroup):
         outputs = list(_tensors(values[:1]))
         with real_tensors():
             if call.is_answered:
-                give(outputs, outputs if form.is_in_place else list(_tensors(values[1:2])), call.values)
+                answer(call, outputs, outputs if form.is_in_place else list(_tensors(values[1:2])), call.values)
             else:
                 run()
                 call.values = [each.detach().clone() for each in outputs]
@@ -184,7 +184,7 @@ class RecordedGroup(EchelonProcessGroup):
         work = RecordedWork(recording.log, -1, [tensor], False)
         if call.is_answered:
             if not is_send:
-                give([tensor], (), call.values)
+                answer(call, [tensor], (), call.values)
             return self._keep(work)
         route = self._route(is_send, peer, tag)
         backend = _recording_backend(self.group)

@@ -26,8 +26,9 @@ from echelon.backends.modes import overwrite
 from echelon.backends.work import Work
 from echelon.call_site import calling_place, source_of
 from echelon.errors import CollectiveMismatch
-from echelon.foresight.record.answers import give
+from echelon.foresight.record.answers import answer
 from echelon.foresight.record.aside import LanesAtOnce, RecordedScope
+from echelon.foresight.record.calls import Call
 from echelon.foresight.record.collectives import recorded_collective
 from echelon.foresight.record.here import recording_here
 from echelon.foresight.record.mail import Mail
@@ -97,7 +98,7 @@ class ExchangeExecutor(CollectiveExecutor):
         with recording.log.call(collective.kind) as made:
             if made.is_answered:
                 with real_tensors():
-                    return _answered(made.values, tensor, out)
+                    return _answered(made, tensor, out)
             result = self._meet(collective, record, tensor, out)
             made.values = _answer(result, tensor)
             return result
@@ -229,17 +230,18 @@ def _answer(result: Tensor | None, tensor: Tensor | None) -> _Answer | None:
     return _Answer(result.shape, result.dtype, values, result is tensor)
 
 
-def _answered(answer: _Answer | None, tensor: Tensor | None, out: Tensor | None) -> Tensor | None:
+def _answered(call: Call, tensor: Tensor | None, out: Tensor | None) -> Tensor | None:
     """Returns the result of a collective as it was before, in the caller's tensors where it was in them."""
-    if answer is None:
+    known: _Answer | None = call.values
+    if known is None:
         return None
-    result = tensor if answer.is_in_place else out
+    result = tensor if known.is_in_place else out
     if result is None:
-        result = new_tensor(tuple(answer.shape), answer.dtype)
-    if answer.values is not None:
-        overwrite(result, answer.values.reshape(result.shape))
-    elif not answer.is_in_place:
-        give([result], [] if tensor is None else [tensor], None)
+        result = new_tensor(tuple(known.shape), known.dtype)
+    if known.values is not None:
+        overwrite(result, known.values.reshape(result.shape))
+    elif not known.is_in_place:
+        answer(call, [result], [] if tensor is None else [tensor], None)
     return result
 
 
