@@ -183,7 +183,10 @@ class Foreseen:
             hosts = self.cluster.hosts
         network = self.network if network is None else network
         cluster = cluster_of(network, device, self.world_size, hosts)
-        return replace(self, played=play(self.traces, self.classes, device, cluster), network=network)
+        traces = self.traces
+        if device.machine != self.device.machine:
+            traces = {rank: replace(trace, measured=()) for rank, trace in traces.items()}
+        return replace(self, played=play(traces, self.classes, device, cluster), traces=traces, network=network)
 
     def report(self, tokens: int | None = None, title: str = "") -> Report:
         """Returns the figures as a report, of which `str` is a table, and `to_json` has plain values.
@@ -261,6 +264,9 @@ def foresee(
     The program runs unchanged, with tensors that have shapes but no values: on one rank for each role, as rank 0, the
     last one, and others that differ from them. Collectives are compared between roles. The recorded step is then played
     on a model of the devices and their network. Nothing is written to files.
+
+    On a machine of the kind that `gpu` was calibrated on, each role also runs alone with real tensors for some seconds,
+    in a process of its own, and its kernels take the time that they take there.
 
     Args:
         fn: function of the ranks, called as by `echelon.simulate`.
