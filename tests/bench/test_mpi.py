@@ -6,6 +6,8 @@ import subprocess
 import sys
 from dataclasses import asdict
 
+import pytest
+
 from echelon.bench.request import Request
 
 STAND_IN = """\

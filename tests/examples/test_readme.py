@@ -22,7 +22,7 @@ def test_the_readme_quotes_the_example(name):
     assert f"```python\n{(EXAMPLES / name).read_text()}```\n" in readme
 
 
-@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_the_example_runs_on_real_processes(name, backend, pool, tmp_path):
     outputs = pool.run(run_example_as_rank, 2, name, tmp_path, backend=backend)

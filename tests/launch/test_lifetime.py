@@ -153,7 +153,9 @@ def test_closed_worlds_leave_nothing(world_size, backend, times):
         check(early, late)
 
 
-@pytest.mark.parametrize("act", [train, fail, leave_work, keep_tensors])
+@pytest.mark.parametrize(
+    "act", [train, fail, *(pytest.param(act, marks=pytest.mark.slow) for act in (leave_work, keep_tensors))]
+)
 def test_neither_do_those_that_end_in_another_way(act):
     for early, late in run_worlds(2, act, "shm", 40):
         check(early, late)

@@ -19,7 +19,7 @@ from tests.helpers import rank_functions
 
 def test_results_come_back_in_the_order_of_ranks():
     results = echelon.spawn(rank_functions.total, 2, (2.0,))
-    assert all(torch.equal(result, torch.full((3,), 12.0)) for result in results)
+    assert all(torch.equal(result, torch.full((3,), 6.0)) for result in results)
 
 
 @pytest.mark.parametrize(
