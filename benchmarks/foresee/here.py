@@ -223,7 +223,8 @@ def measured(row: Row) -> float:
 
 def foreseen(row: Row, device: Device) -> float:
     """Returns the foreseen seconds of a step."""
-    return echelon.foresee(main, row.ranks, (row.way, row.workload, WARM_UP + 50), gpu=device, network=row.network).step_seconds
+    args = row.way, row.workload, WARM_UP + 50
+    return echelon.foresee(main, row.ranks, args, gpu=device, network=row.network).step_seconds
 
 
 def compare(device: Device, rows: Sequence[Row], rounds: int) -> None:

@@ -104,6 +104,7 @@ def test_a_program_is_foreseen_on_processors_that_ranks_share(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_this_machine_can_be_measured():
     device = calibrate()
     assert device.cores >= 1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import cycle
 
 import torch
@@ -38,17 +37,17 @@ def _link(backend: str, cores: int) -> dict[str, Curve]:
     found = {}
     for num_ranks in _RANKS:
         share = min(1.0, cores / num_ranks)
-        for kind, points in spawn(_timed, num_ranks, backend=backend)[0].items():
-            found[f"{kind} {num_ranks}"] = tuple((size, seconds * share) for size, seconds in points)
+        for kind, points in spawn(_timed, num_ranks, (share,), backend=backend)[0].items():
+            found[f"{kind} {num_ranks}"] = points
     return found
 
 
-def _timed() -> dict[str, Curve]:
+def _timed(share: float) -> dict[str, Curve]:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:echelon")
     try:
         acts = _collectives()
-        found = {kind: tuple((float(size), _collective(act, size)) for size in _BYTES) for kind, act in acts.items()}
+        found = {kind: tuple((float(n), _collective(act, n, share)) for n in _BYTES) for kind, act in acts.items()}
         if dist.get_world_size() == 2:
             found["message"] = tuple((float(size), _message(size)) for size in _BYTES)
         return found
@@ -82,26 +81,27 @@ class _Disturbance:
         self._memory = torch.ones(_DISTURBANCE // 4)
 
     def __call__(self) -> float:
-        """Returns the seconds that it has taken."""
-        begin = time.perf_counter()
+        """Returns the processor time that it has taken."""
+        begin = time.thread_time()
         self._model(torch.ones(1, 16)).sum().backward()
         self._memory.add_(1.0)
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
 
-def _collective(act: Act, size: int) -> float:
-    """Returns the seconds of a collective from the arrival of its last rank."""
+def _collective(act: Act, size: int, share: float) -> float:
+    """Returns the processor seconds by which a collective lengthens a step, where each rank has a share of one.
+
+    They include the waking of ranks that sleep, and waiting for those that come later.
+    """
     disturb, tensors, turns = _Disturbance(), cycle(_tensors(size)), []
     for _ in range(_TURNS):
-        disturb()
-        tensor = next(tensors)
         begin = time.perf_counter()
-        act(tensor)
-        turns.append(time.perf_counter() - begin)
+        own = disturb()
+        act(next(tensors))
+        turns.append((time.perf_counter() - begin) * share - own)
     of_all = [torch.empty(_TURNS) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all, torch.tensor(turns))
-    # The last one to come waits for nobody. Whatever else runs on this machine only adds time.
-    return _first_quartile(torch.stack(of_all).amin(0).tolist())
+    return max(1e-7, torch.cat(of_all).median().item())
 
 
 def _message(size: int) -> float:
@@ -122,8 +122,4 @@ def _message(size: int) -> float:
             turns.append(-own)
     of_all = [torch.empty(_TURNS) for _ in range(2)]
     dist.all_gather(of_all, torch.tensor(turns))
-    return _first_quartile((of_all[0] + of_all[1]).tolist()) / 2
-
-
-def _first_quartile(turns: Sequence[float]) -> float:
-    return max(1e-7, statistics.quantiles(turns, n=4)[0])
+    return max(1e-7, (of_all[0] + of_all[1]).median().item() / 2)
