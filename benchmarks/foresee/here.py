@@ -9,6 +9,7 @@ runs' medians. A row whose middle half of the runs is wider than 5 percent is sh
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -27,6 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import echelon
+from echelon import Network
 from echelon.foresight.calibrate import calibrate, load, save
 from echelon.foresight.play.device import Device
 from echelon.pipeline import Pipeline
@@ -34,9 +36,12 @@ from echelon.pipeline import Pipeline
 sys.path.extend([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples")])
 from gpt import loss_of, make_gpt
 from harness import options_of, print_environment, print_head, print_row
+from slow_link import Unavailable, run_ranks, slow_link
 
 WARM_UP, STEPS, RUNS = 3, 8, 5
 BACKENDS = {"shared-memory": "shm", "loopback": "tcp"}
+SLOW = "1 Gbit/s, 1 ms"
+"""Link between two namespaces, as between two hosts."""
 MICROBATCHES = 4
 
 Step = Callable[[], object]
@@ -197,6 +202,10 @@ ROWS = (
     Row("Echelon 1f1b", MLP, 4, "shared-memory"),
     Row("Echelon zb-h1", WIDE, 2, "shared-memory"),
     Row("Echelon zb-h1", LARGE, 4, "shared-memory"),
+    Row("DDP", GPT, 2, SLOW),
+    Row("FSDP2", GPT, 2, SLOW),
+    Row("Echelon DDP", GPT, 2, SLOW),
+    Row("Echelon 1f1b", LARGE, 2, SLOW),
 )
 
 
@@ -215,8 +224,16 @@ def main(way: str, workload: str, num_steps: int) -> list[float]:
 
 
 def measured(row: Row) -> float:
-    """Returns the median seconds of a step on real processes, of the slowest rank."""
+    """Returns the median seconds of a step on real processes, of the slowest rank.
+
+    Raises:
+        Unavailable: this machine has no slow link.
+    """
     args = (row.way, row.workload, WARM_UP + STEPS)
+    if row.network == SLOW:
+        with slow_link(bits_per_second=1e9, delay=1e-3) as ends:
+            outputs = run_ranks(ends, [sys.executable, __file__, "--rank", row.way, row.workload])
+        return max(statistics.median(json.loads(text.splitlines()[-1])[WARM_UP:]) for text in outputs)
     ranks = echelon.spawn(main, row.ranks, args, backend=BACKENDS[row.network])
     return max(statistics.median(times[WARM_UP:]) for times in ranks)
 
@@ -224,6 +241,9 @@ def measured(row: Row) -> float:
 def foreseen(row: Row, device: Device) -> float:
     """Returns the foreseen seconds of a step."""
     args = row.way, row.workload, WARM_UP + 50
+    if row.network == SLOW:
+        network = Network(latency=1e-3, bandwidth=125e6)
+        return echelon.foresee(main, row.ranks, args, gpu=device, network=network, hosts=2).step_seconds
     return echelon.foresee(main, row.ranks, args, gpu=device, network=row.network).step_seconds
 
 
@@ -232,11 +252,15 @@ def compare(device: Device, rows: Sequence[Row], rounds: int) -> None:
     print_environment(f"one thread a rank, medians of {rounds} runs in turns")
     print_head("way | workload | ranks | network | measured (ms) | middle half | foreseen (ms) | foreseen / measured")
     runs: dict[Row, list[float]] = {row: [] for row in rows}
-    for _ in range(rounds):
+    for number in range(rounds):
         for row in rows:
-            runs[row].append(measured(row))
+            try:
+                runs[row].append(measured(row))
+            except Unavailable as error:
+                print(f"{row}: {error}", file=sys.stderr)
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     errors = []
-    for row in rows:
+    for row in filter(runs.__getitem__, rows):
         low, middle, high = statistics.quantiles(runs[row], n=4)
         ratio = foreseen(row, device) / middle
         spread = (high - low) / middle
@@ -249,7 +273,9 @@ def compare(device: Device, rows: Sequence[Row], rounds: int) -> None:
         print(f"\n{len(errors)} counted: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:2] == ["--rank"]:
+    print(json.dumps(main(*sys.argv[2:], WARM_UP + STEPS)))
+elif __name__ == "__main__":
     parser = options_of(__doc__, rounds=RUNS)
     parser.add_argument("words", nargs="*", help="parts of the names of ways and workloads; all rows if none is given")
     parser.add_argument("--device", type=Path, help="file of an earlier calibration; written if it is not there")

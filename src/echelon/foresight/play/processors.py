@@ -1,7 +1,7 @@
 """Recorded steps played on ranks that compute on the processors of their hosts, and share them. Pure.
 
 Strategy. A host computes its kernels itself, in order. Communication goes on beside it, in one queue for each group,
-and takes a processor of each member as well. While more of these compute on a host than it has processors, all of them
+and takes a processor of each member as well, unless it goes to another host. While more of these compute on a host than it has processors, all of them
 are slowed down alike (processor sharing). Time goes from one event to the next: the end of kernels or of communication.
 """
 
@@ -47,6 +47,8 @@ class _Communication:
 
     missing: set[int]
     cost: Cost
+    is_local: bool
+    """Whether all members are on one host, whose processors move the bytes."""
     members: list[tuple[_Role, _Posted, int]] = field(default_factory=list)
     """(role, its call, the call's part)."""
     begun: float = -1.0
@@ -158,12 +160,16 @@ class _Player:
         for role in computing:
             asked.update(self._members[role.rank])
         for each in self._running:
-            for role in {id(member): member for member, _, _ in each.members}.values():
-                asked.update(self._members[role.rank])
+            if each.is_local:
+                for role in {id(member): member for member, _, _ in each.members}.values():
+                    asked.update(self._members[role.rank])
         cores = self._device.cores
         rates = {host: min(1.0, cores / count) if cores else 1.0 for host, count in asked.items()}
         speeds = {rank: min(rates.get(host, 1.0) for host in hosts) for rank, hosts in self._members.items()}
-        of_running = [min(speeds[member.rank] for member, _, _ in each.members) for each in self._running]
+        of_running = [
+            min(speeds[member.rank] for member, _, _ in each.members) if each.is_local else 1.0
+            for each in self._running
+        ]
         pause = min(
             [role.remaining / speeds[role.rank] for role in computing]
             + [each.remaining / speed for each, speed in zip(self._running, of_running, strict=True)]
@@ -245,7 +251,11 @@ class _Player:
             found = None if encounter is None else self._gathering.get(encounter.key)
             if found is None:
                 cost = cost_of(self._cluster, role.trace, role.rank, entry)
-                found = _Communication(set() if encounter is None else set(encounter.members), cost)
+                ranks = role.trace.groups[entry.group].ranks
+                if isinstance(entry, Message):
+                    ranks = (role.rank, entry.peer if entry.peer >= 0 else role.rank)
+                is_local = self._cluster.placement(ranks).num_hosts == 1
+                found = _Communication(set() if encounter is None else set(encounter.members), cost, is_local)
             found.members.append((role, posted, part))
             if encounter is not None:
                 found.missing.discard(encounter.member)
