@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test slow mutations conformance conformance-simulated compat gpu lint format clean
 
 help:
-	@echo "make demo    train a small language model on four ranks (dp=2, pp=2)"
+	@echo "make demo    train a small language model on four ranks (dp=2, pp=2), after a forecast of its step"
 	@echo "make test    run the quick tests"
 	@echo "make slow    run the tests that make test leaves out"
 	@echo "make mutations  break the code in small ways, one at a time, and see the nearest tests fail (half an hour)"
@@ -33,8 +33,13 @@ help:
 	@echo "make format  format the code"
 	@echo "make clean   remove .venv and .venv-torch-*, caches and outputs"
 
-demo: $(STAMP)
+demo: $(STAMP) out/here.json
+	$(BIN)/echelon foresee -n 4 --gpu out/here.json --network shared-memory examples/train_gpt.py --dp 2 --pp 2
 	$(BIN)/echelon run -n 4 examples/train_gpt.py --dp 2 --pp 2
+
+out/here.json: | $(STAMP)
+	mkdir -p out
+	$(BIN)/echelon foresee --calibrate $@
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(QUICK)

@@ -1,8 +1,9 @@
 """Recorded steps played on ranks that compute on the processors of their hosts, and share them. Pure.
 
 Strategy. A host computes its kernels itself, in order. Communication goes on beside it, in one queue for each group,
-and takes a processor of each member as well, unless it goes to another host. While more of these compute on a host than it has processors, all of them
-are slowed down alike (processor sharing). Time goes from one event to the next: the end of kernels or of communication.
+and takes a processor of each member as well, unless it goes to another host. While more of these compute on a host than
+it has processors, all of them are slowed down alike (processor sharing). Time goes from one event to the next: the end
+of kernels or of communication.
 """
 
 from __future__ import annotations
