@@ -1,8 +1,8 @@
 """Published steps of GPT with tensor parallelism and pipelines on A100, beside their forecast.
 
-The program is Megatron's, see `megatron.py`. Only the stages of one pipeline are recorded, since others do the same. The
-time of a step grows linearly with the microbatches, so two smaller numbers of microbatches are recorded. Recordings are
-kept in a folder.
+The program is Megatron's, see `megatron.py`. Only the stages of one pipeline are recorded, since others do the same.
+The time of a step grows linearly with the microbatches, so two smaller numbers of microbatches are recorded. Recordings
+are kept in a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from harness import print_environment, print_head, print_row
-from megatron import Program, step
+from megatron import Program, train
 
 from echelon.foresight.networks import cluster_of
 from echelon.foresight.play.devices import device_named
@@ -51,7 +51,7 @@ def recorded(folder: Path, layout: Layout, microbatches: int) -> dict[int, Trace
     if not path.exists():
         world_size = program.pp * program.dp * program.tp
         firsts = range(0, world_size, world_size // program.pp)
-        traces = record(partial(step, program), world_size, firsts, steps=1)
+        traces = record(partial(train, program), world_size, firsts)
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_bytes(pickle.dumps({rank: fuse(traces[rank]) for rank in firsts}))
@@ -88,11 +88,11 @@ def layouts() -> list[Layout]:
 
 
 def _layout(row: dict[str, str]) -> Layout:
-    numbers = {name: int(row[name]) for name in Program._fields if name not in ("schedule", "recompute", "microbatches")}
+    numbers = {
+        name: int(row[name]) for name in Program._fields if name not in ("schedule", "recompute", "microbatches")
+    }
     microbatches = int(row["global_batch"]) // (numbers["microbatch"] * numbers["dp"])
-    program = Program(
-        **numbers, schedule=row["schedule"], recompute=row["recompute"] == "1", microbatches=microbatches
-    )
+    program = Program(**numbers, schedule=row["schedule"], recompute=row["recompute"] == "1", microbatches=microbatches)
     return Layout(row["name"], program, int(row["nics"]), float(row["step_seconds"]))
 
 

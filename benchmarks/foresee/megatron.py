@@ -175,8 +175,8 @@ class Stage(nn.Module):
         return x
 
 
-def step(program: Program) -> None:
-    """One step, on one rank."""
+def train(program: Program) -> None:
+    """One step, on one rank. Before it comes one without a model, so that the optimizer has its state."""
     dist.init_process_group("nccl")
     device = torch.device("cuda")
     mesh = init_device_mesh("cuda", (program.pp, program.dp, program.tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -187,6 +187,9 @@ def step(program: Program) -> None:
     weights = [weight for part in parts for weight in part.parameters()]
     main = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.AdamW(main, fused=True)
+    for weight in main:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
 
     def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
         words = tokens.transpose(0, 1).flatten() // program.tp
