@@ -107,6 +107,7 @@ def test_a_message_inside_a_host_has_the_channels_of_its_communicator(group, num
     # 24 channels make 350 GB/s. Between hosts NCCL opens a channel for each 14 GB/s of a NIC.
     found = message_cost(H100, 0, 7, num_bytes, tuple(group))
     assert found.seconds == pytest.approx(8.4e-6 + 3.4e-6 + num_bytes / (350e9 * channels / 24))
+    assert found.blocks == channels / 24
 
 
 def test_messages_inside_and_between_hosts():

@@ -90,6 +90,15 @@ def test_kernels_slow_down_while_communication_takes_a_share_of_the_device():
     assert played(Step().collective(1, SECOND).kernel(2).wait(1), device=device).seconds == 2.5
 
 
+def test_communication_takes_its_share_of_the_device_while_it_waits_for_others():
+    device = replace(PLAIN, communication_sms=5)
+    late = Step(0).kernel(4).collective(1, SECOND).wait(1)
+    early = Step(1).collective(1, SECOND).kernel(2).wait(1)
+    result = played(late, early, classes=[0, 1, 0, 1], device=device)
+    assert [run.end for run in result.roles[1].runs] == [4]
+    assert result.seconds == 5
+
+
 def test_kernels_of_another_stream_delay_those_of_the_default_stream():
     assert played(Step().kernel(1, stream=1).kernel(2)).seconds == 3
 

@@ -79,6 +79,8 @@ class Cost(NamedTuple):
     """Share that it takes of each member's bandwidth to other hosts."""
     uplink: float = 0.0
     """Bytes that leave the host for each member on it, by those that the member could send alone."""
+    blocks: float = 1.0
+    """Multiprocessors that it takes from kernels, by those of a collective."""
 
 
 def collective_cost(cluster: Cluster, kind: str, placement: Placement, num_bytes: float) -> Cost:
@@ -133,13 +135,14 @@ def message_cost(cluster: Cluster, src: int, dst: int, num_bytes: float, group: 
     """
     is_local = cluster.host_of(src) == cluster.host_of(dst)
     latency, bandwidth = _link(cluster, is_local)
-    local = 0.0
+    local, blocks = 0.0, 1.0
     if cluster.generation:
         simple = PROTOCOLS["Simple"]
         latency = simple.ring_base + (simple.ring_local if is_local else simple.ring_remote + cluster.latency)
+        channels = _message_channels(cluster, cluster.placement(group or (src, dst)), num_bytes)
+        blocks = min(1.0, channels / RING_CHANNELS)
         if is_local:
-            channels = _message_channels(cluster, cluster.placement(group or (src, dst)), num_bytes)
-            bandwidth *= min(1.0, channels / RING_CHANNELS)
+            bandwidth *= blocks
         # On rails of their own, data first goes to the neighbour on the host whose NIC is on the right rail.
         elif cluster.nic_of(src, dst) != src:
             latency += simple.ring_local
@@ -148,13 +151,13 @@ def message_cost(cluster: Cluster, src: int, dst: int, num_bytes: float, group: 
     seconds = latency + moving
     used = moving / seconds if seconds else 0.0
     if is_local:
-        return Cost(seconds, "message", "", used * bandwidth / cluster.local_bandwidth)
+        return Cost(seconds, "message", "", used * bandwidth / cluster.local_bandwidth, blocks=blocks)
     share = used * bandwidth / cluster.bandwidth
-    return Cost(seconds, "message", "", used * local, share, share)
+    return Cost(seconds, "message", "", used * local, share, share, blocks)
 
 
 def _message_channels(cluster: Cluster, placement: Placement, num_bytes: float) -> int:
-    """Returns the channels of a message inside a host, as NCCL chooses them (v2.18, src/enqueue.cc and graph/paths.cc).
+    """Returns the channels of a message, as NCCL chooses them (v2.18, src/enqueue.cc and graph/paths.cc).
 
     A communicator has as many for each peer, so one of several hosts has few. Of 28 MB between 8 GPUs of a host, 4
     channels make 0.75 ms on A100. Qi et al. (2024, table 9) measured 0.60 to 0.76 ms.

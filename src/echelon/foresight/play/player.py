@@ -7,8 +7,10 @@ its time. An operation is done as soon as its times are known.
 
 The end of kernels on the default stream depends on the communication beside them and on kernels of other streams, and
 that of communication on other communication on its links. These ends are found in the order of time, by a queue of
-events: communication begins or ends, kernels end. At each, the rates of what is under way on the same device and links
-are set anew. If no event is left and something waits, the program is in a deadlock.
+events: communication takes multiprocessors, begins or ends, kernels end. Communication takes multiprocessors from the
+time on at which its own rank has come, as NCCL's kernels do, which wait on the device. At each event the rates of what
+is under way on the same device and links are set anew. If no event is left and something waits, the program is in a
+deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import TypeAlias
+from itertools import count
+from typing import NamedTuple, TypeAlias
 
 from echelon.errors import DeadlockError
 from echelon.foresight.play.cluster import Cluster
@@ -77,12 +80,10 @@ _Key: TypeAlias = tuple[str, int]
 class _Line:
     """A stream, or a queue of communication."""
 
-    __slots__ = ("backlog", "time", "under_way")
+    __slots__ = ("backlog", "time")
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.under_way = 0
-        """Collectives and messages that have begun and not ended."""
         self.backlog: deque[_Task] | None = None
         """Tasks that wait, the first one for an event. None if there are none."""
 
@@ -117,18 +118,29 @@ class _Work:
 class _Gathering(_Work):
     """A collective or message, of one role or of several that meet."""
 
-    __slots__ = ("cost", "end_time", "is_done", "lines", "missing", "shares", "start")
+    __slots__ = ("cost", "end_time", "is_done", "lines", "missing", "shares", "start", "taken")
 
     def __init__(self, missing: Iterable[int]) -> None:
         super().__init__(0.0, 0.0)
         self.missing = set(missing)
         self.lines: list[tuple[_Role, _Line]] = []
+        self.taken: list[_Taken] = []
         self.shares: list[tuple[Link, float]] = []
         self.start = 0.0
         """Time at which the last one so far has come."""
         self.end_time = 0.0
         self.is_done = False
         self.cost: Cost | None = None
+
+
+class _Taken(NamedTuple):
+    """Multiprocessors that communication of one role takes until it ends."""
+
+    role: _Role
+    number: int
+    """Number among the role's, so that no two are equal."""
+    left: float
+    """Share of the device that is left to kernels."""
 
 
 class _Kernels(_Work):
@@ -166,8 +178,8 @@ class _Role:
         """Kernels under way on the default stream."""
         self.num_waiting = 0
         """Streams and queues with a backlog."""
-        self.num_communicating = 0
-        """Queues with communication under way."""
+        self.taken: dict[_Taken, None] = {}
+        """Multiprocessors that communication takes."""
         self.num_beside = 0
         """Kernels under way on other streams."""
         self.hosts: list[float] = []
@@ -193,7 +205,7 @@ class _Role:
 
 
 # At one time, what ends makes room before the next begins.
-_END, _STREAM_END, _STREAM_BEGIN, _BEGIN = range(4)
+_END, _STREAM_END, _STREAM_BEGIN, _TAKE, _BEGIN = range(5)
 
 
 class _Player:
@@ -207,10 +219,9 @@ class _Player:
         """Times at which a side of a message has come, by its channel, whether it sends, and its number."""
         self._followers: dict[tuple[Channel, bool, int], list[_Gathering]] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
-        self._left = 1.0 - job.device.communication_sms / job.device.num_sms
-        """Share of a device that a communication leaves to kernels."""
-        self._events: list[tuple[float, int, int, _Role | _Gathering | _Kernels, int]] = []
-        self._num_events = 0
+        self._communication_share = job.device.communication_sms / job.device.num_sms
+        self._events: list[tuple[float, int, int, _Role | _Taken | _Gathering | _Kernels, int]] = []
+        self._numbers = count()
         self._now = 0.0
 
     def run(self) -> Played:
@@ -222,6 +233,9 @@ class _Player:
             if isinstance(what, _Role):
                 what.num_beside += 1 if kind == _STREAM_BEGIN else -1
                 self._set_rate(what)
+            elif isinstance(what, _Taken):
+                what.role.taken[what] = None
+                self._set_rate(what.role)
             elif version != what.version:
                 continue
             elif isinstance(what, _Kernels):
@@ -236,10 +250,9 @@ class _Player:
             raise DeadlockError(self._explain(waiting))
         return self._job.played({rank: self._result(role) for rank, role in self._roles.items()})
 
-    def _at(self, time: float, kind: int, what: _Role | _Gathering | _Kernels, version: int = 0) -> None:
+    def _at(self, time: float, kind: int, what: _Role | _Taken | _Gathering | _Kernels, version: int = 0) -> None:
         if time < math.inf:
-            self._num_events += 1
-            heappush(self._events, (time, kind, self._num_events, what, version))
+            heappush(self._events, (time, kind, next(self._numbers), what, version))
 
     # Hosts
 
@@ -366,7 +379,9 @@ class _Player:
 
     def _rate(self, role: _Role) -> float:
         """Returns the rate of a role's kernels on the default stream."""
-        return 0.0 if role.num_beside else self._left**role.num_communicating
+        if role.num_beside:
+            return 0.0
+        return math.prod([taken.left for taken in role.taken]) if role.taken else 1.0
 
     def _set_rate(self, role: _Role) -> None:
         kernels = role.kernels
@@ -422,6 +437,10 @@ class _Player:
         if gathering.cost is None or gathering.cost.seconds < cost.seconds:
             gathering.cost = cost
         gathering.shares.extend(shares)
+        if self._communication_share and cost.seconds:
+            taken = _Taken(role, next(self._numbers), 1.0 - self._communication_share * cost.blocks)
+            gathering.taken.append(taken)
+            self._at(begin, _TAKE, taken)
         if followed is not None:
             assert isinstance(entry, Message)
             self._follow(role, gathering, entry, followed)
@@ -457,21 +476,14 @@ class _Player:
         assert gathering.cost is not None
         gathering.since, gathering.left = self._now, gathering.cost.seconds
         self._go_on(self._job.links.begin(gathering, gathering.shares))
-        for role, line in gathering.lines:
-            line.under_way += 1
-            if line.under_way == 1:
-                role.num_communicating += 1
-                self._set_rate(role)
 
     def _end(self, gathering: _Gathering) -> None:
         gathering.is_done = True
         gathering.end_time = self._now
         self._go_on(self._job.links.end(gathering))
-        for role, line in gathering.lines:
-            line.under_way -= 1
-            if line.under_way == 0:
-                role.num_communicating -= 1
-                self._set_rate(role)
+        for taken in gathering.taken:
+            del taken.role.taken[taken]
+            self._set_rate(taken.role)
         self._woken.extend(gathering.lines)
 
     def _go_on(self, rates: Iterable[tuple[_Gathering, float]]) -> None:
