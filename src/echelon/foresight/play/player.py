@@ -69,7 +69,6 @@ class _Ready:
 
 _READY = _Ready()
 
-
 _Task: TypeAlias = tuple[Run | Mark | Await | Post | _Ready, float, int]
 """(operation that a stream or a queue has to do, time at which the host called it, index of the operation)."""
 
@@ -219,7 +218,8 @@ class _Player:
         """Times at which a side of a message has come, by its channel, whether it sends, and its number."""
         self._followers: dict[tuple[Channel, bool, int], list[_Gathering]] = {}
         self._woken: deque[tuple[_Role, _Line]] = deque()
-        self._communication_share = job.device.communication_sms / job.device.num_sms
+        # Kernels always keep some, since communication may wait for them.
+        self._communication_share = min(0.9, job.device.communication_sms / job.device.num_sms)
         self._events: list[tuple[float, int, int, _Role | _Taken | _Gathering | _Kernels, int]] = []
         self._numbers = count()
         self._now = 0.0
@@ -422,10 +422,8 @@ class _Player:
         encounter = self._matches.encounter(role.rank, entry)
         followed = None
         if encounter is not None:
-            known = self._gatherings.get(encounter.key)
-            if known is None:
-                known = self._gatherings[encounter.key] = _Gathering(encounter.members)
-            gathering = known
+            gathering = self._gatherings.get(encounter.key) or _Gathering(encounter.members)
+            self._gatherings[encounter.key] = gathering
             gathering.missing.discard(encounter.member)
         else:
             gathering = _Gathering(())
